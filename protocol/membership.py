@@ -1,0 +1,97 @@
+"""scheduler <-> worker: who is there, in which epoch.
+
+    worker                      scheduler
+    Register            ───►
+                        ◄───    Assignment          (or Refused, see protocol.handshake)
+    LoadProgress ...    ───►
+    Loaded              ───►
+                        ◄───    InitializeCache     (the least that all ranks can hold)
+    Ready               ───►                        (a canary step has run)
+    Heartbeat ...       ───►
+                        ◄───    Shutdown
+"""
+
+import msgspec
+
+
+class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
+    """First message of a worker after the handshake: what it is."""
+
+    backend: str
+    model: str
+    """Name of the model as configured, for people."""
+    hostname: str = ""
+    pid: int = 0
+
+
+class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):
+    """The worker's place in the group of this epoch, and the engine's limits it must size itself for."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    block_size: int
+    """Tokens per KV block."""
+    num_slots: int
+    """Slots are numbered 0 .. num_slots - 1."""
+    max_num_batched_tokens: int
+    """Most tokens in one step."""
+    max_model_len: int = 0
+    """The user's limit; 0: what the checkpoint says."""
+
+
+class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
+    phase: str
+    fraction: float
+    """0 to 1"""
+
+
+class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
+    """Weights are in memory; what the KV cache costs and how much of it fits."""
+
+    model_hash: str
+    """Hex digest of the checkpoint's configuration and weight index; ranks of one group must agree."""
+    vocab_size: int
+    """Width of the logits row."""
+    max_model_len: int
+    """The checkpoint's own limit, or the user's where that is lower."""
+    bytes_per_block: int
+    num_blocks: int
+    """Blocks this rank can hold."""
+    simulated: bool = False
+
+
+class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
+    num_blocks: int
+    max_model_len: int
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
+    """The cache is allocated and a canary step ran through forward and sampling."""
+
+    epoch: int
+
+
+class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
+    """Sent by a thread that the forward pass cannot block."""
+
+    epoch: int
+    last_step_id: int
+
+
+class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):
+    """The worker cannot serve; it exits after this. One line: what is wrong and what to do."""
+
+    error: str
+
+
+class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
+    """The worker leaves in an orderly way."""
+
+    reason: str = ""
+
+
+WorkerMessage = Register | LoadProgress | Loaded | Ready | Heartbeat | LoadFailed
+"""worker -> scheduler, outside of steps"""
+GroupMessage = Assignment | InitializeCache | Shutdown
+"""scheduler -> worker, outside of steps"""

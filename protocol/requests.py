@@ -1,0 +1,112 @@
+"""frontend <-> scheduler.
+
+A frontend numbers its own requests (uint32) and both sides speak of a request by that number only.
+Every accepted request ends in exactly one `Finish`.
+"""
+
+import enum
+
+import msgspec
+
+from protocol.sampling import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. STOP and LENGTH are successes; the others are not."""
+
+    STOP = 0
+    """EOS or a stop token."""
+    LENGTH = 1
+    """max_tokens or the context limit."""
+    ABORT = 2
+    """The frontend asked for it; nobody waits for this one."""
+    ERROR = 3
+    """This request failed; `Finish.message` says why."""
+    REJECTED = 4
+    """Not admitted: a bounded queue was full; try again later."""
+    INVALID = 5
+    """Not admitted: it can never be served as it is; `Finish.message` says why."""
+
+
+class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generate"):
+    """Asks for a continuation. Carries what a replay after a fault needs: delivered output, seed, prompt length."""
+
+    number: int
+    """uint32, unique among this frontend's open requests."""
+    token_ids: bytes
+    """int32 little-endian: the prompt, followed by output tokens that were already delivered (usually none)."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    priority: int = 0
+    """Lower runs earlier under the `priority` scheduling policy (vLLM's meaning)."""
+    cache_salt: str = ""
+    """Requests share prefix-cache blocks only with requests of equal salt."""
+    request_id: str = ""
+    """The external id, for logs only."""
+
+
+class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
+    """Ends open requests; unknown numbers are ignored. No `Finish` follows."""
+
+    numbers: list[int]
+
+
+class Finish(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    reason: FinishReason
+    stop_reason: int | None = None
+    """The token of `stop_token_ids` that ended it; None for EOS and for every other reason."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the request was first scheduled."""
+    num_preemptions: int = 0
+    message: str = ""
+    """For ERROR, REJECTED and INVALID: what happened and what would work, fit for the client's eyes."""
+
+
+class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
+    """Everything one step produced for one frontend: columns of equal length, then the requests that ended.
+
+    Rows of one request stand in order of `indices`; a `Finish` comes after all rows of its request.
+    """
+
+    numbers: bytes
+    """uint32: whose token it is."""
+    indices: bytes
+    """int32: the token's index in the output, counted from 0; a receiver accepts the next one only."""
+    token_ids: bytes
+    """int32."""
+    finished: list[Finish] = []
+
+
+class EnginePhase(enum.IntEnum):
+    WAITING_FOR_WORKERS = 0
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+    FAILED = 4
+
+
+class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
+    """What a frontend must know of the engine: sent on connect, on every change, and each second while busy."""
+
+    phase: EnginePhase
+    detail: str = ""
+    """One line for people: what is being loaded, or why it failed."""
+    progress: float = 0.0
+    """0 to 1 while loading."""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    """Width of the logits row; token ids at or beyond it are invalid."""
+    num_blocks: int = 0
+    block_size: int = 0
+    max_num_seqs: int = 0
+    simulated: bool = False
+    """True when the answers come from the simulator and mean nothing."""
+    stats: dict[str, float] = {}
+    """Gauges and running totals under vLLM's metric names, without the prefix."""
+
+
+ClientMessage = GenerateRequest | AbortRequest
+"""What a frontend sends after its handshake."""
+EngineMessage = RequestOutputs | EngineState
+"""What the scheduler sends to a frontend after the handshake."""

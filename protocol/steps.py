@@ -1,0 +1,110 @@
+"""scheduler <-> worker, once per step.
+
+A worker keeps the batch in *slots*; a step says only what changed. A request is named by its tokens once,
+when it enters a slot; from then on rows are columns (slot, generation, count) of little-endian int32.
+A slot's generation grows each time the slot is given away, so that a late row can never be taken for its successor.
+"""
+
+import msgspec
+
+from protocol.sampling import SamplingParams
+
+
+class NewRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A request that enters a slot: new, or resumed after preemption with every token it has."""
+
+    slot: int
+    generation: int
+    token_ids: bytes
+    """int32: prompt and confirmed output tokens, all of them, never cut to the chunk."""
+    num_prompt_tokens: int
+    block_ids: bytes
+    """int32: the whole block table so far."""
+    params: SamplingParams
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
+    """One step's plan, an immutable snapshot. The worker applies `released`, then `new`, then the block columns.
+
+    Row i computes positions `starts[i] .. starts[i] + counts[i] - 1` of the request in `slots[i]`. Input tokens
+    that the scheduler does not know yet are on the device, in the slot's own token history.
+    """
+
+    epoch: int
+    step_id: int
+    """1, 2, 3 ... within an epoch, without gaps."""
+    slots: bytes
+    """int32[rows]"""
+    generations: bytes
+    """int32[rows]"""
+    starts: bytes
+    """int32[rows]: first position computed (an upper bound under speculation, where the device's own count decides)."""
+    counts: bytes
+    """int32[rows]: num_scheduled_tokens, each at least 1, drafts included."""
+    samples: bytes
+    """uint8[rows]: 1 where the row covers the last known or promised token and so must return tokens; else none."""
+    new: list[NewRequest] = []
+    block_slots: bytes = b""
+    """int32[blocks]: the slot that gets ..."""
+    block_ids: bytes = b""
+    """int32[blocks]: ... this block appended to its table, in order."""
+    released: bytes = b""
+    """int32: slots whose request finished, was aborted or preempted; no in-flight step names them."""
+    has_structured_output_requests: bool = False
+    """True: sampling of the whole step waits for this step's `GrammarOutput`."""
+
+
+class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
+    """`released` when no step is left to carry it, so that worker rows end empty."""
+
+    epoch: int
+    slots: bytes
+    """int32"""
+
+
+class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
+    """The bitmask of one step's constrained rows; sampling of that step waits for it."""
+
+    epoch: int
+    step_id: int
+    slots: bytes
+    """int32: constrained rows, in the plan's order"""
+    bitmask: bytes
+    """int32[rows, ceil(vocab / 32)]: bit set = token allowed"""
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
+    """What one step produced; results leave a worker in step order. One row per plan row with `samples`, in plan order."""
+
+    epoch: int
+    step_id: int
+    slots: bytes
+    """int32[rows]"""
+    generations: bytes
+    """int32[rows]"""
+    counts: bytes
+    """int32[rows]: tokens of the row, 1 without speculation"""
+    token_ids: bytes
+    """int32[sum(counts)], rows back to back"""
+    started: float = 0.0
+    """Worker's monotonic clock, seconds: the forward pass began."""
+    ended: float = 0.0
+    """The sampled ids had arrived on the host."""
+    idle: float = 0.0
+    """Seconds the worker waited in receive, with no plan queued, just before this step."""
+
+
+class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
+    """A step failed; it takes the place of that step's result and nothing after it is valid."""
+
+    epoch: int
+    step_id: int
+    """0: the fault belongs to no step."""
+    error: str
+    """Type and text of the worker's own exception."""
+
+
+StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput
+"""scheduler -> worker, per step"""
+StepResult = ModelRunnerOutput | StepFault
+"""worker -> scheduler, per step"""

@@ -1,0 +1,59 @@
+"""One frozen configuration per service. Every default stands here once, with its unit.
+
+Flags, environment (`RUNAHEAD_MAX_NUM_SEQS`) and the YAML file (`max-num-seqs`) read the same names.
+"""
+
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SchedulerConfig(_Config):
+    worker_endpoint: str = Field("ipc:///tmp/runahead/workers", description="where workers connect (ipc:// or tcp://)")
+    client_endpoint: str = Field("ipc:///tmp/runahead/clients", description="where frontends connect")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV-cache block")
+    num_gpu_blocks_override: int | None = Field(None, ge=2, description="KV blocks, instead of what the workers can hold")
+    max_model_len: int | None = Field(None, ge=2, description="context length in tokens; default: the checkpoint's")
+    max_num_seqs: int = Field(256, ge=1, le=65536, description="most requests running at once")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step")
+    long_prefill_token_threshold: int = Field(0, ge=0, description="most prompt tokens of one request in one step; 0: no limit")
+    enable_prefix_caching: bool = Field(True, description="share KV blocks between requests with equal prefixes")
+    scheduling_policy: str = Field("fcfs", pattern="^(fcfs|priority)$", description="order of requests: fcfs or priority")
+    batching_policy: str = Field("chunked", pattern="^(chunked)$", description="what may share a step")
+    batch_queue_depth: int | None = Field(None, ge=1, le=8, description="steps in flight; 1 is synchronous; default 2")
+    async_scheduling: bool = Field(True, description="run ahead of the workers; off means depth 1")
+    max_num_queued_reqs: int = Field(1024, ge=1, description="most requests waiting; more are refused with 429")
+    max_num_queued_tokens: int = Field(4_194_304, ge=1, description="most prompt tokens waiting; more are refused with 429")
+
+
+class WorkerConfig(_Config):
+    model: str = Field("", description="directory or Hugging Face name of the checkpoint; default: the demo model")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub, for every file")
+    scheduler_endpoint: str = Field("ipc:///tmp/runahead/workers", description="the scheduler's worker endpoint")
+    backend: str = Field("native", pattern="^(native|sim)$", description="native computes; sim verifies and sleeps")
+    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16)$", description="auto: the checkpoint's (demo model: float32)")
+    device: str = Field("cpu", pattern="^(cpu)$", description="where the native backend computes")
+    threads: int = Field(0, ge=0, description="compute threads; 0: one per core")
+    kv_cache_memory_bytes: int = Field(0, ge=0, description="bytes for the KV cache; 0: a share of free memory")
+    sim_step_ms: float = Field(5.0, ge=0, description="sim: base cost of a step, milliseconds")
+    sim_prefill_token_us: float = Field(5.0, ge=0, description="sim: cost per prompt token, microseconds")
+    sim_decode_us: float = Field(0.0, ge=0, description="sim: cost per decoding request, microseconds")
+    sim_context_token_ns: float = Field(0.0, ge=0, description="sim: cost per token of context, nanoseconds")
+    sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits row; 0: the model's tokenizer")
+
+
+class FrontendConfig(_Config):
+    model: str = Field("", description="directory or Hugging Face name of the checkpoint; default: the demo model")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub, for every file")
+    tokenizer: str | None = Field(None, description="directory or name of another tokenizer")
+    chat_template: str | None = Field(None, description="file with a jinja chat template, instead of the checkpoint's")
+    served_model_name: list[str] = Field(default_factory=list, description="names the API answers to; default: the model's")
+    scheduler_endpoint: str = Field("ipc:///tmp/runahead/clients", description="the scheduler's client endpoint")
+    host: str = Field("127.0.0.1", description="address of the HTTP server")
+    port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server")
+    api_key: list[str] = Field(default_factory=list, description="keys that clients must present as bearer tokens")
+    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body, bytes")
+    generation_config: str = Field("auto", pattern="^(auto|vllm)$", description="auto: the checkpoint's sampling defaults")
