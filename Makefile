@@ -1,0 +1,49 @@
+# `make` prepares the environment; every other target prepares it first if something changed.
+PYTHON ?= python3
+PORT ?= 8000
+ARGS ?=
+NAME ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := frontend,scheduler,native,dev
+SUITES := tests/unit tests/simulation tests/integration tests/e2e
+
+.PHONY: setup serve test check bench soak clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml deploy/constraints.txt
+	@echo "Installing into $(VENV); the first time takes some minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# exec: the server is make's direct child and gets its signals.
+serve: $(STAMP)
+	@exec $(BIN)/runahead serve --port $(PORT) $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(SUITES) $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	PYTHONPATH=.ci $(BIN)/lint-imports
+
+# Prints a table and writes build/bench/NAME.json.
+bench: $(STAMP)
+	$(if $(NAME),,$(error which one? make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
+	@mkdir -p build/bench
+	$(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+
+# More seeds and longer runs, and the tests marked `soak` that `make test` leaves out.
+soak: $(STAMP)
+	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/simulation tests/integration $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find protocol services tests deploy -name __pycache__ -type d -prune -exec rm -rf {} +
