@@ -1,0 +1,203 @@
+"""The run-ahead loop without I/O: events go in, messages come out (spec 0.4).
+
+The shell calls `add`, `abort` and `on_result` as messages arrive, and after each batch of events `dispatch`, which
+fills the batch queue: filling it has priority over reading results. Aborts that arrived with a result are applied
+before it.
+"""
+
+import numpy as np
+
+from protocol.codec import unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.steps import ModelRunnerOutput, StepMessage
+from services.scheduler.batch_queue import BatchQueue
+from services.scheduler.ledger import InflightStep
+from services.scheduler.request import Request
+from services.scheduler.scheduler import Scheduler, UnknownResult
+
+MAX_PRIORITY = 2**20
+"""Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+class StallError(Exception):
+    """Requests exist, nothing is in flight and nothing can be scheduled (spec 0.4 L7): a bug, said aloud."""
+
+
+class EngineCore:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        depth: int,
+        vocab_size: int,
+        max_num_queued_reqs: int = 1024,
+        max_num_queued_tokens: int = 1 << 22,
+        use_priority: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.queue = BatchQueue(depth)
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.vocab_size = vocab_size
+        self._max_reqs = max_num_queued_reqs
+        self._max_tokens = max_num_queued_tokens
+        self._use_priority = use_priority
+        self._arrivals = 0
+        self.stale_results = 0
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def add(self, client: int, message: GenerateRequest) -> None:
+        """Admits a request, or answers with the `Finish` that says why not."""
+        key = (client, message.number)
+        if key in self.requests:
+            raise ValueError(f"frontend {client} reused number {message.number}, which is still open")
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self.scheduler.outputs.finish(client, Finish(message.number, refusal[0], message=refusal[1]))
+            self.scheduler.counters["rejected" if refusal[0] is FinishReason.REJECTED else "invalid"] += 1
+            return
+        self._arrivals += 1
+        request = Request(
+            client,
+            message.number,
+            unpack(message.token_ids),
+            message.num_prompt_tokens,
+            message.params,
+            Request.rank_of(message.priority if self._use_priority else 0, self._arrivals),
+            message.cache_salt,
+        )
+        self.requests[key] = request
+        self.scheduler.counters["prompt_tokens"] += request.num_prompt_tokens
+        self.scheduler.add(request)
+
+    def _refusal(self, message: GenerateRequest) -> tuple[FinishReason, str] | None:
+        """Guards the shared loop: whatever a frontend lets through, a request that cannot be served ends alone."""
+        limits, waiting, params = self.scheduler.limits, self.scheduler.waiting, message.params
+        tokens = unpack(message.token_ids)
+        prompt, room = message.num_prompt_tokens, limits.max_model_len - message.num_prompt_tokens
+        outputs = len(tokens) - prompt
+        if prompt < 1 or outputs < 0:
+            return FinishReason.INVALID, "the prompt is empty"
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            return FinishReason.INVALID, f"token ids must lie between 0 and {self.vocab_size - 1}"
+        if room < 1:
+            longest = limits.max_model_len - 1
+            return FinishReason.INVALID, f"the prompt has {prompt} tokens, but the context holds at most {longest}"
+        if outputs >= min(params.max_tokens, room):
+            return FinishReason.INVALID, "every token this request may have was already delivered"
+        positions, pool = prompt + min(params.max_tokens, room) - 1, limits.num_blocks * limits.block_size
+        if positions > pool:
+            return FinishReason.INVALID, f"the request needs {positions} tokens of KV cache, but it holds {pool}"
+        if abs(message.priority) > MAX_PRIORITY:
+            return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        if len(waiting) >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
+            return FinishReason.REJECTED, "the server is overloaded; try again later"
+        return None
+
+    def abort(self, client: int, numbers: list[int]) -> None:
+        """Unknown and finished numbers are ignored."""
+        for number in numbers:
+            request = self.requests.pop((client, number), None)
+            if request is not None:
+                self.scheduler.finish(request, None)
+                self.scheduler.counters["aborted"] += 1
+
+    def drop_client(self, client: int) -> None:
+        """A frontend is gone: nobody waits for its requests."""
+        self.abort(client, [number for owner, number in self.requests if owner == client])
+        self.scheduler.outputs.drop_client(client)
+
+    def fail_all(self, error: str) -> None:
+        """The workers are lost: every request ends with the error, nothing in flight is delivered."""
+        self.queue.clear()
+        for request in list(self.requests.values()):
+            self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=error))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> list[StepMessage]:
+        """Schedules until the queue is full or nothing more can be scheduled; what to send, in order.
+
+        Raises: StallError
+        """
+        messages: list[StepMessage] = []
+        while not self.queue.full:
+            planned = self._schedule()
+            if planned is None:
+                break
+            self.queue.push(planned[0])
+            messages.append(planned[1])
+        if not self.queue and (release := self.scheduler.take_releases()) is not None:
+            messages.append(release)
+        return messages
+
+    def _schedule(self) -> tuple[InflightStep, StepMessage] | None:
+        scheduler = self.scheduler
+        if not self.has_requests:
+            return None
+        planned = scheduler.schedule()
+        if planned is None and not self.queue:
+            planned = scheduler.schedule()  # a preemption just now may have made room for what waits
+            if planned is None:
+                waits = ", ".join(f"{r.client}/{r.number} {r.status.name}" for r in list(scheduler.waiting)[:8])
+                raise StallError(
+                    f"nothing can be scheduled: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting "
+                    f"({waits}), {scheduler.kv.pool.num_free} of {scheduler.kv.pool.num_blocks} blocks free"
+                )
+        return planned
+
+    def on_result(self, result: ModelRunnerOutput) -> None:
+        """Takes a result in any order, applies results in the order of their steps; late or doubled ones are counted
+        and dropped.
+
+        Raises: UnknownResult, if the result's rows are not those of its plan.
+        """
+        if result.epoch != self.scheduler.epoch or not self.queue.deliver(result):
+            self.stale_results += 1
+            return
+        while (ready := self.queue.pop()) is not None:
+            step, output = ready
+            self.scheduler.update_from_output(step, self._tokens_of(step, output))
+            self.scheduler.counters["steps"] += 1
+
+    def _tokens_of(self, step: InflightStep, result: ModelRunnerOutput) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The result's tokens, after checking that its rows are the plan's (identity, not counting)."""
+        tokens = unpack(result.token_ids)
+        if (
+            result.slots != step.slots[step.samples].tobytes()
+            or result.generations != step.generations[step.samples].tobytes()
+            or unpack(result.counts).max(initial=1) != 1
+        ):
+            raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}")
+        return tokens
+
+    def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
+        """What to publish, a message per frontend; finished requests are forgotten here."""
+        taken = self.scheduler.outputs.take()
+        for client, outputs in taken:
+            for finish in outputs.finished:
+                self.requests.pop((client, finish.number), None)
+        return taken
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(len(self.scheduler.running) or len(self.scheduler.waiting))
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and totals under vLLM's metric names, without a prefix."""
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage_perc": scheduler.kv.usage,
+            "num_preemptions": counters["preemptions"],
+            "prefix_cache_queries": scheduler.kv.queries,
+            "prefix_cache_hits": scheduler.kv.hits,
+            "prompt_tokens": counters["prompt_tokens"],
+            "generation_tokens": counters["generation_tokens"],
+            "admission_rejections": counters["rejected"],
+            "steps_total": counters["steps"],
+            "inflight_steps": len(self.queue),
+            "stale_messages_total": self.stale_results,
+        }

@@ -1,0 +1,52 @@
+"""What is in flight: one FIFO of dispatched steps. Every counter about promised work is a sum over it (spec 0.2)."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.scheduler.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStep:
+    """One dispatched step; columns with a row per scheduled request."""
+
+    step_id: int
+    slots: NDArray[np.int32]
+    generations: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    """Rows that must return a token; decided when scheduled and obeyed by the worker."""
+
+
+class Ledger:
+    """Adds and removes entries, and keeps the cached sums `inflight` (F) and `placeholders` (H) of the slots."""
+
+    def __init__(self, slots: SlotTable) -> None:
+        self._slots = slots
+        self.steps: deque[InflightStep] = deque()
+
+    def add(self, step: InflightStep) -> None:
+        self.steps.append(step)
+        self._slots.computed[step.slots] += step.counts
+        self._slots.inflight[step.slots] += step.counts
+        self._slots.placeholders[step.slots] += step.samples
+        self._slots.last_step[step.slots] = step.step_id
+
+    def remove_oldest(self) -> InflightStep:
+        step = self.steps.popleft()
+        self._slots.inflight[step.slots] -= step.counts
+        self._slots.placeholders[step.slots] -= step.samples
+        return step
+
+    @property
+    def oldest(self) -> int:
+        """Id of the oldest step in flight; without any, one that no slot's fence can reach."""
+        return self.steps[0].step_id if self.steps else np.iinfo(np.int64).max
+
+    def names(self, slot: int) -> bool:
+        """Whether a step in flight names the slot."""
+        return bool(self._slots.last_step[slot] >= self.oldest)

@@ -1,0 +1,63 @@
+"""Token events on their way to the frontends: columns per frontend, one message per step."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import pack
+from protocol.requests import Finish, RequestOutputs
+from services.scheduler.request import Request
+
+
+class _Columns:
+    def __init__(self) -> None:
+        self.numbers: list[NDArray[np.uint32]] = []
+        self.indices: list[NDArray[np.int32]] = []
+        self.token_ids: list[NDArray[np.int32]] = []
+        self.finished: list[Finish] = []
+
+    def message(self) -> RequestOutputs:
+        def joined(parts: list[NDArray[np.int32]]) -> bytes:
+            return pack(parts[0] if len(parts) == 1 else np.concatenate(parts)) if parts else b""
+
+        return RequestOutputs(joined(self.numbers), joined(self.indices), joined(self.token_ids), self.finished)  # type: ignore[arg-type]
+
+
+class OutputBuffer:
+    def __init__(self) -> None:
+        self._by_client: dict[int, _Columns] = {}
+
+    def _of(self, client: int) -> _Columns:
+        return self._by_client.setdefault(client, _Columns())
+
+    def tokens(
+        self,
+        clients: NDArray[np.int32],
+        numbers: NDArray[np.uint32],
+        indices: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+    ) -> None:
+        """Columns with a row per token, in order for each request."""
+        for client in set(clients.tolist()) if len(clients) else ():
+            mine = clients == client
+            columns = self._of(client)
+            columns.numbers.append(numbers[mine])
+            columns.indices.append(indices[mine])
+            columns.token_ids.append(token_ids[mine])
+
+    def token(self, request: Request, index: int, token_id: int) -> None:
+        columns = self._of(request.client)
+        columns.numbers.append(np.array([request.number], np.uint32))
+        columns.indices.append(np.array([index], np.int32))
+        columns.token_ids.append(np.array([token_id], np.int32))
+
+    def finish(self, client: int, finish: Finish) -> None:
+        self._of(client).finished.append(finish)
+
+    def drop_client(self, client: int) -> None:
+        self._by_client.pop(client, None)
+
+    def take(self) -> list[tuple[int, RequestOutputs]]:
+        """Everything since the last call, a message per frontend."""
+        taken = [(client, columns.message()) for client, columns in self._by_client.items()]
+        self._by_client.clear()
+        return taken

@@ -1,0 +1,107 @@
+"""A request and the states it may be in. Transitions are data: one that is not in the table raises and changes nothing."""
+
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.requests import Finish, FinishReason
+from protocol.sampling import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    """Never scheduled yet."""
+    RUNNING = enum.auto()
+    """Owns a live slot and its blocks."""
+    PREEMPTED = enum.auto()
+    """Lost slot and blocks, kept its tokens; waits to be recomputed."""
+    FINISHED = enum.auto()
+    """Terminal. In-flight rows may still name its slot; what they bring is ignored."""
+
+
+_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """A state change the table does not know: a bug in the scheduler, never the peer's fault."""
+
+
+RANK_BITS = 42
+"""A rank is `priority << RANK_BITS | arrival`; 2^42 arrivals outlast any process."""
+
+
+class Request:
+    """One request from arrival to its finish.
+
+    What changes each step lives in the columns of its slot (`SlotTable`), not here. Without a slot (waiting or
+    preempted) the request holds its own tokens.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "cache_salt",
+        "client",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "number",
+        "params",
+        "rank",
+        "slot",
+        "stale_rows",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        client: int,
+        number: int,
+        token_ids: NDArray[np.int32],
+        num_prompt_tokens: int,
+        params: SamplingParams,
+        rank: int,
+        cache_salt: str = "",
+    ) -> None:
+        self.client = client
+        self.number = number
+        self.token_ids = token_ids
+        """int32[T]: prompt and confirmed outputs; valid while `slot` is -1."""
+        self.num_prompt_tokens = num_prompt_tokens
+        self.params = params
+        self.rank = rank
+        """Order among requests, unique: lower is served first and preempted last."""
+        self.cache_salt = cache_salt
+        self.status = RequestStatus.WAITING
+        self.slot = -1
+        self.stale_rows = 0
+        """Sampled rows of an earlier slot still in flight whose tokens will be delivered; no resume before 0 (S1-14)."""
+        self.block_hashes: list[bytes] = []
+        """Hash chain over the full blocks of the known tokens, as far as computed."""
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+    def become(self, status: RequestStatus) -> None:
+        """Raises: IllegalTransition, with nothing changed."""
+        if status not in _TRANSITIONS[self.status]:
+            raise IllegalTransition(f"request {self.client}/{self.number}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    def finish_message(self, reason: FinishReason, stop_token: int | None = None, message: str = "") -> Finish:
+        """The one terminal message of this request. EOS is not named as a stop reason, a client's stop token is."""
+        named = stop_token if stop_token not in self.params.eos_token_ids else None
+        return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)
+
+    @staticmethod
+    def rank_of(priority: int, arrival: int) -> int:
+        return (priority << RANK_BITS) | arrival
+
+    @staticmethod
+    def priority_of(rank: int) -> int:
+        return rank >> RANK_BITS

@@ -1,0 +1,354 @@
+"""The scheduling loop and the only place where confirmed tokens enter.
+
+Names follow spec 0.1: T tokens known, P computed (optimistic), F in flight, H placeholders, C = P - F committed.
+`schedule()` first chooses, on copies of columns, and then commits its choice as a whole: nothing is ever un-scheduled.
+What is per request and per step is columns by slot; only requests that arrive, finish, prefill, are preempted or
+need a block cost Python time of their own.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import pack
+from protocol.requests import Finish, FinishReason
+from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
+from services.scheduler.kv_cache import KVCacheManager
+from services.scheduler.ledger import InflightStep, Ledger
+from services.scheduler.outputs import OutputBuffer
+from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
+from services.scheduler.request import Request, RequestStatus
+from services.scheduler.slots import DELIVER, DROP, LIVE, SlotTable
+from services.scheduler.waiting import WaitingQueue
+
+Slots = NDArray[np.int32]
+_NONE = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler plans within; all in tokens unless named otherwise."""
+
+    max_num_seqs: int
+    """Requests running at once."""
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        """Twice the running requests, so that slots behind a fence never hold up admission (spec 0.7)."""
+        return 2 * self.max_num_seqs
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one `schedule()` call has decided so far."""
+
+    slots: list[Slots] = field(default_factory=list)
+    counts: list[Slots] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    block_slots: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    tokens_left: int = 0
+    admitting: bool = True
+
+
+class UnknownResult(Exception):
+    """A worker's result does not match the oldest step in flight: worker and scheduler have lost each other."""
+
+
+class Scheduler:
+    """Single-threaded, clock-free. The engine calls `schedule`, then `update_from_output` in the order of dispatch."""
+
+    def __init__(self, limits: Limits, policy: BatchingPolicy, epoch: int = 1) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.epoch = epoch
+        self.slots = SlotTable(limits.num_slots, limits.max_model_len)
+        self.ledger = Ledger(self.slots)
+        self.kv = KVCacheManager(self.slots, limits.num_blocks, limits.block_size, limits.enable_prefix_caching)
+        self.waiting = WaitingQueue()
+        self.running: Slots = _NONE
+        """Live slots in order of rank."""
+        self.outputs = OutputBuffer()
+        self.counters: Counter[str] = Counter()
+        self._fences: dict[int, list[int]] = {}
+        """step_id -> retired slots that leave when that step was processed."""
+        self._released: list[int] = []
+        """Slots that left; the next message tells the worker."""
+        self._next_step = 1
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.waiting.add(request)
+
+    def finish(self, request: Request, finish: Finish | None) -> None:
+        """Ends a request in any state; `finish` None tells nobody (abort). What is in flight for it is ignored."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave(request.slot, DROP)
+        else:
+            self.waiting.remove(request)
+            if request.stale_rows:
+                self._drop_stale(request)
+        request.become(RequestStatus.FINISHED)
+        self.counters["finished"] += 1
+        if finish is not None:
+            self.outputs.finish(request.client, finish)
+
+    def preempt(self, slot: int, stale: int = DELIVER) -> None:
+        """Back to waiting with every confirmed token; blocks go behind the fence. In-flight rows are delivered when
+        they arrive, or dropped and sampled again (`stale=DROP`; the request may then resume at once)."""
+        request = self.slots.request(slot)
+        promised = int(self.slots.placeholders[slot])
+        self._leave(slot, stale)
+        request.become(RequestStatus.PREEMPTED)
+        request.stale_rows += promised if stale == DELIVER else 0
+        request.num_preemptions += 1
+        self.counters["preemptions"] += 1
+        self.waiting.add(request)
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Forgets every cached block; with `reset_running`, running requests are recomputed too (drop mode).
+        False if requests that keep running still share blocks."""
+        if reset_running:
+            for slot in self.running.tolist()[::-1]:
+                self.preempt(slot, stale=DROP)
+        self.kv.pool.forget_all()
+        return not len(self.running)
+
+    def _leave(self, slot: int, state: int) -> None:
+        self.running = self.running[self.running != slot]
+        self.slots.retire(slot, state)
+        if self.ledger.names(slot):
+            self._fences.setdefault(int(self.slots.last_step[slot]), []).append(slot)
+        else:
+            self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        self.kv.release(slot)
+        self.slots.release(slot)
+        self._released.append(slot)
+
+    def _drop_stale(self, request: Request) -> None:
+        for slot, owner in enumerate(self.slots.owner):
+            if owner is request and self.slots.state[slot] == DELIVER:
+                self.slots.state[slot] = DROP
+        request.stale_rows = 0
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
+        """The next step and its ledger entry, or None when nothing can be scheduled now. Waits for nothing (S1-13)."""
+        self._displace()
+        view = SchedulerView(self.running, len(self.waiting), self.limits.max_num_batched_tokens)
+        budget = self.policy.begin(view)
+        choice = _Choice(tokens_left=budget.tokens)
+        self._choose_running(choice, budget, view)
+        if choice.admitting:
+            self._admit_waiting(choice, budget)
+        return self._dispatch(choice) if choice.slots else None
+
+    def take_releases(self) -> ReleaseSlots | None:
+        """What workers must still be told when no step is left to carry it (spec 0.4 L5)."""
+        if not self._released:
+            return None
+        message = ReleaseSlots(self.epoch, pack(self._released))
+        self._released.clear()
+        return message
+
+    def _slices(self, rows: Slots, budget: StepBudget) -> Slots:
+        """Tokens per row: spec 0.3, then the chunk limit, then the step's budget in order. 0: skipped this step."""
+        s = self.slots
+        promised = s.tokens[rows] + s.placeholders[rows]
+        want = promised - s.computed[rows]
+        want[promised >= s.limit[rows]] = 0  # certainly finished: exact at any depth (spec 0.5 A)
+        np.minimum(want, budget.chunk, out=want)
+        before = np.cumsum(want) - want
+        return np.clip(budget.tokens - before, 0, want).astype(np.int32)
+
+    def _choose_running(self, choice: _Choice, budget: StepBudget, view: SchedulerView) -> None:
+        """Rows and blocks of running requests, in order, preempting from the end while blocks are short."""
+        while True:
+            rows = self.policy.order(view)
+            counts = self._slices(rows, budget)
+            missing = self.kv.missing(rows, self.slots.computed[rows] + counts)
+            missing[counts == 0] = 0
+            short = int(np.searchsorted(np.cumsum(missing), self.kv.pool.num_free, side="right"))
+            if short == len(rows):
+                break
+            choice.admitting = False
+            victim = int(self.running[-1])
+            if self._fences or self.ledger.names(victim):
+                # The next result frees blocks; preempting now would free none earlier (spec 0.7, fence).
+                counts[short:] = 0
+                missing[short:] = 0
+                break
+            self.preempt(victim)
+            view = SchedulerView(self.running, len(self.waiting), view.max_num_batched_tokens)
+        taken = counts > 0
+        if not taken.any():
+            return
+        rows, counts, missing = rows[taken], counts[taken], missing[taken]
+        for slot, count in zip(rows[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
+            choice.block_ids += self.kv.grow(slot, count)
+            choice.block_slots += [slot] * count
+        self._register_known(rows, counts)
+        choice.slots.append(rows)
+        choice.counts.append(counts)
+        choice.tokens_left -= int(counts.sum())
+
+    def _register_known(self, rows: Slots, counts: Slots) -> None:
+        """Eager registration: chunks of tokens that are known enter the prefix cache with their dispatch."""
+        s = self.slots
+        reached = s.computed[rows] + counts
+        chunk = (counts > 1) & (reached >= s.next_commit[rows])
+        for slot, frontier in zip(rows[chunk].tolist(), np.minimum(reached, s.tokens[rows])[chunk].tolist(), strict=True):
+            self.kv.register(slot, frontier)
+
+    def _admit_waiting(self, choice: _Choice, budget: StepBudget) -> None:
+        """Moves requests from waiting to running while seats, slots, tokens and blocks last; no bypass of a request
+        that lacks blocks, but one that waits for its stale rows lets others pass (S1-14)."""
+        for request in self.waiting.in_order():
+            if choice.tokens_left <= 0 or len(self.running) >= self.limits.max_num_seqs or not self.slots.free:
+                break
+            if request.stale_rows:
+                continue
+            prefix = self.kv.find_prefix(request)
+            hit = len(prefix) * self.limits.block_size
+            count = min(len(request.token_ids) - hit, budget.chunk, choice.tokens_left)
+            if not self.kv.can_admit(prefix, hit + count):
+                break
+            self._admit(request, prefix, hit, count, choice)
+
+    def _admit(self, request: Request, prefix: list[int], hit: int, count: int, choice: _Choice) -> None:
+        self.waiting.remove(request)
+        tokens = request.token_ids
+        slot = self.slots.assign(request, self.limits.max_model_len)
+        request.become(RequestStatus.RUNNING)
+        request.token_ids = _NONE
+        self.kv.adopt(slot, prefix)
+        self.kv.grow(slot, self.kv.blocks_for(hit + count) - len(prefix))
+        self.slots.computed[slot] = hit
+        self.kv.register(slot, hit + count)
+        if not request.num_preemptions:
+            request.num_cached_tokens = hit
+        self.kv.queries += len(tokens)
+        self.kv.hits += hit
+        self.running = np.insert(
+            self.running, np.searchsorted(self.slots.rank[self.running], request.rank), np.int32(slot)
+        )
+        choice.new.append(
+            NewRequest(
+                slot,
+                int(self.slots.generation[slot]),
+                pack(tokens),
+                request.num_prompt_tokens,
+                pack(self.kv.tables[slot]),
+                request.params,
+            )
+        )
+        choice.slots.append(np.array([slot], np.int32))
+        choice.counts.append(np.array([count], np.int32))
+        choice.tokens_left -= count
+
+    def _displace(self) -> None:
+        """A request of strictly better priority takes the seat of the worst running one, whose tokens in flight are
+        still delivered. KV pressure is not a reason: see the fence rule (spec 0.7)."""
+        head = self.waiting.head()
+        if head is None or len(self.running) < self.limits.max_num_seqs or head.stale_rows:
+            return
+        worst = int(self.running[-1])
+        if Request.priority_of(head.rank) < Request.priority_of(int(self.slots.rank[worst])):
+            self.preempt(worst)
+
+    def _dispatch(self, choice: _Choice) -> tuple[InflightStep, SchedulerOutput]:
+        """Takes the step id, snapshots the plan, and only then advances the columns (spec 0.5 D)."""
+        s = self.slots
+        slots, counts = np.concatenate(choice.slots), np.concatenate(choice.counts)
+        starts = s.computed[slots]
+        samples = starts + counts >= s.tokens[slots] + s.placeholders[slots]
+        step = InflightStep(self._next_step, slots, s.generation[slots], starts, counts, samples)
+        plan = SchedulerOutput(
+            epoch=self.epoch,
+            step_id=step.step_id,
+            slots=pack(slots),
+            generations=pack(step.generations),
+            starts=pack(starts),
+            counts=pack(counts),
+            samples=samples.tobytes(),
+            new=choice.new,
+            block_slots=pack(choice.block_slots),
+            block_ids=pack(choice.block_ids),
+            released=pack(self._released),
+        )
+        self._released.clear()
+        self._next_step += 1
+        self.ledger.add(step)
+        return step, plan
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, step: InflightStep, token_ids: Slots) -> None:
+        """Applies the result of the oldest step: `token_ids` int32[rows with samples], in plan order (spec 0.6).
+
+        Raises: UnknownResult, if the step is not the oldest in flight or a row is missing; nothing has changed then.
+        """
+        rows = step.slots[step.samples]
+        if step.step_id != self.ledger.oldest or len(token_ids) != len(rows):
+            raise UnknownResult(
+                f"result of step {step.step_id} with {len(token_ids)} rows, expected step {self.ledger.oldest} "
+                f"with {len(rows)} rows"
+            )
+        self.ledger.remove_oldest()
+        s = self.slots
+        state = s.state[rows]
+        if (state != LIVE).any():
+            self._deliver_stale(rows[state == DELIVER], token_ids[state == DELIVER])
+            rows, token_ids = rows[state == LIVE], token_ids[state == LIVE]
+        self._append(rows, token_ids)
+        self.kv.commit(step.slots[s.state[step.slots] == LIVE])
+        self._stop(rows, token_ids)
+        for slot in self._fences.pop(step.step_id, ()):
+            self._free(slot)
+
+    def _append(self, rows: Slots, token_ids: Slots) -> None:
+        s = self.slots
+        totals = s.tokens[rows]
+        s.history[rows, totals] = token_ids
+        s.tokens[rows] = totals + 1
+        self.outputs.tokens(s.client[rows], s.number[rows], totals - s.prompt[rows], token_ids)
+        self.counters["generation_tokens"] += len(rows)
+
+    def _stop(self, rows: Slots, token_ids: Slots) -> None:
+        """Ends the requests whose new token is a stop token or their last one."""
+        s = self.slots
+        totals = s.tokens[rows]
+        stops = (s.stop_ids[rows] == token_ids[:, None]).any(axis=1) & (totals >= s.stops_from[rows])
+        ended = stops | (totals >= s.limit[rows])
+        for row in np.flatnonzero(ended).tolist():
+            self._complete(s.request(int(rows[row])), int(token_ids[row]), bool(stops[row]))
+
+    def _deliver_stale(self, rows: Slots, token_ids: Slots) -> None:
+        """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7)."""
+        for slot, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            request = self.slots.request(slot)
+            if request.status is RequestStatus.FINISHED:
+                continue
+            request.stale_rows -= 1
+            self.waiting.append_token(request, token)
+            total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params
+            self.outputs.token(request, total - prompt - 1, token)
+            self.counters["generation_tokens"] += 1
+            stop = token in params.eos_token_ids + params.stop_token_ids and total >= prompt + params.min_tokens
+            if stop or total >= min(prompt + params.max_tokens, self.limits.max_model_len):
+                self._complete(request, token, stop)
+
+    def _complete(self, request: Request, token: int, stop: bool) -> None:
+        reason = FinishReason.STOP if stop else FinishReason.LENGTH
+        self.finish(request, request.finish_message(reason, token if stop else None))

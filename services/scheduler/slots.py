@@ -1,0 +1,112 @@
+"""What the scheduler knows per request and step, as columns by slot (spec 0.1 names in brackets).
+
+A slot belongs to one request from admission until it leaves and every step that names the slot was processed: one
+life of a slot is one *generation* of the request (spec 0.2). So a late row is recognised by the state of its slot,
+and blocks and slot leave together behind one fence (spec 0.7).
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.scheduler.request import Request
+
+FREE, LIVE, DELIVER, DROP = range(4)
+"""States of a slot. DELIVER and DROP are retired: the request left while steps in flight name the slot. What these
+bring is appended to the request (preempted, tokens valid) or ignored (finished, aborted, reset)."""
+
+NO_TOKEN = -1
+
+
+class SlotTable:
+    """Columns of `num_slots` rows; int32 unless stated.
+
+    Invariants after every transition, for live slots (spec 0.2): `0 <= committed <= tokens`,
+    `0 <= inflight <= computed`, `placeholders >= 0`, and while a sampling row is in flight
+    `computed == tokens + placeholders - 1`.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int) -> None:
+        def column(dtype: type = np.int32) -> NDArray[np.int32]:
+            return np.zeros(num_slots, dtype)
+
+        self.num_slots = num_slots
+        self.state = np.zeros(num_slots, np.int8)
+        self.generation = column()
+        self.rank = np.zeros(num_slots, np.int64)
+        self.client = column()
+        self.number = np.zeros(num_slots, np.uint32)
+        self.prompt = column()  # p
+        self.tokens = column()  # T, confirmed
+        self.computed = column()  # P, optimistic
+        self.inflight = column()  # F
+        self.placeholders = column()  # H
+        self.limit = column()
+        """Total tokens at which the request certainly ends: prompt + max_tokens or the context limit."""
+        self.stops_from = column()
+        """Total tokens from which stop tokens count (prompt + min_tokens)."""
+        self.capacity = column()
+        """Tokens that the slot's blocks hold."""
+        self.next_commit = column()
+        """Committed tokens at which the next full block can enter the prefix cache."""
+        self.last_step = column(np.int64)
+        """Newest step that names the slot: its fence."""
+        self.history = np.empty((num_slots, max_model_len), np.int32)
+        """Token ids, `tokens` of them valid per row. Pages are touched only where tokens are."""
+        self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int32)
+        """[num_slots, widest set in use]: EOS and stop tokens, padded with NO_TOKEN."""
+        self.owner: list[Request | None] = [None] * num_slots
+        self.free = deque(range(num_slots))
+
+    def assign(self, request: Request, max_model_len: int) -> int:
+        """Gives the request a fresh slot with every column reset (a stale column would leak across requests)."""
+        slot = self.free.popleft()
+        params, num_tokens = request.params, len(request.token_ids)
+        self.state[slot] = LIVE
+        self.generation[slot] += 1
+        self.owner[slot] = request
+        self.rank[slot] = request.rank
+        self.client[slot] = request.client
+        self.number[slot] = request.number
+        self.prompt[slot] = request.num_prompt_tokens
+        self.tokens[slot] = num_tokens
+        self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = 0
+        self.limit[slot] = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.stops_from[slot] = request.num_prompt_tokens + params.min_tokens
+        self.capacity[slot] = self.next_commit[slot] = 0
+        self.last_step[slot] = 0
+        self.history[slot, :num_tokens] = request.token_ids
+        self._set_stop_ids(slot, params.eos_token_ids + params.stop_token_ids)
+        request.slot = slot
+        return slot
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > self.stop_ids.shape[1]:
+            extra = np.full((self.num_slots, len(ids) - self.stop_ids.shape[1]), NO_TOKEN, np.int32)
+            self.stop_ids = np.hstack((self.stop_ids, extra))
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(ids)] = ids
+
+    def retire(self, slot: int, state: int) -> None:
+        """Takes the slot from its request, which gets its tokens back; rows in flight may still name the slot."""
+        request = self.request(slot)
+        request.token_ids = self.history[slot, : self.tokens[slot]].copy()
+        request.slot = -1
+        self.state[slot] = state
+
+    def release(self, slot: int) -> None:
+        """The fence has passed: the slot may be given away."""
+        self.state[slot] = FREE
+        self.owner[slot] = None
+        self.free.append(slot)
+
+    def request(self, slot: int) -> Request:
+        request = self.owner[slot]
+        if request is None:
+            raise KeyError(f"slot {slot} is free")
+        return request
+
+    def committed(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """C: the KV frontier that is written and confirmed (spec 0.1)."""
+        return self.computed[slots] - self.inflight[slots]
