@@ -38,7 +38,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(if $(NAME),,$(error which one? make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
-	$(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
 
 # More seeds and longer runs, and the tests marked `soak` that `make test` leaves out.
 soak: $(STAMP)
