@@ -27,6 +27,12 @@ class SchedulerConfig(_Config):
     async_scheduling: bool = Field(True, description="run ahead of the workers; off means depth 1")
     max_num_queued_reqs: int = Field(1024, ge=1, description="most requests waiting; more are refused with 429")
     max_num_queued_tokens: int = Field(4_194_304, ge=1, description="most prompt tokens waiting; more are refused with 429")
+    step_trace: str | None = Field(None, description="file that gets a JSON line when a step is scheduled or its result arrives")
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight: the batch queue's depth."""
+        return self.batch_queue_depth or (2 if self.async_scheduling else 1)
 
 
 class WorkerConfig(_Config):

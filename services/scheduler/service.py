@@ -1,0 +1,272 @@
+"""The scheduler process: sockets, signals and the clock around `EngineCore` and `WorkerGroup`. It holds no rules.
+
+One thread, one poll: client messages first (an abort that arrived with a result is applied before it), then worker
+messages, then everything there is to send.
+"""
+
+import contextlib
+import gc
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+import msgspec
+import zmq
+
+from protocol.codec import Decoder, ProtocolError
+from protocol.handshake import Hello
+from protocol.membership import Shutdown, WorkerMessage
+from protocol.requests import AbortRequest, ClientMessage, EnginePhase, EngineState, GenerateRequest
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
+from protocol.transport import PeerGone, PeerSlow, Server
+from services.config import SchedulerConfig
+from services.scheduler.engine import EngineCore
+from services.scheduler.group import WorkerGroup, WorkerLost
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.scheduler import Scheduler, UnknownResult
+
+log = logging.getLogger("runahead.scheduler")
+
+EXIT_WORKER_LOST = 5
+STATE_INTERVAL = 1.0
+"""Seconds between two reports of the engine's figures while it is busy."""
+
+
+class Service:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.clients = Server(config.client_endpoint, {"frontend"})
+        self.workers = Server(config.worker_endpoint, {"worker", "worker-results"})
+        self.group = WorkerGroup(config, self.workers.send)
+        self.engine: EngineCore | None = None
+        self._client_ids: dict[bytes, int] = {}
+        self._client_peers: list[bytes] = []
+        self._from_client: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
+        self._from_worker: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
+        self._worker_seconds = {"idle": 0.0, "busy": 0.0}
+        self._draining = False
+        self._stop_now = False
+        self._last_state: EngineState | None = None
+        self._next_report = 0.0
+        self._trace: TextIO | None = open(config.step_trace, "w") if config.step_trace else None  # noqa: SIM115
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until told to stop. Returns the exit status."""
+        try:
+            with _signals() as wakeup:
+                poller = zmq.Poller()
+                for source in (self.clients.socket, self.workers.socket, wakeup):
+                    poller.register(source, zmq.POLLIN)
+                while not self._finished():
+                    ready = dict(poller.poll(self._poll_ms()))
+                    if wakeup.fileno() in ready:
+                        self._on_signal(wakeup)
+                    self._read_clients()
+                    self._read_workers()
+                    self._send()
+            self._tell_workers(Shutdown("the scheduler is stopping"))
+            return 0
+        except (WorkerLost, UnknownResult, PeerGone) as error:
+            return self._fail(str(error))
+        finally:
+            self.clients.close()
+            self.workers.close()
+            if self._trace is not None:
+                self._trace.close()
+
+    def _poll_ms(self) -> int:
+        """Idle it sleeps for long: only the worker's silence needs a look."""
+        return 1000 if self.engine is None or not self.engine.has_requests else 200
+
+    def _finished(self) -> bool:
+        idle = self.engine is None or not (self.engine.requests or self.engine.queue)
+        return self._stop_now or (self._draining and idle)
+
+    def _on_signal(self, wakeup: socket.socket) -> None:
+        wakeup.recv(64)
+        self._stop_now, self._draining = self._draining, True
+        log.info("stopping now" if self._stop_now else "draining: open requests finish, new ones are refused")
+
+    def _fail(self, error: str) -> int:
+        """The workers cannot serve: every open request ends with an error, then the process."""
+        log.error("%s", error)
+        self.group.phase, self.group.detail = EnginePhase.FAILED, error
+        if self.engine is not None:
+            self.engine.fail_all("the model worker failed; the request was not completed")
+            self._publish()
+        self._report_state()
+        self._tell_workers(Shutdown(error))
+        return EXIT_WORKER_LOST
+
+    # -- in ------------------------------------------------------------------------------------------------------
+
+    def _read_clients(self) -> None:
+        while (received := self.clients.receive()) is not None:
+            peer, frame = received
+            if isinstance(frame, Hello):
+                self._client_ids.setdefault(peer, len(self._client_ids))
+                if len(self._client_peers) < len(self._client_ids):
+                    self._client_peers.append(peer)
+                self._send_state(peer, self._state())
+                continue
+            try:
+                self._on_client_message(self._client_ids[peer], self._from_client.decode(frame))
+            except (ProtocolError, ValueError) as error:
+                self.clients.count_error(peer, error)
+
+    def _on_client_message(self, client: int, message: GenerateRequest | AbortRequest) -> None:
+        if self.engine is None:
+            return
+        match message:
+            case GenerateRequest():
+                self.engine.add(client, message)
+            case AbortRequest():
+                self.engine.abort(client, message.numbers)
+
+    def _read_workers(self) -> None:
+        now = time.monotonic()
+        while (received := self.workers.receive()) is not None:
+            peer, frame = received
+            if isinstance(frame, Hello):
+                continue
+            try:
+                message = self._from_worker.decode(frame)
+            except ProtocolError as error:
+                self.workers.count_error(peer, error)
+                continue
+            self._on_worker_message(peer, message, now)
+        self.group.check(now)
+
+    def _on_worker_message(self, peer: bytes, message: msgspec.Struct, now: float) -> None:
+        match message:
+            case ModelRunnerOutput() if self.engine is not None:
+                self._record("result", message.step_id)
+                self._worker_seconds["idle"] += message.idle
+                self._worker_seconds["busy"] += message.ended - message.started
+                self.engine.on_result(message)
+            case StepFault():
+                raise WorkerLost(f"the worker failed in step {message.step_id}: {message.error}")
+            case _:
+                self.group.on_message(peer, message, now)
+                if self.engine is None and self.group.phase is EnginePhase.READY:
+                    self._start_engine()
+
+    def _start_engine(self) -> None:
+        limits, loaded = self.group.limits, self.group.loaded
+        if limits is None or loaded is None:
+            raise WorkerLost("the worker is ready but never said what it loaded")
+        c = self.config
+        scheduler = Scheduler(limits, ChunkedPolicy(c.long_prefill_token_threshold))
+        self.engine = EngineCore(
+            scheduler,
+            c.depth,
+            loaded.vocab_size,
+            c.max_num_queued_reqs,
+            c.max_num_queued_tokens,
+            use_priority=c.scheduling_policy == "priority",
+        )
+        log.info(
+            "ready: %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
+            limits.num_blocks, limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
+        )  # fmt: skip
+        gc.collect()
+        gc.freeze()
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        if self.engine is not None and self.group.peer is not None:
+            for message in self.engine.dispatch():
+                if isinstance(message, SchedulerOutput):
+                    self._record("schedule", message.step_id)
+                self.workers.send(self.group.peer, message)
+            self._publish()
+        busy = self.engine is not None and self.engine.has_requests
+        if (busy and time.monotonic() >= self._next_report) or self._state_changed():
+            self._report_state()
+
+    def _publish(self) -> None:
+        if self.engine is None:
+            return
+        for client, outputs in self.engine.take_outputs():
+            try:
+                self.clients.send(self._client_peers[client], outputs)
+            except (PeerGone, PeerSlow) as error:
+                log.warning("frontend %d is lost, its requests are aborted: %s", client, error)
+                self.engine.drop_client(client)
+
+    def _state(self) -> EngineState:
+        group, loaded, limits = self.group, self.group.loaded, self.group.limits
+        draining = self._draining and group.phase is EnginePhase.READY
+        return EngineState(
+            EnginePhase.DRAINING if draining else group.phase,
+            group.detail,
+            group.progress,
+            limits.max_model_len if limits else 0,
+            loaded.vocab_size if loaded else 0,
+            limits.num_blocks if limits else 0,
+            self.config.block_size,
+            self.config.max_num_seqs,
+            loaded.simulated if loaded else False,
+            self._stats(),
+        )
+
+    def _stats(self) -> dict[str, float]:
+        if self.engine is None:
+            return {}
+        return self.engine.stats() | {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
+
+    def _state_changed(self) -> bool:
+        last, group = self._last_state, self.group
+        return last is None or (last.detail, last.progress) != (group.detail, group.progress) or (
+            self._draining and last.phase is EnginePhase.READY
+        )  # fmt: skip
+
+    def _report_state(self) -> None:
+        state = self._last_state = self._state()
+        self._next_report = time.monotonic() + STATE_INTERVAL
+        for peer in self._client_peers:
+            self._send_state(peer, state)
+
+    def _send_state(self, peer: bytes, state: EngineState) -> None:
+        with contextlib.suppress(PeerGone, PeerSlow):
+            self.clients.send(peer, state)
+
+    def _tell_workers(self, message: Shutdown) -> None:
+        if self.group.peer is not None:
+            with contextlib.suppress(PeerGone, PeerSlow):
+                self.workers.send(self.group.peer, message)
+
+    def _record(self, event: str, step_id: int) -> None:
+        """One line per event in the file of `--step-trace`: what shows that the scheduler runs ahead."""
+        if self._trace is not None:
+            line = {"event": event, "step_id": step_id, "at": time.monotonic()}
+            self._trace.write(json.dumps(line) + "\n")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket that becomes readable when SIGTERM or SIGINT arrives."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+def run(config: SchedulerConfig) -> int:
+    """One scheduler process until it is told to stop. Returns the exit status: 0, or 5 when the workers were lost."""
+    return Service(config).run()
