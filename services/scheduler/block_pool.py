@@ -26,15 +26,18 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return self.refs[block] == 0
 
-    def take(self) -> int:
-        """One free block, now held once and without a hash. Raises: IndexError or KeyError when none is free."""
-        if self._blank:
-            block = self._blank.pop()
-        else:
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks, each now held once and without a hash; the caller has checked that they exist."""
+        blank = min(count, len(self._blank))
+        blocks = self._blank[len(self._blank) - blank :]
+        del self._blank[len(self._blank) - blank :]
+        for _ in range(count - blank):
             block, _ = self._cached.popitem(last=False)
             self.forget(block)
-        self.refs[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self.refs[block] = 1
+        return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more holder for each block: a prefix hit."""

@@ -70,33 +70,39 @@ class KVCacheManager:
         lacking = num_tokens - self._slots.capacity[slots]
         return np.maximum(-(-lacking // self.block_size), 0)
 
-    def grow(self, slot: int, count: int) -> list[int]:
-        """Appends `count` fresh blocks to the slot's table; the caller has checked that they exist."""
-        fresh = [self.pool.take() for _ in range(count)]
-        self.tables[slot] += fresh
-        self._slots.capacity[slot] += count * self.block_size
-        return fresh
+    def grow(self, rows: NDArray[np.int32], counts: NDArray[np.int32]) -> list[int]:
+        """Appends `counts[i]` fresh blocks to the table of `rows[i]`; the caller has checked that they exist. Returns
+        the blocks, row after row."""
+        blocks = self.pool.take(int(counts.sum()))
+        self._slots.capacity[rows] += counts * self.block_size
+        at = 0
+        for slot, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self.tables[slot] += blocks[at : at + count]
+            at += count
+        return blocks
 
-    def register(self, slot: int, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of the slot are known and written, or ordered before any reader: their full
-        blocks may be shared from now on."""
-        if not self.enable_prefix_caching:
+    def register(self, rows: NDArray[np.int32], frontiers: NDArray[np.int32]) -> None:
+        """The first `frontiers[i]` tokens of `rows[i]` are known, and written or ordered before any reader: their full
+        blocks may be shared from now on. Only rows that crossed a block boundary cost anything."""
+        crossed = frontiers >= self._slots.next_commit[rows]
+        if not (self.enable_prefix_caching and crossed.any()):
             return
-        slots = self._slots
-        first, last = int(slots.next_commit[slot]) // self.block_size - 1, num_tokens // self.block_size
-        request, table, register = slots.request(slot), self.tables[slot], self.pool.register
-        self._extend_hashes(request, slots.history[slot], last)
-        for index in range(first, last):
-            register(table[index], request.block_hashes[index])
-        slots.next_commit[slot] = (max(first, last) + 1) * self.block_size
+        rows = rows[crossed]
+        lasts = frontiers[crossed] // self.block_size
+        firsts = self._slots.next_commit[rows] // self.block_size - 1
+        self._slots.next_commit[rows] = (lasts + 1) * self.block_size
+        owner, history, tables, register = self._slots.owner, self._slots.history, self.tables, self.pool.register
+        for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+            request, table = owner[slot], tables[slot]
+            hashes = request.block_hashes  # type: ignore[union-attr]
+            if len(hashes) < last:
+                self._extend_hashes(request, history[slot], last)  # type: ignore[arg-type]
+            for index in range(first, last):
+                register(table[index], hashes[index])
 
-    def commit(self, slots: NDArray[np.int32]) -> None:
-        """Registers what results have confirmed: only slots that crossed a block boundary cost anything."""
-        committed = self._slots.committed(slots)
-        crossed = committed >= self._slots.next_commit[slots]
-        if self.enable_prefix_caching and crossed.any():
-            for slot, frontier in zip(slots[crossed].tolist(), committed[crossed].tolist(), strict=True):
-                self.register(slot, frontier)
+    def commit(self, rows: NDArray[np.int32]) -> None:
+        """Registers what results have confirmed."""
+        self.register(rows, self._slots.committed(rows))
 
     def release(self, slot: int) -> None:
         """Frees the slot's blocks; no step in flight may write them any more (S1-10)."""
@@ -105,7 +111,9 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, tokens: NDArray[np.int32], num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.block_size
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
-            block = tokens[index * size : (index + 1) * size]
-            hashes.append(hashlib.sha256(parent + block.tobytes()).digest())
+        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
+        first = len(hashes)
+        data = tokens[first * size : num_blocks * size].tobytes()
+        for at in range(0, (num_blocks - first) * size * tokens.itemsize, size * tokens.itemsize):
+            parent = hashlib.sha256(parent + data[at : at + size * tokens.itemsize]).digest()
+            hashes.append(parent)

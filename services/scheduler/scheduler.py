@@ -52,7 +52,7 @@ class _Choice:
     slots: list[Slots] = field(default_factory=list)
     counts: list[Slots] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
-    block_slots: list[int] = field(default_factory=list)
+    block_slots: Slots = field(default_factory=lambda: _NONE)
     block_ids: list[int] = field(default_factory=list)
     tokens_left: int = 0
     admitting: bool = True
@@ -195,9 +195,10 @@ class Scheduler:
         if not taken.any():
             return
         rows, counts, missing = rows[taken], counts[taken], missing[taken]
-        for slot, count in zip(rows[missing > 0].tolist(), missing[missing > 0].tolist(), strict=True):
-            choice.block_ids += self.kv.grow(slot, count)
-            choice.block_slots += [slot] * count
+        short_of = missing > 0
+        if short_of.any():
+            choice.block_ids = self.kv.grow(rows[short_of], missing[short_of])
+            choice.block_slots = np.repeat(rows, missing)
         self._register_known(rows, counts)
         choice.slots.append(rows)
         choice.counts.append(counts)
@@ -206,10 +207,10 @@ class Scheduler:
     def _register_known(self, rows: Slots, counts: Slots) -> None:
         """Eager registration: chunks of tokens that are known enter the prefix cache with their dispatch."""
         s = self.slots
-        reached = s.computed[rows] + counts
-        chunk = (counts > 1) & (reached >= s.next_commit[rows])
-        for slot, frontier in zip(rows[chunk].tolist(), np.minimum(reached, s.tokens[rows])[chunk].tolist(), strict=True):
-            self.kv.register(slot, frontier)
+        chunk = counts > 1
+        if chunk.any():
+            rows = rows[chunk]
+            self.kv.register(rows, np.minimum(s.computed[rows] + counts[chunk], s.tokens[rows]))
 
     def _admit_waiting(self, choice: _Choice, budget: StepBudget) -> None:
         """Moves requests from waiting to running while seats, slots, tokens and blocks last; no bypass of a request
@@ -233,9 +234,10 @@ class Scheduler:
         request.become(RequestStatus.RUNNING)
         request.token_ids = _NONE
         self.kv.adopt(slot, prefix)
-        self.kv.grow(slot, self.kv.blocks_for(hit + count) - len(prefix))
+        row = np.array([slot], np.int32)
+        self.kv.grow(row, self.kv.missing(row, np.array([hit + count], np.int32)))
+        self.kv.register(row, np.array([hit + count], np.int32))
         self.slots.computed[slot] = hit
-        self.kv.register(slot, hit + count)
         if not request.num_preemptions:
             request.num_cached_tokens = hit
         self.kv.queries += len(tokens)
@@ -253,7 +255,7 @@ class Scheduler:
                 request.params,
             )
         )
-        choice.slots.append(np.array([slot], np.int32))
+        choice.slots.append(row)
         choice.counts.append(np.array([count], np.int32))
         choice.tokens_left -= count
 
