@@ -71,7 +71,10 @@ def uniform(words: U32) -> NDArray[np.float32]:
 
 
 def gumbel(
-    seeds: NDArray[np.uint64], positions: NDArray[Any], tokens: NDArray[Any], purpose: Purpose = Purpose.SAMPLE
+    seeds: NDArray[np.uint64],
+    positions: NDArray[Any],
+    tokens: NDArray[Any],
+    purpose: Purpose = Purpose.SAMPLE,
 ) -> NDArray[np.float32]:
     """float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
     noise = uniform(bits(*keys(seeds, positions, purpose), tokens))

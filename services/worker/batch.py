@@ -1,0 +1,185 @@
+"""The batch a worker keeps on the host: one row of columns per slot, changed only by what a step says.
+
+Both backends apply a plan through `SlotTable.apply`, so that what a plan may say is checked in one place. Columns hold
+what the host knows without reading anything back from the device: counts of tokens, never the sampled ids.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.steps import NewRequest, SchedulerOutput
+
+I32 = NDArray[np.int32]
+EMPTY = -1
+"""Generation of a slot that nobody has."""
+
+
+class PlanError(RuntimeError):
+    """A plan contradicts the batch this worker keeps: the scheduler and the worker no longer agree."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A plan's rows; int32[rows] unless stated. The arrays view the message's immutable bytes."""
+
+    slots: I32
+    generations: I32
+    starts: I32
+    counts: I32
+    samples: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> "Rows":
+        """Raises: PlanError, when the columns differ in length."""
+        columns = [
+            np.frombuffer(c, np.int32) for c in (step.slots, step.generations, step.starts, step.counts)
+        ]
+        samples = np.frombuffer(step.samples, np.bool_)
+        lengths = [len(column) for column in columns] + [len(samples)]
+        if len(set(lengths)) != 1:
+            raise PlanError(f"step {step.step_id}: columns of {lengths} rows")
+        return cls(*columns, samples)
+
+    @property
+    def ends(self) -> I32:
+        """First position after the row: where a token sampled by it will stand."""
+        return self.starts + self.counts
+
+
+class SlotTable:
+    """Columns of `num_slots` rows; int32 unless stated. Every column is reset when a slot is assigned."""
+
+    def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.total_blocks, self.max_model_len = num_blocks, max_model_len
+        max_blocks = -(-max_model_len // block_size)
+        self.generation = np.full(num_slots, EMPTY, np.int32)
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        """Tokens known or promised: those the request came with and one per sampling row launched since."""
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.computed = np.zeros(num_slots, np.int32)
+        """Positions launched; the next row starts here. EMPTY until the first row, which a prefix hit may start later."""
+        self.num_blocks = np.zeros(num_slots, np.int32)
+        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.banned_until = np.zeros(num_slots, np.int32)
+        """`banned` ids cannot be sampled while the sequence has fewer tokens than this (prompt + min_tokens)."""
+        self.banned: list[tuple[int, ...]] = [()] * num_slots
+
+    # -- changes -------------------------------------------------------------------------------------------------
+
+    def apply(self, step: SchedulerOutput) -> Rows:
+        """Released slots, then new requests, then block columns, then the rows are checked and counted as launched.
+
+        Raises:
+            PlanError: the plan names an empty or a taken slot, another generation, a position out of order, a token
+                or block count that does not add up. The worker cannot go on after it.
+        """
+        self.release(np.frombuffer(step.released, np.int32))
+        for request in step.new:
+            self._assign(request)
+        self._append_blocks(
+            np.frombuffer(step.block_slots, np.int32), np.frombuffer(step.block_ids, np.int32)
+        )
+        rows = Rows.of(step)
+        self._check(rows)
+        self.computed[rows.slots] = rows.ends
+        self.num_tokens[rows.slots] += rows.samples
+        return rows
+
+    def release(self, slots: I32) -> None:
+        self._check_range(slots)
+        for slot in slots:
+            if self.generation[slot] == EMPTY:
+                raise PlanError(f"slot {slot} is released, but nobody has it")
+            self.generation[slot] = EMPTY
+
+    def _assign(self, request: NewRequest) -> None:
+        slot, params = request.slot, request.params
+        self._check_range(np.array([slot], np.int32))
+        if self.generation[slot] != EMPTY:
+            raise PlanError(
+                f"slot {slot} is given to generation {request.generation}, "
+                f"but generation {self.generation[slot]} has not left it"
+            )
+        num_tokens = len(request.token_ids) // 4
+        if not 0 < num_tokens <= self.max_model_len:
+            raise PlanError(f"slot {slot}: {num_tokens} tokens, the context holds 1 to {self.max_model_len}")
+        self.generation[slot] = request.generation
+        self.num_tokens[slot], self.num_prompt[slot] = num_tokens, request.num_prompt_tokens
+        self.computed[slot] = EMPTY
+        self.num_blocks[slot] = 0
+        self.block_table[slot] = 0
+        blocks = np.frombuffer(request.block_ids, np.int32)
+        self._append_blocks(np.full(len(blocks), slot, np.int32), blocks)
+        self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
+        self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
+        self.seed[slot] = params.seed
+        self.banned[slot] = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
+        self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
+
+    def _append_blocks(self, slots: I32, blocks: I32) -> None:
+        if len(slots) != len(blocks):
+            raise PlanError(f"{len(slots)} slots get {len(blocks)} blocks")
+        if not len(slots):
+            return
+        self._check_range(slots)
+        if int(blocks.min()) < 0 or int(blocks.max()) >= self.total_blocks:
+            bad = blocks[(blocks < 0) | (blocks >= self.total_blocks)][0]
+            raise PlanError(f"block {bad} does not exist, the cache has {self.total_blocks}")
+        for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
+            at = self.num_blocks[slot]
+            if self.generation[slot] == EMPTY or at == self.block_table.shape[1]:
+                raise PlanError(f"slot {slot} gets block {block}, but it is empty or its table is full")
+            self.block_table[slot, at] = block
+            self.num_blocks[slot] = at + 1
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _check_range(self, slots: I32) -> None:
+        if len(slots) and not (0 <= int(slots.min()) and int(slots.max()) < self.num_slots):
+            raise PlanError(f"slots {slots.tolist()}: only 0 to {self.num_slots - 1} exist")
+
+    def _check(self, rows: Rows) -> None:
+        slots = rows.slots
+        self._check_range(slots)
+        if len(np.unique(slots)) != len(slots):
+            raise PlanError(f"a slot stands in two rows: {sorted(slots.tolist())}")
+        have, computed, known = self.generation[slots], self.computed[slots], self.num_tokens[slots]
+        self._refuse(
+            rows, have != rows.generations, "row of generation {want}, the slot has {have} (-1: empty)",
+            want=rows.generations, have=have,
+        )  # fmt: skip
+        first = computed == EMPTY
+        self._refuse(
+            rows, (rows.counts < 1) | (rows.starts < 0) | (~first & (rows.starts != computed)),
+            "{count} positions from {start}, but {computed} are computed",
+            start=rows.starts, count=rows.counts, computed=computed,
+        )  # fmt: skip
+        ends = rows.ends
+        self._refuse(
+            rows, (ends > known) | (ends > self.max_model_len),
+            "positions up to {end}, but only {known} tokens are known and the context holds {limit}",
+            end=ends, known=known, limit=np.full_like(ends, self.max_model_len),
+        )  # fmt: skip
+        self._refuse(
+            rows, rows.samples != (ends == known),
+            "samples is {bit} for a row that ends at {end} of {known} tokens",
+            bit=rows.samples, end=ends, known=known,
+        )  # fmt: skip
+        held = self.num_blocks[slots] * self.block_size
+        self._refuse(rows, ends > held, "ends at {end}, but its blocks hold {held}", end=ends, held=held)
+
+    @staticmethod
+    def _refuse(rows: Rows, bad: NDArray[np.bool_], text: str, **columns: NDArray[Any]) -> None:
+        if bad.any():
+            i = int(bad.argmax())
+            values = {name: column[i] for name, column in columns.items()}
+            raise PlanError(f"slot {rows.slots[i]}: {text.format(**values)}")
