@@ -68,7 +68,11 @@ class KVCacheManager:
     def missing(self, slots: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
         lacking = num_tokens - self._slots.capacity[slots]
-        return np.maximum(-(-lacking // self.block_size), 0)
+        np.maximum(lacking, 0, out=lacking)
+        if lacking.any():
+            lacking += self.block_size - 1
+            lacking //= self.block_size
+        return lacking
 
     def grow(self, rows: NDArray[np.int32], counts: NDArray[np.int32]) -> list[int]:
         """Appends `counts[i]` fresh blocks to the table of `rows[i]`; the caller has checked that they exist. Returns
@@ -97,8 +101,8 @@ class KVCacheManager:
             hashes = request.block_hashes  # type: ignore[union-attr]
             if len(hashes) < last:
                 self._extend_hashes(request, history[slot], last)  # type: ignore[arg-type]
-            for index in range(first, last):
-                register(table[index], hashes[index])
+            for block, block_hash in zip(table[first:last], hashes[first:last], strict=True):
+                register(block, block_hash)
 
     def commit(self, rows: NDArray[np.int32]) -> None:
         """Registers what results have confirmed."""

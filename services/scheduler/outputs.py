@@ -15,6 +15,11 @@ class _Columns:
         self.token_ids: list[NDArray[np.int32]] = []
         self.finished: list[Finish] = []
 
+    def add(self, numbers: NDArray[np.uint32], indices: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        self.numbers.append(numbers)
+        self.indices.append(indices)
+        self.token_ids.append(token_ids)
+
     def message(self) -> RequestOutputs:
         def joined(parts: list[NDArray[np.int32]]) -> bytes:
             return pack(parts[0] if len(parts) == 1 else np.concatenate(parts)) if parts else b""
@@ -37,18 +42,18 @@ class OutputBuffer:
         token_ids: NDArray[np.int32],
     ) -> None:
         """Columns with a row per token, in order for each request."""
-        for client in set(clients.tolist()) if len(clients) else ():
+        while len(clients):
+            client = int(clients[0])
             mine = clients == client
-            columns = self._of(client)
-            columns.numbers.append(numbers[mine])
-            columns.indices.append(indices[mine])
-            columns.token_ids.append(token_ids[mine])
+            if mine.all():
+                self._of(client).add(numbers, indices, token_ids)
+                return
+            self._of(client).add(numbers[mine], indices[mine], token_ids[mine])
+            clients, numbers, indices, token_ids = clients[~mine], numbers[~mine], indices[~mine], token_ids[~mine]
 
     def token(self, request: Request, index: int, token_id: int) -> None:
-        columns = self._of(request.client)
-        columns.numbers.append(np.array([request.number], np.uint32))
-        columns.indices.append(np.array([index], np.int32))
-        columns.token_ids.append(np.array([token_id], np.int32))
+        number, row = np.array([request.number], np.uint32), np.array([index, token_id], np.int32)
+        self._of(request.client).add(number, row[:1], row[1:])
 
     def finish(self, client: int, finish: Finish) -> None:
         self._of(client).finished.append(finish)

@@ -27,6 +27,10 @@ Slots = NDArray[np.int32]
 _NONE = np.empty(0, np.int32)
 
 
+def _joined(parts: list[Slots]) -> Slots:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes the scheduler plans within; all in tokens unless named otherwise."""
@@ -169,8 +173,9 @@ class Scheduler:
         want = promised - s.computed[rows]
         want[promised >= s.limit[rows]] = 0  # certainly finished: exact at any depth (spec 0.5 A)
         np.minimum(want, budget.chunk, out=want)
-        before = np.cumsum(want) - want
-        return np.clip(budget.tokens - before, 0, want).astype(np.int32)
+        before = np.cumsum(want, dtype=np.int32) - want
+        left = np.maximum(budget.tokens - before, 0, dtype=np.int32)
+        return np.minimum(want, left, out=want)
 
     def _choose_running(self, choice: _Choice, budget: StepBudget, view: SchedulerView) -> None:
         """Rows and blocks of running requests, in order, preempting from the end while blocks are short."""
@@ -178,7 +183,6 @@ class Scheduler:
             rows = self.policy.order(view)
             counts = self._slices(rows, budget)
             missing = self.kv.missing(rows, self.slots.computed[rows] + counts)
-            missing[counts == 0] = 0
             short = int(np.searchsorted(np.cumsum(missing), self.kv.pool.num_free, side="right"))
             if short == len(rows):
                 break
@@ -186,15 +190,15 @@ class Scheduler:
             victim = int(self.running[-1])
             if self._fences or self.ledger.names(victim):
                 # The next result frees blocks; preempting now would free none earlier (spec 0.7, fence).
-                counts[short:] = 0
-                missing[short:] = 0
+                rows, counts, missing = rows[:short], counts[:short], missing[:short]
                 break
             self.preempt(victim)
             view = SchedulerView(self.running, len(self.waiting), view.max_num_batched_tokens)
         taken = counts > 0
-        if not taken.any():
+        if not taken.all():
+            rows, counts, missing = rows[taken], counts[taken], missing[taken]
+        if not len(rows):
             return
-        rows, counts, missing = rows[taken], counts[taken], missing[taken]
         short_of = missing > 0
         if short_of.any():
             choice.block_ids = self.kv.grow(rows[short_of], missing[short_of])
@@ -272,7 +276,7 @@ class Scheduler:
     def _dispatch(self, choice: _Choice) -> tuple[InflightStep, SchedulerOutput]:
         """Takes the step id, snapshots the plan, and only then advances the columns (spec 0.5 D)."""
         s = self.slots
-        slots, counts = np.concatenate(choice.slots), np.concatenate(choice.counts)
+        slots, counts = _joined(choice.slots), _joined(choice.counts)
         starts = s.computed[slots]
         samples = starts + counts >= s.tokens[slots] + s.placeholders[slots]
         step = InflightStep(self._next_step, slots, s.generation[slots], starts, counts, samples)
@@ -314,7 +318,7 @@ class Scheduler:
             self._deliver_stale(rows[state == DELIVER], token_ids[state == DELIVER])
             rows, token_ids = rows[state == LIVE], token_ids[state == LIVE]
         self._append(rows, token_ids)
-        self.kv.commit(step.slots[s.state[step.slots] == LIVE])
+        self.kv.commit(rows if len(rows) == len(step.slots) else step.slots[s.state[step.slots] == LIVE])
         self._stop(rows, token_ids)
         for slot in self._fences.pop(step.step_id, ()):
             self._free(slot)
@@ -331,9 +335,10 @@ class Scheduler:
         """Ends the requests whose new token is a stop token or their last one."""
         s = self.slots
         totals = s.tokens[rows]
-        stops = (s.stop_ids[rows] == token_ids[:, None]).any(axis=1) & (totals >= s.stops_from[rows])
-        ended = stops | (totals >= s.limit[rows])
-        for row in np.flatnonzero(ended).tolist():
+        matches = s.stop_ids[rows] == token_ids[:, None]
+        stops = matches[:, 0] if matches.shape[1] == 1 else matches.any(axis=1)
+        stops &= totals >= s.stops_from[rows]
+        for row in np.flatnonzero(stops | (totals >= s.limit[rows])).tolist():
             self._complete(s.request(int(rows[row])), int(token_ids[row]), bool(stops[row]))
 
     def _deliver_stale(self, rows: Slots, token_ids: Slots) -> None:
