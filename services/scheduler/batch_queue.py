@@ -26,7 +26,10 @@ class BatchQueue:
 
     def deliver(self, result: ModelRunnerOutput) -> bool:
         """Matches a result to its step by id, never by arrival (spec 0.4 L4). False: no such step is in flight."""
-        known = any(step.step_id == result.step_id for step in self._steps) and result.step_id not in self._results
+        known = (
+            any(step.step_id == result.step_id for step in self._steps)
+            and result.step_id not in self._results
+        )
         if known:
             self._results[result.step_id] = result
         return known

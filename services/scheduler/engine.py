@@ -7,7 +7,7 @@ before it.
 
 import numpy as np
 
-from protocol.codec import unpack
+from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.scheduler.batch_queue import BatchQueue
@@ -81,12 +81,18 @@ class EngineCore:
             return FinishReason.INVALID, f"token ids must lie between 0 and {self.vocab_size - 1}"
         if room < 1:
             longest = limits.max_model_len - 1
-            return FinishReason.INVALID, f"the prompt has {prompt} tokens, but the context holds at most {longest}"
+            return (
+                FinishReason.INVALID,
+                f"the prompt has {prompt} tokens, but the context holds at most {longest}",
+            )
         if outputs >= min(params.max_tokens, room):
             return FinishReason.INVALID, "every token this request may have was already delivered"
         positions, pool = prompt + min(params.max_tokens, room) - 1, limits.num_blocks * limits.block_size
         if positions > pool:
-            return FinishReason.INVALID, f"the request needs {positions} tokens of KV cache, but it holds {pool}"
+            return (
+                FinishReason.INVALID,
+                f"the request needs {positions} tokens of KV cache, but it holds {pool}",
+            )
         if abs(message.priority) > MAX_PRIORITY:
             return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         if len(waiting) >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
@@ -138,7 +144,9 @@ class EngineCore:
         if planned is None and not self.queue:
             planned = scheduler.schedule()  # a preemption just now may have made room for what waits
             if planned is None:
-                waits = ", ".join(f"{r.client}/{r.number} {r.status.name}" for r in list(scheduler.waiting)[:8])
+                waits = ", ".join(
+                    f"{r.client}/{r.number} {r.status.name}" for r in list(scheduler.waiting)[:8]
+                )
                 raise StallError(
                     f"nothing can be scheduled: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting "
                     f"({waits}), {scheduler.kv.pool.num_free} of {scheduler.kv.pool.num_blocks} blocks free"
@@ -159,17 +167,21 @@ class EngineCore:
             self.scheduler.update_from_output(step, self._tokens_of(step, output))
             self.scheduler.counters["steps"] += 1
 
-    def _tokens_of(self, step: InflightStep, result: ModelRunnerOutput) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _tokens_of(
+        self, step: InflightStep, result: ModelRunnerOutput
+    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The result's tokens, after checking that its rows are the plan's (identity, not counting)."""
         tokens = unpack(result.token_ids)
         if (
-            result.slots != step.slots[step.samples].tobytes()
-            or result.generations != step.generations[step.samples].tobytes()
+            result.slots != pack(step.slots[step.samples].astype(np.int32))
+            or result.generations != pack(step.generations[step.samples])
             or unpack(result.counts).max(initial=1) != 1
         ):
             raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            raise UnknownResult(f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}")
+            raise UnknownResult(
+                f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}"
+            )
         return tokens
 
     def take_outputs(self) -> list[tuple[int, RequestOutputs]]:

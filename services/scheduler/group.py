@@ -95,7 +95,9 @@ class WorkerGroup:
         c = self._config
         num_blocks = c.num_gpu_blocks_override or loaded.num_blocks
         if num_blocks > loaded.num_blocks:
-            raise WorkerLost(f"--num-gpu-blocks-override {num_blocks}: the worker can hold {loaded.num_blocks} blocks")
+            raise WorkerLost(
+                f"--num-gpu-blocks-override {num_blocks}: the worker can hold {loaded.num_blocks} blocks"
+            )
         holds = num_blocks * c.block_size
         if c.max_model_len and c.max_model_len > holds:
             raise WorkerLost(

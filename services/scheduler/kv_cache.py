@@ -6,18 +6,19 @@ eager), or when a result has confirmed them (`commit`). Nothing registers a bloc
 scheduler chooses first and commits the choice as a whole, so a hit on a block that is never written cannot exist.
 """
 
-import hashlib
+from hashlib import sha256
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.scheduler.block_pool import BlockPool
 from services.scheduler.request import Request
-from services.scheduler.slots import SlotTable
+from services.scheduler.slots import Column, Rows, SlotTable
 
 
 class KVCacheManager:
-    def __init__(self, slots: SlotTable, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, slots: SlotTable, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
@@ -65,16 +66,16 @@ class KVCacheManager:
         self._slots.capacity[slot] = covered
         self._slots.next_commit[slot] = covered + self.block_size
 
-    def missing(self, slots: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    def missing(self, slots: Rows, num_tokens: Column) -> Column:
         """Blocks that each slot lacks to hold `num_tokens` tokens; int32[rows]."""
-        lacking = num_tokens - self._slots.capacity[slots]
+        lacking = num_tokens - self._slots.capacity.take(slots)
         np.maximum(lacking, 0, out=lacking)
         if lacking.any():
             lacking += self.block_size - 1
             lacking //= self.block_size
         return lacking
 
-    def grow(self, rows: NDArray[np.int32], counts: NDArray[np.int32]) -> list[int]:
+    def grow(self, rows: Rows, counts: Column) -> list[int]:
         """Appends `counts[i]` fresh blocks to the table of `rows[i]`; the caller has checked that they exist. Returns
         the blocks, row after row."""
         blocks = self.pool.take(int(counts.sum()))
@@ -85,26 +86,32 @@ class KVCacheManager:
             at += count
         return blocks
 
-    def register(self, rows: NDArray[np.int32], frontiers: NDArray[np.int32]) -> None:
+    def register(self, rows: Rows, frontiers: Column) -> None:
         """The first `frontiers[i]` tokens of `rows[i]` are known, and written or ordered before any reader: their full
         blocks may be shared from now on. Only rows that crossed a block boundary cost anything."""
-        crossed = frontiers >= self._slots.next_commit[rows]
+        crossed = frontiers >= self._slots.next_commit.take(rows)
         if not (self.enable_prefix_caching and crossed.any()):
             return
-        rows = rows[crossed]
-        lasts = frontiers[crossed] // self.block_size
-        firsts = self._slots.next_commit[rows] // self.block_size - 1
-        self._slots.next_commit[rows] = (lasts + 1) * self.block_size
-        owner, history, tables, register = self._slots.owner, self._slots.history, self.tables, self.pool.register
+        rows, size, owner, register = rows[crossed], self.block_size, self._slots.owner, self.pool.register
+        lasts = frontiers[crossed] // size
+        firsts = self._slots.next_commit[rows] // size - 1
+        self._slots.next_commit[rows] = (lasts + 1) * size
+        newest = self._slots.history[rows[:, None], (lasts * size)[:, None] + np.arange(-size, 0)].tobytes()
+        width, at = 4 * size, 0
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-            request, table = owner[slot], tables[slot]
-            hashes = request.block_hashes  # type: ignore[union-attr]
-            if len(hashes) < last:
-                self._extend_hashes(request, history[slot], last)  # type: ignore[arg-type]
-            for block, block_hash in zip(table[first:last], hashes[first:last], strict=True):
-                register(block, block_hash)
+            request, table = owner[slot], self.tables[slot]
+            if request is None:
+                raise KeyError(f"slot {slot} is free")
+            hashes = request.block_hashes
+            if len(hashes) == last - 1 and hashes:  # the usual case: a decode filled one more block
+                hashes.append(sha256(hashes[-1] + newest[at : at + width]).digest())
+            elif len(hashes) < last:
+                self._extend_hashes(request, self._slots.history[slot], last)
+            for index in range(first, last):
+                register(table[index], hashes[index])
+            at += width
 
-    def commit(self, rows: NDArray[np.int32]) -> None:
+    def commit(self, rows: Rows) -> None:
         """Registers what results have confirmed."""
         self.register(rows, self._slots.committed(rows))
 
@@ -113,11 +120,11 @@ class KVCacheManager:
         self.pool.give_back(reversed(self.tables[slot]))
         self.tables[slot] = []
 
-    def _extend_hashes(self, request: Request, tokens: NDArray[np.int32], num_blocks: int) -> None:
+    def _extend_hashes(self, request: Request, tokens: Column, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
+        parent = hashes[-1] if hashes else sha256(request.cache_salt.encode()).digest()
         first = len(hashes)
         data = tokens[first * size : num_blocks * size].tobytes()
         for at in range(0, (num_blocks - first) * size * tokens.itemsize, size * tokens.itemsize):
-            parent = hashlib.sha256(parent + data[at : at + size * tokens.itemsize]).digest()
+            parent = sha256(parent + data[at : at + size * tokens.itemsize]).digest()
             hashes.append(parent)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.slots import SlotTable
+from services.scheduler.slots import Column, Rows, SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,10 @@ class InflightStep:
     """One dispatched step; columns with a row per scheduled request."""
 
     step_id: int
-    slots: NDArray[np.int32]
-    generations: NDArray[np.int32]
-    starts: NDArray[np.int32]
-    counts: NDArray[np.int32]
+    slots: Rows
+    generations: Column
+    starts: Column
+    counts: Column
     samples: NDArray[np.bool_]
     """Rows that must return a token; decided when scheduled and obeyed by the worker."""
 
@@ -31,15 +31,17 @@ class Ledger:
 
     def add(self, step: InflightStep) -> None:
         self.steps.append(step)
-        self._slots.computed[step.slots] += step.counts
-        self._slots.inflight[step.slots] += step.counts
-        self._slots.placeholders[step.slots] += step.samples
-        self._slots.last_step[step.slots] = step.step_id
+        s, rows = self._slots, step.slots
+        s.computed[rows] = step.starts + step.counts
+        s.inflight[rows] = s.inflight.take(rows) + step.counts
+        s.placeholders[rows] = s.placeholders.take(rows) + step.samples
+        s.last_step[rows] = step.step_id
 
     def remove_oldest(self) -> InflightStep:
         step = self.steps.popleft()
-        self._slots.inflight[step.slots] -= step.counts
-        self._slots.placeholders[step.slots] -= step.samples
+        s, rows = self._slots, step.slots
+        s.inflight[rows] = s.inflight.take(rows) - step.counts
+        s.placeholders[rows] = s.placeholders.take(rows) - step.samples
         return step
 
     @property

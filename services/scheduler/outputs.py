@@ -15,16 +15,20 @@ class _Columns:
         self.token_ids: list[NDArray[np.int32]] = []
         self.finished: list[Finish] = []
 
-    def add(self, numbers: NDArray[np.uint32], indices: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+    def add(
+        self, numbers: NDArray[np.uint32], indices: NDArray[np.int32], token_ids: NDArray[np.int32]
+    ) -> None:
         self.numbers.append(numbers)
         self.indices.append(indices)
         self.token_ids.append(token_ids)
 
     def message(self) -> RequestOutputs:
-        def joined(parts: list[NDArray[np.int32]]) -> bytes:
-            return pack(parts[0] if len(parts) == 1 else np.concatenate(parts)) if parts else b""
+        numbers, indices, token_ids = map(_joined, (self.numbers, self.indices, self.token_ids))
+        return RequestOutputs(numbers, indices, token_ids, self.finished)
 
-        return RequestOutputs(joined(self.numbers), joined(self.indices), joined(self.token_ids), self.finished)  # type: ignore[arg-type]
+
+def _joined(parts: list[NDArray[np.int32]] | list[NDArray[np.uint32]]) -> bytes:
+    return b"".join(map(pack, parts))
 
 
 class OutputBuffer:
@@ -49,7 +53,12 @@ class OutputBuffer:
                 self._of(client).add(numbers, indices, token_ids)
                 return
             self._of(client).add(numbers[mine], indices[mine], token_ids[mine])
-            clients, numbers, indices, token_ids = clients[~mine], numbers[~mine], indices[~mine], token_ids[~mine]
+            clients, numbers, indices, token_ids = (
+                clients[~mine],
+                numbers[~mine],
+                indices[~mine],
+                token_ids[~mine],
+            )
 
     def token(self, request: Request, index: int, token_id: int) -> None:
         number, row = np.array([request.number], np.uint32), np.array([index, token_id], np.int32)

@@ -1,4 +1,4 @@
-"""A request and the states it may be in. Transitions are data: one that is not in the table raises and changes nothing."""
+"""A request and the states it may be in. A transition that is not in the table raises and changes nothing."""
 
 import enum
 
@@ -81,7 +81,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.slot = -1
         self.stale_rows = 0
-        """Sampled rows of an earlier slot still in flight whose tokens will be delivered; no resume before 0 (S1-14)."""
+        """Rows of an earlier slot in flight whose tokens will be delivered; no resume before 0 (S1-14)."""
         self.block_hashes: list[bytes] = []
         """Hash chain over the full blocks of the known tokens, as far as computed."""
         self.num_cached_tokens = 0
@@ -90,10 +90,14 @@ class Request:
     def become(self, status: RequestStatus) -> None:
         """Raises: IllegalTransition, with nothing changed."""
         if status not in _TRANSITIONS[self.status]:
-            raise IllegalTransition(f"request {self.client}/{self.number}: {self.status.name} -> {status.name}")
+            raise IllegalTransition(
+                f"request {self.client}/{self.number}: {self.status.name} -> {status.name}"
+            )
         self.status = status
 
-    def finish_message(self, reason: FinishReason, stop_token: int | None = None, message: str = "") -> Finish:
+    def finish_message(
+        self, reason: FinishReason, stop_token: int | None = None, message: str = ""
+    ) -> Finish:
         """The one terminal message of this request. EOS is not named as a stop reason, a client's stop token is."""
         named = stop_token if stop_token not in self.params.eos_token_ids else None
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)

@@ -8,9 +8,9 @@ need a block cost Python time of their own.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protocol.codec import pack
 from protocol.requests import Finish, FinishReason
@@ -20,14 +20,17 @@ from services.scheduler.ledger import InflightStep, Ledger
 from services.scheduler.outputs import OutputBuffer
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.slots import DELIVER, DROP, LIVE, SlotTable
+from services.scheduler.slots import DELIVER, DROP, LIVE, Column, Rows, SlotTable
 from services.scheduler.waiting import WaitingQueue
 
-Slots = NDArray[np.int32]
-_NONE = np.empty(0, np.int32)
+_NO_ROWS = np.empty(0, np.int64)
+_NO_TOKENS = np.empty(0, np.int32)
 
 
-def _joined(parts: list[Slots]) -> Slots:
+T = TypeVar("T", Rows, Column)
+
+
+def _joined(parts: list[T]) -> T:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -53,10 +56,10 @@ class Limits:
 class _Choice:
     """What one `schedule()` call has decided so far."""
 
-    slots: list[Slots] = field(default_factory=list)
-    counts: list[Slots] = field(default_factory=list)
+    slots: list[Rows] = field(default_factory=list)
+    counts: list[Column] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
-    block_slots: Slots = field(default_factory=lambda: _NONE)
+    block_slots: Rows = field(default_factory=lambda: _NO_ROWS)
     block_ids: list[int] = field(default_factory=list)
     tokens_left: int = 0
     admitting: bool = True
@@ -75,9 +78,11 @@ class Scheduler:
         self.epoch = epoch
         self.slots = SlotTable(limits.num_slots, limits.max_model_len)
         self.ledger = Ledger(self.slots)
-        self.kv = KVCacheManager(self.slots, limits.num_blocks, limits.block_size, limits.enable_prefix_caching)
+        self.kv = KVCacheManager(
+            self.slots, limits.num_blocks, limits.block_size, limits.enable_prefix_caching
+        )
         self.waiting = WaitingQueue()
-        self.running: Slots = _NONE
+        self.running: Rows = _NO_ROWS
         """Live slots in order of rank."""
         self.outputs = OutputBuffer()
         self.counters: Counter[str] = Counter()
@@ -166,12 +171,12 @@ class Scheduler:
         self._released.clear()
         return message
 
-    def _slices(self, rows: Slots, budget: StepBudget) -> Slots:
+    def _slices(self, rows: Rows, budget: StepBudget) -> Column:
         """Tokens per row: spec 0.3, then the chunk limit, then the step's budget in order. 0: skipped this step."""
         s = self.slots
-        promised = s.tokens[rows] + s.placeholders[rows]
-        want = promised - s.computed[rows]
-        want[promised >= s.limit[rows]] = 0  # certainly finished: exact at any depth (spec 0.5 A)
+        promised = s.tokens.take(rows) + s.placeholders.take(rows)
+        want = promised - s.computed.take(rows)
+        want[promised >= s.limit.take(rows)] = 0  # certainly finished: exact at any depth (spec 0.5 A)
         np.minimum(want, budget.chunk, out=want)
         before = np.cumsum(want, dtype=np.int32) - want
         left = np.maximum(budget.tokens - before, 0, dtype=np.int32)
@@ -182,7 +187,7 @@ class Scheduler:
         while True:
             rows = self.policy.order(view)
             counts = self._slices(rows, budget)
-            missing = self.kv.missing(rows, self.slots.computed[rows] + counts)
+            missing = self.kv.missing(rows, self.slots.computed.take(rows) + counts)
             short = int(np.searchsorted(np.cumsum(missing), self.kv.pool.num_free, side="right"))
             if short == len(rows):
                 break
@@ -208,7 +213,7 @@ class Scheduler:
         choice.counts.append(counts)
         choice.tokens_left -= int(counts.sum())
 
-    def _register_known(self, rows: Slots, counts: Slots) -> None:
+    def _register_known(self, rows: Rows, counts: Column) -> None:
         """Eager registration: chunks of tokens that are known enter the prefix cache with their dispatch."""
         s = self.slots
         chunk = counts > 1
@@ -220,7 +225,11 @@ class Scheduler:
         """Moves requests from waiting to running while seats, slots, tokens and blocks last; no bypass of a request
         that lacks blocks, but one that waits for its stale rows lets others pass (S1-14)."""
         for request in self.waiting.in_order():
-            if choice.tokens_left <= 0 or len(self.running) >= self.limits.max_num_seqs or not self.slots.free:
+            if (
+                choice.tokens_left <= 0
+                or len(self.running) >= self.limits.max_num_seqs
+                or not self.slots.free
+            ):
                 break
             if request.stale_rows:
                 continue
@@ -236,9 +245,9 @@ class Scheduler:
         tokens = request.token_ids
         slot = self.slots.assign(request, self.limits.max_model_len)
         request.become(RequestStatus.RUNNING)
-        request.token_ids = _NONE
+        request.token_ids = _NO_TOKENS
         self.kv.adopt(slot, prefix)
-        row = np.array([slot], np.int32)
+        row = np.array([slot], np.int64)
         self.kv.grow(row, self.kv.missing(row, np.array([hit + count], np.int32)))
         self.kv.register(row, np.array([hit + count], np.int32))
         self.slots.computed[slot] = hit
@@ -247,7 +256,7 @@ class Scheduler:
         self.kv.queries += len(tokens)
         self.kv.hits += hit
         self.running = np.insert(
-            self.running, np.searchsorted(self.slots.rank[self.running], request.rank), np.int32(slot)
+            self.running, np.searchsorted(self.slots.rank[self.running], request.rank), slot
         )
         choice.new.append(
             NewRequest(
@@ -277,19 +286,19 @@ class Scheduler:
         """Takes the step id, snapshots the plan, and only then advances the columns (spec 0.5 D)."""
         s = self.slots
         slots, counts = _joined(choice.slots), _joined(choice.counts)
-        starts = s.computed[slots]
-        samples = starts + counts >= s.tokens[slots] + s.placeholders[slots]
-        step = InflightStep(self._next_step, slots, s.generation[slots], starts, counts, samples)
+        starts = s.computed.take(slots)
+        samples = starts + counts >= s.tokens.take(slots) + s.placeholders.take(slots)
+        step = InflightStep(self._next_step, slots, s.generation.take(slots), starts, counts, samples)
         plan = SchedulerOutput(
             epoch=self.epoch,
             step_id=step.step_id,
-            slots=pack(slots),
+            slots=pack(slots.astype(np.int32)),
             generations=pack(step.generations),
             starts=pack(starts),
             counts=pack(counts),
             samples=samples.tobytes(),
             new=choice.new,
-            block_slots=pack(choice.block_slots),
+            block_slots=pack(choice.block_slots.astype(np.int32)),
             block_ids=pack(choice.block_ids),
             released=pack(self._released),
         )
@@ -300,12 +309,12 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def update_from_output(self, step: InflightStep, token_ids: Slots) -> None:
+    def update_from_output(self, step: InflightStep, token_ids: Column) -> None:
         """Applies the result of the oldest step: `token_ids` int32[rows with samples], in plan order (spec 0.6).
 
         Raises: UnknownResult, if the step is not the oldest in flight or a row is missing; nothing has changed then.
         """
-        rows = step.slots[step.samples]
+        rows = step.slots if step.samples.all() else step.slots[step.samples]
         if step.step_id != self.ledger.oldest or len(token_ids) != len(rows):
             raise UnknownResult(
                 f"result of step {step.step_id} with {len(token_ids)} rows, expected step {self.ledger.oldest} "
@@ -313,7 +322,7 @@ class Scheduler:
             )
         self.ledger.remove_oldest()
         s = self.slots
-        state = s.state[rows]
+        state = s.state.take(rows)
         if (state != LIVE).any():
             self._deliver_stale(rows[state == DELIVER], token_ids[state == DELIVER])
             rows, token_ids = rows[state == LIVE], token_ids[state == LIVE]
@@ -323,25 +332,25 @@ class Scheduler:
         for slot in self._fences.pop(step.step_id, ()):
             self._free(slot)
 
-    def _append(self, rows: Slots, token_ids: Slots) -> None:
+    def _append(self, rows: Rows, token_ids: Column) -> None:
         s = self.slots
-        totals = s.tokens[rows]
+        totals = s.tokens.take(rows)
         s.history[rows, totals] = token_ids
         s.tokens[rows] = totals + 1
-        self.outputs.tokens(s.client[rows], s.number[rows], totals - s.prompt[rows], token_ids)
+        self.outputs.tokens(s.client.take(rows), s.number.take(rows), totals - s.prompt.take(rows), token_ids)
         self.counters["generation_tokens"] += len(rows)
 
-    def _stop(self, rows: Slots, token_ids: Slots) -> None:
+    def _stop(self, rows: Rows, token_ids: Column) -> None:
         """Ends the requests whose new token is a stop token or their last one."""
         s = self.slots
-        totals = s.tokens[rows]
-        matches = s.stop_ids[rows] == token_ids[:, None]
+        totals = s.tokens.take(rows)
+        matches = s.stop_ids.take(rows, axis=0) == token_ids[:, None]
         stops = matches[:, 0] if matches.shape[1] == 1 else matches.any(axis=1)
-        stops &= totals >= s.stops_from[rows]
-        for row in np.flatnonzero(stops | (totals >= s.limit[rows])).tolist():
+        stops &= totals >= s.stops_from.take(rows)
+        for row in np.flatnonzero(stops | (totals >= s.limit.take(rows))).tolist():
             self._complete(s.request(int(rows[row])), int(token_ids[row]), bool(stops[row]))
 
-    def _deliver_stale(self, rows: Slots, token_ids: Slots) -> None:
+    def _deliver_stale(self, rows: Rows, token_ids: Column) -> None:
         """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7)."""
         for slot, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             request = self.slots.request(slot)
@@ -352,7 +361,9 @@ class Scheduler:
             total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params
             self.outputs.token(request, total - prompt - 1, token)
             self.counters["generation_tokens"] += 1
-            stop = token in params.eos_token_ids + params.stop_token_ids and total >= prompt + params.min_tokens
+            stop = (
+                token in params.eos_token_ids + params.stop_token_ids and total >= prompt + params.min_tokens
+            )
             if stop or total >= min(prompt + params.max_tokens, self.limits.max_model_len):
                 self._complete(request, token, stop)
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-import msgspec
 import zmq
 
 from protocol.codec import Decoder, ProtocolError
@@ -46,7 +45,7 @@ class Service:
         self._client_ids: dict[bytes, int] = {}
         self._client_peers: list[bytes] = []
         self._from_client: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
-        self._from_worker: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
+        self._from_worker: Decoder[WorkerMessage | StepResult] = Decoder(WorkerMessage | StepResult)
         self._worker_seconds = {"idle": 0.0, "busy": 0.0}
         self._draining = False
         self._stop_now = False
@@ -143,7 +142,7 @@ class Service:
             self._on_worker_message(peer, message, now)
         self.group.check(now)
 
-    def _on_worker_message(self, peer: bytes, message: msgspec.Struct, now: float) -> None:
+    def _on_worker_message(self, peer: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         match message:
             case ModelRunnerOutput() if self.engine is not None:
                 self._record("result", message.step_id)
@@ -152,6 +151,8 @@ class Service:
                 self.engine.on_result(message)
             case StepFault():
                 raise WorkerLost(f"the worker failed in step {message.step_id}: {message.error}")
+            case ModelRunnerOutput():
+                pass
             case _:
                 self.group.on_message(peer, message, now)
                 if self.engine is None and self.group.phase is EnginePhase.READY:
@@ -220,7 +221,9 @@ class Service:
     def _stats(self) -> dict[str, float]:
         if self.engine is None:
             return {}
-        return self.engine.stats() | {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
+        return self.engine.stats() | {
+            f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()
+        }
 
     def _state_changed(self) -> bool:
         last, group = self._last_state, self.group

@@ -1,4 +1,4 @@
-"""What may share a step. A policy answers small questions about a read-only view; it holds no loop and touches no queue."""
+"""What may share a step. A policy answers small questions about a read-only view; no loop, no queue."""
 
 from services.scheduler.policies.base import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.policies.chunked import ChunkedPolicy

@@ -1,15 +1,14 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from services.scheduler.slots import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
     """The running requests in order of rank, read-only; columns with a row per request."""
 
-    slots: NDArray[np.int32]
+    slots: Rows
     num_waiting: int
     max_num_batched_tokens: int
 
@@ -29,6 +28,6 @@ class BatchingPolicy(Protocol):
         """Called once at the start of each `schedule()`."""
         ...
 
-    def order(self, view: SchedulerView) -> NDArray[np.int32]:
+    def order(self, view: SchedulerView) -> Rows:
         """The running slots in the order in which they take from the budget; leaving one out hides it this step."""
         ...

@@ -1,7 +1,5 @@
-import numpy as np
-from numpy.typing import NDArray
-
 from services.scheduler.policies.base import SchedulerView, StepBudget
+from services.scheduler.slots import Rows
 
 
 class ChunkedPolicy:
@@ -13,5 +11,5 @@ class ChunkedPolicy:
     def begin(self, view: SchedulerView) -> StepBudget:
         return StepBudget(view.max_num_batched_tokens, self._threshold or view.max_num_batched_tokens)
 
-    def order(self, view: SchedulerView) -> NDArray[np.int32]:
+    def order(self, view: SchedulerView) -> Rows:
         return view.slots
