@@ -1,0 +1,58 @@
+"""The running services: the scheduler is one step ahead at depth two, never at depth one, and answers are the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from tests.integration.scheduler.engine import EngineClient, engine
+
+SIM = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1000}
+
+
+def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -> tuple[EngineClient, Path]:
+    """Sixteen requests of 48 tokens; returns the client that holds their answers, and the step trace."""
+    tmp_path.mkdir(exist_ok=True)
+    trace = tmp_path / "trace.jsonl"
+    scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512, **limits}
+    with engine(tmp_path, scheduler, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        for number in range(requests):
+            prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
+            temperature = float(number % 2)
+            client.generate(
+                number, prompt, SamplingParams(max_tokens=48, temperature=temperature, seed=number)
+            )
+        client.wait_finished(*range(requests))
+        assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
+        client.close()
+        assert running.stop() == (0, 0)
+    return client, trace
+
+
+def share_ahead(trace: Path) -> float:
+    """Share of steps N whose successor was scheduled before N's result arrived."""
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    at = {(event["event"], event["step_id"]): event["at"] for event in events}
+    steps = sorted(step for event, step in at if event == "schedule" and ("schedule", step + 1) in at)
+    ahead = [at["schedule", step + 1] < at["result", step] for step in steps]
+    return sum(ahead) / len(ahead)
+
+
+def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> None:
+    one, trace_1 = run_load(tmp_path / "one", depth=1)
+    two, trace_2 = run_load(tmp_path / "two", depth=2)
+    assert share_ahead(trace_1) == 0
+    assert share_ahead(trace_2) > 0.9
+    assert one.tokens == two.tokens
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_answers_survive_a_pool_that_preempts(tmp_path: Path, depth: int) -> None:
+    ample, _ = run_load(tmp_path / "ample", depth=1)
+    tight, _ = run_load(tmp_path / "tight", depth, num_gpu_blocks_override=24, max_model_len=256)
+    assert sum(finish.num_preemptions for finish in tight.finished.values()) > 0
+    assert tight.tokens == ample.tokens
