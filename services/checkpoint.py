@@ -56,9 +56,9 @@ def _directory(path: Path, problem: str) -> Path:
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download  # half a second that a directory does not need
     from huggingface_hub import errors as hub
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub import snapshot_download  # half a second that a directory does not need
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -70,7 +70,9 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     except hub.RevisionNotFoundError:
         problem = "no such revision; check --revision"
     except hub.RepositoryNotFoundError:
-        problem = "no such directory, and no such repository on the hub; check the name, or set HF_TOKEN if it is private"
+        problem = (
+            "no such directory or repository on the hub; check the name, or set HF_TOKEN if it is private"
+        )
     except hub.HFValidationError:
         problem = "no such directory, and not a valid name on the hub"
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):

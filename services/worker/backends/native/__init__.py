@@ -1,0 +1,3 @@
+from services.worker.backends.native.runner import NativeRunner
+
+__all__ = ["NativeRunner"]

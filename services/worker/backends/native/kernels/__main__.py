@@ -1,0 +1,11 @@
+"""`python -m services.worker.backends.native.kernels` compiles every kernel, so that the first start need not."""
+
+from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
+
+for half in (False, True):
+    norm_kernel(half)
+    gate_kernel(half)
+for half, half_cache in ((False, False), (False, True), (True, True)):
+    write_kernel(half, half_cache)
+    attention_kernel(half, half_cache)

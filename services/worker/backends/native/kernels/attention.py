@@ -1,0 +1,217 @@
+"""Attention over the paged KV cache in place: positions and cache writes first, then scores, softmax and values.
+
+The keys of a block lie transposed, [head_dim, block_size], so that sixteen scores are one vector and no sum runs across
+lanes; the values lie [block_size, head_dim]. Both dimensions that vectors run over are padded to sixteen.
+
+A query's sums run over its own keys in the order of their positions, block after block, and look at nothing else.
+So its result is the same bits alone, in any batch and in a chunk of any size (spec 0.7, S1-7). That every row's keys
+are written before any query reads is given by two kernels, one after the other, per layer.
+"""
+
+import numpy as np
+from numba import carray
+
+from services.worker.backends.native.kernels import simd
+from services.worker.backends.native.kernels.team import HEADER, Kernel, take
+
+ADDRESS = np.int64
+TILE = 8
+"""Queries of one request that share each key block while it is in the nearest cache."""
+_CACHE = [
+    ("keys", ADDRESS),  # cache[blocks, kv_heads, dim, lanes]
+    ("values", ADDRESS),  # cache[blocks, kv_heads, block_size, dim]
+    ("table", ADDRESS),  # int32[slots, stride]
+    ("stride", np.int64),
+    ("block_size", np.int64),
+    ("lanes", np.int64),  # block_size padded to 16
+    ("heads", np.int64),
+    ("kv_heads", np.int64),
+    ("head_dim", np.int64),
+    ("dim", np.int64),  # head_dim padded to 16
+    ("queries", ADDRESS),  # float32[tokens, heads, dim], rotated and scaled, padding zero
+]
+WRITE = [
+    *_CACHE,
+    ("qkv", ADDRESS),  # activations[tokens, (heads + 2 * kv_heads) * head_dim]
+    ("slots", ADDRESS),  # int32[tokens]
+    ("positions", ADDRESS),  # int32[tokens]
+    ("cos", ADDRESS),  # float32[tokens, head_dim / 2]
+    ("sin", ADDRESS),
+    ("q_norm", ADDRESS),  # float32[dim], or 0
+    ("k_norm", ADDRESS),
+    ("eps", np.float32),
+    ("scale", np.float32),
+]
+ATTEND = [
+    *_CACHE,
+    ("out", ADDRESS),  # activations[tokens, heads * head_dim]
+    ("tiles", ADDRESS),  # int32[items, 4]: slot, first position, first token, tokens
+    ("window", np.int64),  # keys a query sees, its own included; 0: all
+    ("scratch", np.int64),  # most scores that one item needs
+]
+_WRITE, _ATTEND = (np.dtype(HEADER + fields, align=True) for fields in (WRITE, ATTEND))
+
+
+def write_kernel(half: bool, half_cache: bool) -> Kernel:
+    """Normalises and rotates queries and keys; writes keys and values to the cache. One item is one token."""
+    HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
+
+    def write(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _WRITE)[0]
+        head_dim, dim, middle = a.head_dim, a.dim, a.head_dim // 2
+        raw, turned = np.zeros(dim, np.float32), np.zeros(dim, np.float32)
+        slots, positions = simd.i32_at(a.slots, a.items), simd.i32_at(a.positions, a.items)
+        width = (a.heads + 2 * a.kv_heads) * head_dim
+        while True:
+            token = take(address, 1)
+            if token >= a.items:
+                break
+            position = positions[token]
+            row = a.table + (slots[token] * a.stride + position // a.block_size) * 4
+            block, offset = np.int64(simd.i32_at(row, 1)[0]), position % a.block_size
+            cos, sin = a.cos + token * middle * 4, a.sin + token * middle * 4
+            for head in range(a.heads + 2 * a.kv_heads):
+                source = a.qkv + (token * width + head * head_dim) * SIZE
+                for d in range(head_dim):
+                    raw[d] = simd.load1(source + d * SIZE, HALF)
+                if head >= a.heads + a.kv_heads:
+                    h = head - a.heads - a.kv_heads
+                    target = a.values + (((block * a.kv_heads + h) * a.block_size + offset) * dim) * CSIZE
+                    for d in range(dim):
+                        simd.store1(target + d * CSIZE, raw[d], CHALF)
+                    continue
+                weight = a.q_norm if head < a.heads else a.k_norm
+                if weight != 0:
+                    start = raw.ctypes.data
+                    total = simd.splat(np.float32(0))
+                    for d in range(0, dim, 16):
+                        value = simd.load_f32x16(start + d * 4)
+                        total = simd.fma(value, value, total)
+                    factor = np.float32(1) / np.sqrt(simd.reduce_add(total) / np.float32(head_dim) + a.eps)
+                    for d in range(head_dim):
+                        raw[d] = raw[d] * factor * simd.load_f32(weight + d * 4)
+                for d in range(middle):
+                    c, s = simd.load_f32(cos + d * 4), simd.load_f32(sin + d * 4)
+                    turned[d] = raw[d] * c - raw[d + middle] * s
+                    turned[d + middle] = raw[d + middle] * c + raw[d] * s
+                if head < a.heads:
+                    target = a.queries + (token * a.heads + head) * dim * 4
+                    for d in range(dim):
+                        simd.store_f32(target + d * 4, turned[d] * a.scale)
+                else:
+                    h = head - a.heads
+                    target = a.keys + ((block * a.kv_heads + h) * dim * a.lanes + offset) * CSIZE
+                    for d in range(dim):
+                        simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
+
+    return Kernel(write, WRITE, cost=4)
+
+
+def attention_kernel(half: bool, half_cache: bool) -> Kernel:
+    """softmax(queries keys) values. One item is one KV head of one tile of queries, with the heads of its group."""
+    HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
+
+    def attend(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _ATTEND)[0]
+        head_dim, dim, lanes, block_size = a.head_dim, a.dim, a.lanes, a.block_size
+        group = a.heads // a.kv_heads
+        tiles = simd.i32_at(a.tiles, a.items // a.kv_heads * 4)
+        memory = np.empty(a.scratch + 16, np.float32)
+        scores, spare = memory.ctypes.data, memory.ctypes.data + a.scratch * 4
+        zero = simd.splat(np.float32(0))
+        infinite = np.float32(-np.inf)
+        while True:
+            item = take(address, 1)
+            if item >= a.items:
+                break
+            tile, head = item // a.kv_heads, item % a.kv_heads
+            slot, first = np.int64(tiles[tile * 4]), np.int64(tiles[tile * 4 + 1])
+            token, count = np.int64(tiles[tile * 4 + 2]), np.int64(tiles[tile * 4 + 3])
+            rows = count * group
+            table = simd.i32_at(a.table + slot * a.stride * 4, a.stride)
+            low = max(0, first - a.window + 1) if a.window else 0
+            begin, end = low // block_size, (first + count - 1) // block_size + 1
+            stride = (end - begin) * lanes * 4
+
+            for b in range(begin, end):
+                block = a.keys + (table[b] * a.kv_heads + head) * dim * lanes * CSIZE
+                r = max(0, b * block_size - first) * group  # the queries before see none of this block
+                while r < rows:
+                    pair = r + 1 < rows
+                    q0 = a.queries + ((token + r // group) * a.heads + head * group + r % group) * dim * 4
+                    r1 = r + 1 if pair else r
+                    q1 = a.queries + ((token + r1 // group) * a.heads + head * group + r1 % group) * dim * 4
+                    for lane in range(0, lanes, 16):
+                        even0, odd0, even1, odd1 = zero, zero, zero, zero
+                        k = block + lane * CSIZE
+                        for d in range(0, dim, 2):
+                            key = simd.load16(k, CHALF)
+                            even0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4)), key, even0)
+                            even1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4)), key, even1)
+                            key = simd.load16(k + lanes * CSIZE, CHALF)
+                            odd0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4 + 4)), key, odd0)
+                            odd1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4 + 4)), key, odd1)
+                            k += 2 * lanes * CSIZE
+                        at = scores + r * stride + ((b - begin) * lanes + lane) * 4
+                        simd.store_f32x16(at, simd.add(even0, odd0))
+                        if pair:
+                            simd.store_f32x16(at + stride, simd.add(even1, odd1))
+                    for extra in range(block_size, lanes):
+                        at = scores + r * stride + ((b - begin) * lanes + extra) * 4
+                        simd.store_f32(at, infinite)
+                        if pair:
+                            simd.store_f32(at + stride, infinite)
+                    r += 2
+
+            for r in range(rows):
+                position = first + r // group
+                low = max(0, position - a.window + 1) if a.window else 0
+                start, stop = low // block_size, position // block_size + 1
+                row = scores + r * stride + (start - begin) * lanes * 4
+                size = (stop - start) * lanes
+                for j in range(low - start * block_size):
+                    simd.store_f32(row + j * 4, infinite)
+                for j in range(position + 1 - (stop - 1) * block_size, block_size):
+                    simd.store_f32(row + (size - lanes + j) * 4, infinite)
+                most = simd.load_f32x16(row)
+                for j in range(16, size, 16):
+                    most = simd.maximum(simd.load_f32x16(row + j * 4), most)
+                top = simd.splat(-simd.reduce_max(most))
+                total = zero
+                for j in range(0, size, 16):
+                    p = simd.exp(simd.add(simd.load_f32x16(row + j * 4), top))
+                    total = simd.add(total, p)
+                    simd.store_f32x16(row + j * 4, p)
+                inverse = simd.splat(np.float32(1) / simd.reduce_add(total))
+
+                out = a.out + ((token + r // group) * a.heads + head * group + r % group) * head_dim * SIZE
+                d = 0
+                while d < dim:
+                    wide = d + 64 <= dim
+                    o0, o1, o2, o3 = zero, zero, zero, zero
+                    for b in range(start, stop):
+                        block = a.values + (table[b] * a.kv_heads + head) * block_size * dim * CSIZE
+                        weights = row + (b - start) * lanes * 4
+                        for j in range(
+                            max(low - b * block_size, 0), min(position + 1 - b * block_size, block_size)
+                        ):
+                            p = simd.splat(simd.load_f32(weights + j * 4))
+                            v = block + (j * dim + d) * CSIZE
+                            o0 = simd.fma(p, simd.load16(v, CHALF), o0)
+                            if wide:
+                                o1 = simd.fma(p, simd.load16(v + 16 * CSIZE, CHALF), o1)
+                                o2 = simd.fma(p, simd.load16(v + 32 * CSIZE, CHALF), o2)
+                                o3 = simd.fma(p, simd.load16(v + 48 * CSIZE, CHALF), o3)
+                    if wide:
+                        simd.store16(out + d * SIZE, simd.mul(o0, inverse), HALF)
+                        simd.store16(out + (d + 16) * SIZE, simd.mul(o1, inverse), HALF)
+                        simd.store16(out + (d + 32) * SIZE, simd.mul(o2, inverse), HALF)
+                        simd.store16(out + (d + 48) * SIZE, simd.mul(o3, inverse), HALF)
+                        d += 64
+                    else:
+                        simd.store_f32x16(spare, simd.mul(o0, inverse))
+                        for j in range(min(16, head_dim - d)):
+                            simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
+                        d += 16
+
+    return Kernel(attend, ATTEND, cost=2)

@@ -1,0 +1,234 @@
+# ruff: noqa: ARG001, the signatures are numba's
+"""Vectors of sixteen float32 for numba kernels, in LLVM's own terms: any CPU, whatever its vector width.
+
+Kernels spell out the order of every sum, so a row's result never depends on its neighbours, on the number of threads,
+or on what an optimiser may reorder: the batch invariance that equal answers rest on.
+
+Addresses are plain integers in bytes. bfloat16 is the upper half of a float32; stores round to nearest even.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit
+from numba.core import types
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+VF, VI, VH = (ir.VectorType(element, LANES) for element in (F32, I32, I16))
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, frontend: Any) -> None:
+        super().__init__(manager, frontend, VF)
+
+
+vector = Vector()
+
+
+def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _call(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(builder.module.declare_intrinsic(name, (), kind), operands)
+
+
+def _widen(builder: Any, half: Any, wide: ir.Type, result: ir.Type) -> Any:
+    shift = ir.Constant(wide, 16) if wide == I32 else _constant(wide, 16)
+    return builder.bitcast(builder.shl(builder.zext(half, wide), shift), result)
+
+
+def _narrow(builder: Any, value: Any, wide: ir.Type, half: ir.Type) -> Any:
+    def number(x: int) -> ir.Constant:
+        return ir.Constant(wide, x) if wide == I32 else _constant(wide, x)
+
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+    rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, number(16)), half)
+
+
+def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
+    """Builds one load or store: `kind` is F32 or VF in registers, bfloat16 in memory where `half`."""
+    front = vector if kind == VF else types.float32
+    wide, narrow = (VI, VH) if kind == VF else (I32, I16)
+    in_memory, align = (narrow, 2) if half else (kind, 4)
+
+    def load_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(builder.inttoptr(args[0], in_memory.as_pointer()), align=align)
+        return _widen(builder, value, wide, kind) if half else value
+
+    def store_code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = _narrow(builder, args[1], wide, narrow) if half else args[1]
+        builder.store(value, builder.inttoptr(args[0], in_memory.as_pointer()), align=align)
+        return context.get_dummy_value()
+
+    def load(typing_context: Any, address: Any) -> Any:
+        return front(types.int64), load_code
+
+    def store(typing_context: Any, address: Any, value: Any) -> Any:
+        return types.void(types.int64, front), store_code
+
+    body = store if is_store else load
+    body.__name__ = body.__qualname__ = name
+    return intrinsic(body)
+
+
+load_f32x16 = _access("load_f32x16", VF, False, False)
+load_bf16x16 = _access("load_bf16x16", VF, False, True)
+load_f32 = _access("load_f32", F32, False, False)
+load_bf16 = _access("load_bf16", F32, False, True)
+store_f32x16 = _access("store_f32x16", VF, True, False)
+store_bf16x16 = _access("store_bf16x16", VF, True, True)
+store_f32 = _access("store_f32", F32, True, False)
+store_bf16 = _access("store_bf16", F32, True, True)
+
+
+def _binary(name: str, emit: Any) -> Any:
+    def operation(typing_context: Any, a: Any, b: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return emit(builder, *args)
+
+        return vector(vector, vector), code
+
+    operation.__name__ = operation.__qualname__ = name
+    return intrinsic(operation)
+
+
+add = _binary("add", lambda builder, a, b: builder.fadd(a, b))
+mul = _binary("mul", lambda builder, a, b: builder.fmul(a, b))
+div = _binary("div", lambda builder, a, b: builder.fdiv(a, b))
+maximum = _binary("maximum", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+@intrinsic
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, "llvm.fma.v16f32", VF, list(args))
+
+    return vector(vector, vector, vector), code
+
+
+@intrinsic
+def splat(typing_context: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one = builder.insert_element(ir.Constant(VF, ir.Undefined), args[0], ir.Constant(I32, 0))
+        zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+        return builder.shuffle_vector(one, ir.Constant(VF, ir.Undefined), zeros)
+
+    return vector(types.float32), code
+
+
+def _reduction(name: str, emit: Any) -> Any:
+    def operation(typing_context: Any, a: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value, width = args[0], LANES // 2
+            while width:  # halves onto halves: one fixed tree
+                mask = ir.Constant(ir.VectorType(I32, LANES), [(i + width) % LANES for i in range(LANES)])
+                value = emit(builder, value, builder.shuffle_vector(value, value, mask))
+                width //= 2
+            return builder.extract_element(value, ir.Constant(I32, 0))
+
+        return types.float32(vector), code
+
+    operation.__name__ = operation.__qualname__ = name
+    return intrinsic(operation)
+
+
+reduce_add = _reduction("reduce_add", lambda builder, a, b: builder.fadd(a, b))
+reduce_max = _reduction(
+    "reduce_max", lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
+)
+
+
+@intrinsic
+def exp(typing_context: Any, a: Any) -> Any:
+    """e**a within 2 units in the last place; 0 below -87, and a must not exceed 88."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def f(value: float) -> ir.Constant:
+            return _constant(VF, value)
+
+        def mad(x: Any, y: Any, z: Any) -> Any:
+            return _call(builder, "llvm.fma.v16f32", VF, [x, y, z])
+
+        low = builder.fcmp_ordered("<", args[0], f(-87.0))
+        x = builder.select(low, f(-87.0), args[0])
+        # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
+        n = _call(
+            builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))]
+        )
+        r = mad(n, f(-0.693359375), x)
+        r = mad(n, f(float(np.float32(2.12194440e-4))), r)
+        p = f(float(np.float32(1.9875691500e-4)))
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = mad(p, r, f(float(np.float32(c))))
+        p = builder.fadd(mad(builder.fmul(r, r), p, r), f(1.0))
+        exponent = builder.shl(builder.add(builder.fptosi(n, VI), _constant(VI, 127)), _constant(VI, 23))
+        value = builder.fmul(p, builder.bitcast(exponent, VF))
+        return builder.select(low, f(0.0), value)
+
+    return vector(vector), code
+
+
+@intrinsic
+def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Adds to the int64 at `address`, atomically; returns what stood there."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), code
+
+
+@njit(inline="always")
+def i32_at(address, size):  # type: ignore[no-untyped-def]
+    """The int32 array of `size` elements at `address`."""
+    return carray(pointer(address), (size,), np.int32)
+
+
+@njit(inline="always")
+def load16(address, half):  # type: ignore[no-untyped-def]
+    """Sixteen numbers at `address`: bfloat16 where `half`, which is a constant of the kernel."""
+    return load_bf16x16(address) if half else load_f32x16(address)
+
+
+@njit(inline="always")
+def load1(address, half):  # type: ignore[no-untyped-def]
+    return load_bf16(address) if half else load_f32(address)
+
+
+@njit(inline="always")
+def store16(address, value, half):  # type: ignore[no-untyped-def]
+    if half:
+        store_bf16x16(address, value)
+    else:
+        store_f32x16(address, value)
+
+
+@njit(inline="always")
+def store1(address, value, half):  # type: ignore[no-untyped-def]
+    if half:
+        store_bf16(address, value)
+    else:
+        store_f32(address, value)

@@ -1,0 +1,39 @@
+"""What this process may use of the machine: processors and memory, container limits included."""
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores() -> int:
+    """Processors this process may run on, at least 1."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _words(_CGROUP / "cpu.max")
+    if len(quota) == 2 and quota[0].isdigit():
+        number = min(number, -(-int(quota[0]) // int(quota[1])))
+    return max(1, number)
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = _words(_CGROUP / "memory.max"), _words(_CGROUP / "memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(0, free)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    lines = _lines(path)
+    return lines[0].split() if lines else []

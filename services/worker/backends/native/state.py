@@ -1,0 +1,43 @@
+"""The tokens of every slot, on the device: a step reads as input what earlier steps wrote, however long ago.
+
+A row names positions, never tokens (spec 0.8): prompts are written when a request gets its slot, sampled ids at the
+position that they will be computed at. So a request may skip any number of steps, at any depth.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import NewRequest
+from services.worker.batch import PlanError
+
+
+class TokenHistory:
+    """int32[num_slots, max_model_len], touched as far as it is written."""
+
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
+        self._tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32)
+        self._limit, self._vocab_size = max_model_len, vocab_size
+
+    def assign(self, request: NewRequest) -> None:
+        """Raises: PlanError, when a token is not in the vocabulary."""
+        tokens = np.frombuffer(request.token_ids, np.int32)
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
+            bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
+            raise PlanError(
+                f"slot {request.slot}: token {bad} is not among the {self._vocab_size} of the vocabulary"
+            )
+        self._tokens[request.slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64[tokens]: the ids at int32 `positions` of `slots`."""
+        return self._tokens[slots.long(), positions.long()].long()
+
+    def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
+        """Writes one sampled id per slot; one beyond the context is nobody's input."""
+        inside = positions < self._limit
+        at = (
+            torch.from_numpy(slots[inside].astype(np.int64)),
+            torch.from_numpy(positions[inside].astype(np.int64)),
+        )
+        self._tokens[at] = ids[torch.from_numpy(inside)].to(torch.int32)

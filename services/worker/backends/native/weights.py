@@ -1,0 +1,94 @@
+"""A checkpoint's tensors: read one at a time from its safetensors files, checked against the shape they must have."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.runner import LoadError, Progress
+
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+
+
+class Checkpoint:
+    """The tensors of a directory. Files are mapped, not read, until a tensor is taken.
+
+    Raises:
+        LoadError: no safetensors files, a file is missing or broken.
+    """
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self._files = {path: _open(path) for path in _shards(directory)}
+        self._where = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        self._progress, self._taken = progress, 0
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor `name`, converted to `dtype`.
+
+        Raises:
+            LoadError: it is missing, of another shape, or not of floating-point numbers.
+        """
+        file = self._where.get(name)
+        if file is None:
+            raise LoadError(
+                f"the checkpoint has no tensor {name}; download the model again, all of its files"
+            )
+        view = file.get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise LoadError(
+                f"tensor {name} is {view.get_shape()}, but config.json says {list(shape)}; "
+                "the files do not belong together"
+            )
+        if view.get_dtype() not in DTYPES:
+            raise LoadError(
+                f"tensor {name} is {view.get_dtype()}; quantised weights are not supported, use bfloat16 or float32"
+            )
+        self._taken += 1
+        self._progress("loading weights", min(1.0, self._taken / len(self._where)))
+        return file.get_tensor(name).to(dtype)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def digest(self, config: bytes) -> str:
+        """SHA-256 over config.json and every tensor's name, shape and type: ranks of one group must agree on it."""
+        digest = hashlib.sha256(config)
+        for name in sorted(self._where):
+            view = self._where[name].get_slice(name)
+            digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
+        return digest.hexdigest()
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            old = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
+            remedy = (
+                "convert its .bin files, which can run code when loaded"
+                if old
+                else "download the model again"
+            )
+            raise LoadError(f"{directory} has no safetensors files; {remedy}")
+        single = directory / "model.safetensors"
+        return [single] if single in paths else paths
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise LoadError(f"{index} cannot be read; download the model again") from error
+    for name in names:
+        if Path(name).name != name or not (directory / name).is_file():
+            raise LoadError(f"{directory} has no {name}, which its index names; download the model again")
+    return [directory / name for name in names]
+
+
+def _open(path: Path):  # type: ignore[no-untyped-def]
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise LoadError(
+            f"{path} is not a valid safetensors file ({error}); download the model again"
+        ) from error
