@@ -1,0 +1,105 @@
+"""Tiny random checkpoints of every family, made with transformers, whose answers are the reference."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "llama-untied-biased": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=24)
+    ),
+    "llama-rope-llama3": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
+    "llama-rope-linear": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
+    ),
+    "llama-multi-head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 4})),
+    "llama-wide-heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=80)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=21)),
+    "mistral-full": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=18, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
+    "qwen3-seven-groups": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            **{**SMALL, "num_attention_heads": 7, "num_key_value_heads": 1}, head_dim=16, attention_bias=True
+        )
+    ),
+}
+
+
+class Family:
+    """A checkpoint on disk and the transformers model that wrote it."""
+
+    def __init__(self, model: PreTrainedModel, path: Path) -> None:
+        self.model, self.path = model, path
+        self.vocab_size: int = model.config.vocab_size
+
+    @torch.no_grad()
+    def reference(self, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens, and the logits float32[tokens, vocab] they were chosen from: no cache, no batch."""
+        ids, logits = list(prompt), []
+        for _ in range(tokens):
+            logits.append(self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float())
+            ids.append(int(logits[-1].argmax()))
+        return ids[len(prompt) :], torch.stack(logits)
+
+
+@pytest.fixture(scope="session")
+def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    made: dict[str, Family] = {}
+
+    def make(name: str) -> Family:
+        if name not in made:
+            torch.manual_seed(7)
+            model = VARIANTS[name]().eval()
+            for parameter_name, parameter in model.named_parameters():  # so that biases and norms matter
+                if parameter.ndim == 1:
+                    is_norm = parameter_name.endswith("norm.weight")
+                    torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.3)
+            path = tmp_path_factory.mktemp(name)
+            model.save_pretrained(path, max_shard_size="40KB" if name == "qwen2" else "1GB")
+            made[name] = Family(model, path)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(params=VARIANTS)
+def family(request: pytest.FixtureRequest, make_family: Callable[[str], Family]) -> Family:
+    return make_family(request.param)
+
+
+@pytest.fixture
+def llama(make_family: Callable[[str], Family]) -> Family:
+    return make_family("llama-tied")

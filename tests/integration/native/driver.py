@@ -1,0 +1,149 @@
+"""Drives a `NativeRunner` with hand-made plans: a plain block allocator and one slot per request, no scheduler."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from services.config import WorkerConfig
+from services.worker.backends.native import NativeRunner
+
+BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
+
+
+def i32(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, np.int32).tolist()
+
+
+@dataclass
+class Request:
+    """One request in a slot, as the scheduler would know it."""
+
+    slot: int
+    generation: int
+    prompt: list[int]
+    params: SamplingParams
+    blocks: list[int]
+    computed: int = 0
+    known: int = 0
+    """Tokens known or promised."""
+    output: list[int] = field(default_factory=list)
+    sent: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class Driver:
+    """Loads `model` and holds its batch."""
+
+    def __init__(
+        self, model: Path, block_size: int = BLOCK_SIZE, max_model_len: int = 0, **config: object
+    ) -> None:
+        self.block_size = block_size
+        self.runner = NativeRunner(WorkerConfig(model=str(model), threads=1, **config))
+        self.loaded = self.load(max_model_len)
+        self.max_model_len = self.loaded.max_model_len
+        self.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, self.max_model_len))
+        self.steps = 0
+        self.generation = 0
+        self.free_blocks = list(np.random.default_rng(0).permutation(NUM_BLOCKS))
+        self.free_slots = list(range(NUM_SLOTS))
+        self.released: list[int] = []
+        self.logits: list[torch.Tensor] = []
+        """float32[rows, vocab] of each step, as the sampler got them."""
+
+    def load(self, max_model_len: int = 0) -> Loaded:
+        return self.runner.load(
+            Assignment(1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len), lambda phase, fraction: None
+        )
+
+    def add(
+        self, prompt: list[int], params: SamplingParams = GREEDY, prefix: Request | None = None, hit: int = 0
+    ) -> Request:
+        """A request in a fresh slot; its first `hit` tokens lie in the blocks of `prefix`, already computed."""
+        assert hit % self.block_size == 0 and (prefix is None or prefix.tokens[:hit] == prompt[:hit])
+        self.generation += 1
+        blocks = prefix.blocks[: hit // self.block_size] if prefix else []
+        return Request(
+            self.free_slots.pop(0), self.generation, prompt, params, list(blocks), hit, len(prompt)
+        )
+
+    def preempt(self, request: Request) -> Request:
+        """Its slot and blocks are given up; it comes back elsewhere, with all tokens it has."""
+        self.released.append(request.slot)
+        again = self.add(request.tokens, request.params)
+        return Request(
+            again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output
+        )
+
+    def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
+        """The plan that computes the next so many tokens of each request."""
+        new, block_slots, block_ids, starts, samples = [], [], [], [], []
+        for request, count in rows:
+            starts.append(request.computed)
+            request.computed += count
+            grown = [
+                int(self.free_blocks.pop())
+                for _ in range(-(-request.computed // self.block_size) - len(request.blocks))
+            ]
+            request.blocks += grown
+            if request.sent:
+                block_slots += [request.slot] * len(grown)
+                block_ids += grown
+            else:
+                new.append(
+                    NewRequest(
+                        request.slot, request.generation, i32(*request.tokens), len(request.prompt),
+                        i32(*request.blocks), request.params,
+                    )
+                )  # fmt: skip
+                request.sent = True
+            samples.append(request.computed == request.known)
+            request.known += samples[-1]
+        self.steps += 1
+        released, self.released = self.released, []
+        return SchedulerOutput(
+            epoch=1,
+            step_id=self.steps,
+            slots=i32(*(r.slot for r, _ in rows)),
+            generations=i32(*(r.generation for r, _ in rows)),
+            starts=i32(*starts),
+            counts=i32(*(count for _, count in rows)),
+            samples=bytes(samples),
+            new=new,
+            block_slots=i32(*block_slots),
+            block_ids=i32(*block_ids),
+            released=i32(*released),
+        )
+
+    def step(
+        self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
+        """One step, executed, sampled and read; tokens go to their requests."""
+        self.runner.execute_model(self.plan(rows))
+        self.logits.append(self.runner._pending.logits.clone())
+        result = self.runner.sample_tokens(grammar).get()
+        by_slot = {request.slot: request for request, _ in rows}
+        for slot, token in zip(ints(result.slots), ints(result.token_ids), strict=True):
+            by_slot[slot].output.append(token)
+        return result
+
+    def generate(self, requests: list[Request], tokens: int, chunk: int = 10_000) -> None:
+        """Runs all requests together, prompts in chunks, until each has so many output tokens."""
+        while rows := [(r, min(chunk, r.known - r.computed)) for r in requests if len(r.output) < tokens]:
+            self.step(rows)
+
+    def finish(self, request: Request) -> None:
+        self.runner.release(np.array([request.slot], np.int32))
+        self.free_slots.append(request.slot)

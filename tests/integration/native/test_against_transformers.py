@@ -1,0 +1,97 @@
+"""Greedy answers of every family equal transformers', however the work is cut into steps (float32)."""
+
+import pytest
+import torch
+
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import Driver
+
+TOKENS = 64
+
+
+def prompts(family: Family, number: int = 4) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(0, family.vocab_size, (length,), generator=generator).tolist()
+        for length in (37, 1, 16, 55, 9, 24)[:number]
+    ]
+
+
+def check(family: Family, driver: Driver, prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+    expected, reference = family.reference(prompt, TOKENS)
+    top = reference.topk(2).values
+    assert (top[:, 0] - top[:, 1]).min() > 1e-4, "the reference itself is undecided; choose another prompt"
+    assert output == expected
+    torch.testing.assert_close(logits, reference, atol=1e-4, rtol=0)
+
+
+def test_alone(family: Family) -> None:
+    driver = Driver(family.path)
+    for prompt in prompts(family):
+        driver.logits.clear()
+        request = driver.add(prompt)
+        driver.generate([request], TOKENS)
+        check(family, driver, prompt, request.output, torch.cat(driver.logits))
+
+
+def test_batched(family: Family) -> None:
+    driver = Driver(family.path)
+    requests = [driver.add(prompt) for prompt in prompts(family)]
+    driver.generate(requests, TOKENS)
+    stacked = torch.stack(driver.logits, 1)
+    for request, logits in zip(requests, stacked, strict=True):
+        check(family, driver, request.prompt, request.output, logits)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_chunked_gives_the_same_bits(family: Family, chunk: int) -> None:
+    driver = Driver(family.path)
+    prompt = prompts(family)[3]
+    whole, pieces = driver.add(prompt), driver.add(prompt)
+    driver.generate([whole], TOKENS)
+    expected = torch.cat(driver.logits)
+    driver.logits.clear()
+    driver.generate([pieces], TOKENS, chunk)
+    assert pieces.output == whole.output
+    assert torch.equal(torch.cat(driver.logits), expected)
+
+
+def test_prefix_hit(family: Family) -> None:
+    driver = Driver(family.path)
+    prompt = prompts(family)[3]
+    first = driver.add(prompt)
+    driver.generate([first], TOKENS)
+    expected = torch.cat(driver.logits)
+    driver.logits.clear()
+    second = driver.add(prompt, prefix=first, hit=len(prompt) // driver.block_size * driver.block_size)
+    driver.generate([second], TOKENS)
+    assert second.output == first.output
+    assert torch.equal(torch.cat(driver.logits), expected)
+
+
+def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
+    """The second row starts inside blocks that the first row writes in this very step (spec 0.7)."""
+    driver = Driver(family.path)
+    prompt = prompts(family)[3]
+    hit = 52
+    first = driver.add(prompt)
+    second = driver.add(prompt, hit=0)
+    first.blocks = [int(driver.free_blocks.pop()) for _ in range(-(-len(prompt) // driver.block_size))]
+    second.blocks, second.computed = first.blocks[: hit // driver.block_size], hit
+    driver.step([(second, len(prompt) - hit), (first, len(prompt))])
+    driver.generate([first, second], TOKENS)
+    expected, _ = family.reference(prompt, TOKENS)
+    assert first.output == second.output == expected
+
+
+def test_preempted_and_recomputed(family: Family) -> None:
+    driver = Driver(family.path)
+    prompt, others = prompts(family)[0], [driver.add(p) for p in prompts(family)[1:]]
+    alone = driver.add(prompt)
+    driver.generate([alone], TOKENS)
+    victim = driver.add(prompt)
+    driver.generate([victim, *others], 30)
+    again = driver.preempt(victim)
+    driver.generate([again, *others], TOKENS, chunk=8)
+    assert again.output == alone.output
+    assert all(r.output == family.reference(r.prompt, TOKENS)[0] for r in others)
