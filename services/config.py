@@ -3,47 +3,94 @@
 Flags, environment (`RUNAHEAD_MAX_NUM_SEQS`) and the YAML file (`max-num-seqs`) read the same names.
 """
 
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class SchedulerConfig(_Config):
-    worker_endpoint: str = Field("ipc:///tmp/runahead/workers", description="where workers connect (ipc:// or tcp://)")
+class ServiceConfig(_Config):
+    """What every service takes."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe messages on stderr"
+    )
+
+
+class SchedulerConfig(ServiceConfig):
+    worker_endpoint: str = Field(
+        "ipc:///tmp/runahead/workers", description="where workers connect (ipc:// or tcp://)"
+    )
     client_endpoint: str = Field("ipc:///tmp/runahead/clients", description="where frontends connect")
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV-cache block")
-    num_gpu_blocks_override: int | None = Field(None, ge=2, description="KV blocks, instead of what the workers can hold")
-    max_model_len: int | None = Field(None, ge=2, description="context length in tokens; default: the checkpoint's")
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=2, description="KV blocks, instead of what the workers can hold"
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="context length in tokens; default: the checkpoint's"
+    )
     max_num_seqs: int = Field(256, ge=1, le=65536, description="most requests running at once")
     max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step")
-    long_prefill_token_threshold: int = Field(0, ge=0, description="most prompt tokens of one request in one step; 0: no limit")
-    enable_prefix_caching: bool = Field(True, description="share KV blocks between requests with equal prefixes")
-    scheduling_policy: str = Field("fcfs", pattern="^(fcfs|priority)$", description="order of requests: fcfs or priority")
-    batching_policy: str = Field("chunked", pattern="^(chunked)$", description="what may share a step")
-    batch_queue_depth: int | None = Field(None, ge=1, le=8, description="steps in flight; 1 is synchronous; default 2")
-    async_scheduling: bool = Field(True, description="run ahead of the workers; off means depth 1")
-    max_num_queued_reqs: int = Field(1024, ge=1, description="most requests waiting; more are refused with 429")
-    max_num_queued_tokens: int = Field(4_194_304, ge=1, description="most prompt tokens waiting; more are refused with 429")
-    step_trace: str | None = Field(None, description="file that gets a JSON line when a step is scheduled or its result arrives")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="most prompt tokens of one request in one step; 0: no limit"
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="share KV blocks between requests with equal prefixes"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of requests")
+    batching_policy: Literal["chunked"] = Field("chunked", description="what may share a step")
+    batch_queue_depth: int | None = Field(
+        None, ge=1, le=8, description="steps in flight; 1 is synchronous; default: 2"
+    )
+    async_scheduling: bool | None = Field(
+        None, description="run ahead of the workers (the default); off means depth 1"
+    )
+    max_num_queued_reqs: int = Field(
+        1024, ge=1, description="most requests waiting; more are refused with 429"
+    )
+    max_num_queued_tokens: int = Field(
+        4_194_304, ge=1, description="most prompt tokens waiting; more are refused with 429"
+    )
+    step_trace: str | None = Field(
+        None, description="file that gets a JSON line when a step is scheduled or its result arrives"
+    )
 
     @property
     def depth(self) -> int:
         """Steps in flight: the batch queue's depth."""
-        return self.batch_queue_depth or (2 if self.async_scheduling else 1)
+        return self.batch_queue_depth or (1 if self.async_scheduling is False else 2)
+
+    @model_validator(mode="after")
+    def _depth_is_one_thing(self) -> Self:
+        depth, ahead = self.batch_queue_depth, self.async_scheduling
+        if depth is not None and ahead is not None and (depth > 1) != ahead:
+            flag = "--async-scheduling" if ahead else "--no-async-scheduling"
+            raise ValueError(f"{flag} contradicts --batch-queue-depth {depth}; leave one of them out")
+        return self
 
 
-class WorkerConfig(_Config):
-    model: str = Field("", description="directory or Hugging Face name of the checkpoint; default: the demo model")
+class WorkerConfig(ServiceConfig):
+    model: str = Field(
+        "", description="directory or Hugging Face name of the checkpoint; default: the demo model"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub, for every file")
-    scheduler_endpoint: str = Field("ipc:///tmp/runahead/workers", description="the scheduler's worker endpoint")
-    backend: str = Field("native", pattern="^(native|sim)$", description="native computes; sim verifies and sleeps")
-    dtype: str = Field("auto", pattern="^(auto|float32|bfloat16)$", description="auto: the checkpoint's (demo model: float32)")
-    device: str = Field("cpu", pattern="^(cpu)$", description="where the native backend computes")
+    scheduler_endpoint: str = Field(
+        "ipc:///tmp/runahead/workers", description="the scheduler's worker endpoint"
+    )
+    backend: Literal["native", "sim"] = Field(
+        "native", description="native computes; sim verifies and sleeps"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: the checkpoint's (demo model: float32)"
+    )
+    device: Literal["cpu"] = Field("cpu", description="where the native backend computes")
     threads: int = Field(0, ge=0, description="compute threads; 0: one per core")
-    kv_cache_memory_bytes: int = Field(0, ge=0, description="bytes for the KV cache; 0: a share of free memory")
+    kv_cache_memory_bytes: int = Field(
+        0, ge=0, description="bytes for the KV cache; 0: a share of free memory"
+    )
     sim_step_ms: float = Field(5.0, ge=0, description="sim: base cost of a step, milliseconds")
     sim_prefill_token_us: float = Field(5.0, ge=0, description="sim: cost per prompt token, microseconds")
     sim_decode_us: float = Field(0.0, ge=0, description="sim: cost per decoding request, microseconds")
@@ -51,15 +98,39 @@ class WorkerConfig(_Config):
     sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits row; 0: the model's tokenizer")
 
 
-class FrontendConfig(_Config):
-    model: str = Field("", description="directory or Hugging Face name of the checkpoint; default: the demo model")
+class FrontendConfig(ServiceConfig):
+    model: str = Field(
+        "", description="directory or Hugging Face name of the checkpoint; default: the demo model"
+    )
     revision: str | None = Field(None, description="branch, tag or commit on the hub, for every file")
     tokenizer: str | None = Field(None, description="directory or name of another tokenizer")
-    chat_template: str | None = Field(None, description="file with a jinja chat template, instead of the checkpoint's")
-    served_model_name: list[str] = Field(default_factory=list, description="names the API answers to; default: the model's")
-    scheduler_endpoint: str = Field("ipc:///tmp/runahead/clients", description="the scheduler's client endpoint")
+    chat_template: str | None = Field(
+        None, description="file with a jinja chat template, instead of the checkpoint's"
+    )
+    served_model_name: list[str] = Field(
+        default_factory=list, description="names the API answers to; default: the model's"
+    )
+    scheduler_endpoint: str = Field(
+        "ipc:///tmp/runahead/clients", description="the scheduler's client endpoint"
+    )
     host: str = Field("127.0.0.1", description="address of the HTTP server")
-    port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server")
-    api_key: list[str] = Field(default_factory=list, description="keys that clients must present as bearer tokens")
+    port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0: any free one")
+    api_key: list[str] = Field(
+        default_factory=list, description="keys that clients must present as bearer tokens"
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body, bytes")
-    generation_config: str = Field("auto", pattern="^(auto|vllm)$", description="auto: the checkpoint's sampling defaults")
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto", description="auto: the checkpoint's sampling defaults; vllm: none"
+    )
+
+
+class ServeConfig(FrontendConfig, SchedulerConfig, WorkerConfig):
+    """All three services on one machine. The endpoints are `serve`'s own business: no flag sets them."""
+
+    def of(self, service: type[ServiceConfig]) -> dict[str, object]:
+        """The values of one service's fields, those that were set."""
+        return self.model_dump(include=set(service.model_fields), exclude_unset=True)
+
+
+ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
+"""Fields that hold the sockets between services."""
