@@ -23,12 +23,10 @@ class _Columns:
         self.token_ids.append(token_ids)
 
     def message(self) -> RequestOutputs:
-        numbers, indices, token_ids = map(_joined, (self.numbers, self.indices, self.token_ids))
+        numbers, indices, token_ids = (
+            b"".join(map(pack, parts)) for parts in (self.numbers, self.indices, self.token_ids)
+        )
         return RequestOutputs(numbers, indices, token_ids, self.finished)
-
-
-def _joined(parts: list[NDArray[np.int32]] | list[NDArray[np.uint32]]) -> bytes:
-    return b"".join(map(pack, parts))
 
 
 class OutputBuffer:
