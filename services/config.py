@@ -134,3 +134,31 @@ class ServeConfig(FrontendConfig, SchedulerConfig, WorkerConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Fields that hold the sockets between services."""
+
+
+class BenchConfig(_Config):
+    """`runahead bench`; vLLM's names where the meaning is the same."""
+
+    base_url: str = Field("http://127.0.0.1:8000", pattern="^https?://", description="server, without /v1")
+    model: str = Field("", description="model name in the requests; default: the server's first")
+    api_key: str = Field("", description="bearer token")
+    num_prompts: int = Field(64, ge=1, description="requests in all")
+    max_concurrency: int | None = Field(
+        None, ge=1, description="most requests open at once (closed loop); default: no limit"
+    )
+    request_rate: float | None = Field(
+        None, gt=0, description="requests per second, Poisson arrivals (open loop); default: all at once"
+    )
+    random_input_len: int = Field(128, ge=1, description="prompt length, tokens")
+    random_output_len: int = Field(128, ge=1, description="output length, tokens")
+    random_id_low: int = Field(300, ge=0, description="least token id in a prompt")
+    random_id_high: int = Field(1000, ge=1, description="token ids in prompts stay below this")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature")
+    seed: int = Field(0, ge=0, description="of prompts and arrival times")
+    ignore_eos: bool = Field(
+        False, description="do not stop at the end-of-text token, so that lengths are fixed"
+    )
+    num_warmups: int = Field(0, ge=0, description="requests before the measurement")
+    timeout: float = Field(600.0, gt=0, description="longest request, seconds")
+    save_result: bool = Field(False, description="write the figures as JSON")
+    result_filename: str = Field("", description="where to; default: bench-TIME.json")

@@ -1,0 +1,85 @@
+"""The commands of `runahead`: what they take comes from services.config, what they do stands in the files beside."""
+
+import sys
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from services.cli.flags import command
+from services.cli.settings import ConfigurationError, Settings
+from services.cli.show import show
+from services.cli.start import SERVICES, start
+from services.config import ENDPOINTS, BenchConfig, ServeConfig
+
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    help="Serve large language models with a scheduler that runs ahead of its workers.",
+    epilog="Every flag is also read from the environment (RUNAHEAD_MAX_NUM_SEQS) and from a YAML file (--config).",
+    rich_markup_mode=None,  # its tables cut long flags off
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the configuration.")
+app.add_typer(config_app, name="config")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"runahead {version('runahead')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _serve(settings: Settings[ServeConfig]) -> int:
+    from services.cli.serve import serve
+
+    return serve(settings.config)
+
+
+def _bench(settings: Settings[BenchConfig]) -> int:
+    from services.cli.bench import bench
+
+    return bench(settings.config)
+
+
+app.command("serve", help="Start all three services on this machine and serve MODEL.")(
+    command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
+)
+for _name, _model in SERVICES.items():
+    app.command(_name, help=f"Run one {_name}.")(command(_model, lambda settings: start(settings.config)))
+app.command("bench", help="Put load on an OpenAI-compatible API and measure it.")(
+    command(BenchConfig, _bench)
+)
+config_app.command("show", help="Print what `serve` would run with, and where each value comes from.")(
+    command(ServeConfig, show, omitted=ENDPOINTS, positional="model")
+)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs one command. Returns its exit status; a wrong command line is one line on stderr and 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(arguments or ["--help"], prog_name="runahead", standalone_mode=False)
+    except TyperException as error:
+        return _refuse(error.format_message())
+    except ConfigurationError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return int(status or 0)
+
+
+def _refuse(reason: str) -> int:
+    print(f"runahead: {' '.join(reason.split())}", file=sys.stderr)
+    return USAGE_ERROR

@@ -1,0 +1,94 @@
+"""Command-line options made from a configuration model's fields: no flag, default or unit is written twice."""
+
+import inspect
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from services.cli.settings import (
+    ConfigurationError,
+    Settings,
+    choices,
+    flag,
+    is_list,
+    is_switch,
+    merge,
+    type_name,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def command(
+    model: type[M],
+    run: Callable[[Settings[M]], int],
+    omitted: Collection[str] = (),
+    positional: str | None = None,
+) -> Callable[..., None]:
+    """A typer command with one option per field of `model`, which merges all origins and calls `run`.
+
+    Args:
+        omitted: fields without an option.
+        positional: a field that may also be given as the command's only argument.
+    """
+
+    def invoke(**given: Any) -> None:
+        file, argument = given.pop("config"), given.pop("argument", None)
+        if argument is not None and positional is not None:
+            if given[positional] not in (None, argument):
+                raise ConfigurationError(f"{argument!r} contradicts {flag(positional)} {given[positional]!r}")
+            given[positional] = argument
+        given = {name: value for name, value in given.items() if value != []}
+        raise typer.Exit(run(merge(model, given, file, omitted=omitted)))
+
+    parameters = [_option(name, info) for name, info in model.model_fields.items() if name not in omitted]
+    if positional is not None:
+        parameters.insert(0, _argument(positional, model.model_fields[positional]))
+    parameters.append(_config_file())
+    invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    invoke.__annotations__ = {}
+    return invoke
+
+
+def _option(name: str, info: FieldInfo) -> inspect.Parameter:
+    """Values stay text: the model checks them, so that flags, environment and file give the same errors."""
+    kind: Any = bool if is_switch(info) else list[str] if is_list(info) else str
+    text = f"{flag(name)}/{flag('no_' + name)}" if is_switch(info) else flag(name)
+    default = info.get_default(call_default_factory=True, validated_data={})
+    option = typer.Option(
+        text,
+        help=f"{info.description}{_shown(default)}",
+        metavar=None if is_switch(info) else type_name(info),
+        show_default=False,
+        autocompletion=_completion(info),
+    )
+    return _keyword(name, Annotated[kind | None, option])
+
+
+def _argument(name: str, info: FieldInfo) -> inspect.Parameter:
+    argument = typer.Argument(help=info.description, metavar=name.upper(), show_default=False)
+    return _keyword("argument", Annotated[str | None, argument])
+
+
+def _config_file() -> inspect.Parameter:
+    option = typer.Option("--config", help="YAML file with any of these settings.", metavar="FILE")
+    return _keyword("config", Annotated[Path | None, option])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _completion(info: FieldInfo) -> Callable[[str], list[str]] | None:
+    words = choices(info)
+    return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
+
+
+def _shown(default: object) -> str:
+    if default in (None, "", []):
+        return ""
+    return f" [default: {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default}]"

@@ -1,0 +1,113 @@
+"""`runahead serve`: frontend, scheduler and worker on this machine, over sockets in a private directory."""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.transport import MAX_IPC_PATH
+from services.cli.display import display
+from services.cli.preflight import check_model, free_port, warning
+from services.cli.readiness import Probe, Readiness
+from services.cli.settings import PREFIX
+from services.cli.start import SERVICES
+from services.cli.supervisor import Supervisor
+from services.config import ServeConfig
+
+POLL_INTERVAL = 0.1
+"""Seconds between two looks at a frontend that is not ready."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Serves until a signal or a failure. Returns the exit status: 0 after an orderly stop.
+
+    Raises:
+        ConfigurationError: what was asked for cannot be served.
+    """
+    started = time.monotonic()
+    check_model(config)
+    config = config.model_copy(update={"port": free_port(config.host, config.port)})
+    screen = display()
+    if (danger := warning(config)) is not None:
+        screen.line(danger)
+    width = max(map(len, SERVICES))
+    supervisor = Supervisor(lambda name, line: screen.line(f"{name:{width}} | {line}"))
+    probe = Probe(config.host, config.port, config.api_key[0] if config.api_key else "")
+    is_ready = False
+
+    def tick() -> float | None:
+        nonlocal is_ready
+        if is_ready:
+            return None
+        readiness = probe.readiness() or Readiness(False, "starting", 0.0)
+        if not readiness.ready:
+            screen.loading(readiness)
+            return POLL_INTERVAL
+        is_ready = True
+        screen.done()
+        print(_welcome(probe, bool(config.api_key), time.monotonic() - started), flush=True)
+        return None
+
+    try:
+        with supervisor.signals(), _private_directory() as directory:
+            for name, arguments in _commands(config, directory):
+                supervisor.start(name, arguments, _environment())
+            status = supervisor.wait(tick)
+    finally:
+        screen.done()
+    if supervisor.failure is not None:
+        screen.line(f"runahead: {supervisor.failure.how_it_ended()}")
+    return status
+
+
+def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """By service, what to run. Configurations travel in files that only this user can read, never in arguments."""
+    clients, workers = f"ipc://{directory}/clients", f"ipc://{directory}/workers"
+    endpoints = {
+        "frontend": {"scheduler_endpoint": clients},
+        "scheduler": {"client_endpoint": clients, "worker_endpoint": workers},
+        "worker": {"scheduler_endpoint": workers},
+    }
+    for name, model in SERVICES.items():
+        file = directory / f"{name}.json"
+        file.write_text(model.model_validate(config.of(model) | endpoints[name]).model_dump_json())
+        # -P: a folder named like one of our packages in the current directory is not what we run
+        command = [sys.executable, "-P", "-m", "services.cli.child", name, str(file), str(os.getpid())]
+        yield name, command
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without what the configuration files already say."""
+    settings = {PREFIX + name.upper() for name in ServeConfig.model_fields}
+    return {name: value for name, value in os.environ.items() if name not in settings}
+
+
+@contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A directory for this user only, with a path short enough for sockets; gone afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="runahead-", dir=_short_base()))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _short_base() -> str | None:
+    room = MAX_IPC_PATH - len("/runahead-xxxxxxxx/clients")
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
+            return base
+    return "/tmp"  # noqa: S108  mkdtemp makes the directory inside it private
+
+
+def _welcome(probe: Probe, needs_key: bool, seconds: float) -> str:
+    """One line: what is served, where, since when, and what to try."""
+    model = probe.model()
+    key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if needs_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    example = f"curl {probe.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s. Try: {example}"

@@ -1,0 +1,153 @@
+"""Where each value of a configuration came from: flag > environment > file > default.
+
+A value is checked by the configuration model alone, whatever its origin, so that every origin gives the same error.
+"""
+
+import os
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+PREFIX = "RUNAHEAD_"
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class ConfigurationError(Exception):
+    """A value or key that cannot be used: one line that names it, where it came from, and what would work."""
+
+
+@dataclass(frozen=True)
+class Settings(Generic[M]):
+    """A checked configuration, and for each of its fields who decided."""
+
+    config: M
+    origins: Mapping[str, str]
+    """By field: "flag --port", "environment RUNAHEAD_PORT", "file PATH" or "default"."""
+    omitted: Collection[str] = field(default=())
+    """Fields that no origin may set."""
+
+
+def flag(name: str) -> str:
+    """`max_num_seqs` as people type it."""
+    return "--" + name.replace("_", "-")
+
+
+def is_list(info: FieldInfo) -> bool:
+    return typing.get_origin(info.annotation) is list
+
+
+def is_switch(info: FieldInfo) -> bool:
+    """A boolean, or an optional one."""
+    return bool in (info.annotation, *typing.get_args(info.annotation))
+
+
+def choices(info: FieldInfo) -> tuple[str, ...]:
+    """The allowed words of a field, () where it is free."""
+    for kind in (info.annotation, *typing.get_args(info.annotation)):
+        if typing.get_origin(kind) is typing.Literal:
+            return typing.get_args(kind)
+    return ()
+
+
+def type_name(info: FieldInfo) -> str:
+    """What a value looks like: INTEGER, FLOAT or TEXT, or its choices."""
+    kinds = {info.annotation, *typing.get_args(info.annotation)} - {types.NoneType}
+    if words := choices(info):
+        return "|".join(words)
+    return "INTEGER" if int in kinds else "FLOAT" if float in kinds else "TEXT"
+
+
+def merge(
+    model: type[M],
+    flags: Mapping[str, object],
+    file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    omitted: Collection[str] = (),
+) -> Settings[M]:
+    """One configuration from all origins.
+
+    Args:
+        model: the configuration; its fields are the names that every origin uses.
+        flags: values given on the command line; None means not given.
+        file: YAML with kebab-case or snake_case keys.
+        omitted: fields that no origin may set.
+
+    Raises:
+        ConfigurationError: an unknown key, an unusable value, an unreadable file.
+    """
+    fields = {name: info for name, info in model.model_fields.items() if name not in omitted}
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(fields, "default")
+    for found, origin in (
+        (_from_file(file, fields), "file {file}"),
+        (_from_environment(environ, fields), "environment {variable}"),
+        ({name: value for name, value in flags.items() if value is not None}, "flag {flag}"),
+    ):
+        values |= found
+        for name in found:
+            origins[name] = origin.format(file=file, variable=PREFIX + name.upper(), flag=flag(name))
+    try:
+        return Settings(model.model_validate(values), origins, omitted)
+    except ValidationError as error:
+        raise ConfigurationError(_describe(error, fields, origins)) from None
+
+
+def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, object]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} must hold a mapping such as `port: 8000`")
+    found: dict[str, object] = {}
+    unknown = [str(key) for key in content if str(key).replace("-", "_") not in fields]
+    if unknown:
+        raise ConfigurationError(f"{file}: unknown key{'s'[: len(unknown) > 1]} {', '.join(unknown)}")
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise ConfigurationError(f"{file}: {key} is given twice")
+        found[name] = [value] if is_list(fields[name]) and isinstance(value, str) else value
+    return found
+
+
+def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, object]:
+    """Empty variables count as unset; lists are separated by commas."""
+    found: dict[str, object] = {}
+    for name, info in fields.items():
+        if text := environ.get(PREFIX + name.upper()):
+            found[name] = [part.strip() for part in text.split(",")] if is_list(info) else text
+    return found
+
+
+def _describe(error: ValidationError, fields: Mapping[str, FieldInfo], origins: Mapping[str, str]) -> str:
+    """The first problem, in one line. Secrets are not repeated."""
+    problem = error.errors(include_url=False)[0]
+    message: Any = problem.get("ctx", {}).get("error") or problem["msg"]
+    if not problem["loc"]:
+        return str(message)
+    name = str(problem["loc"][0])
+    if name not in fields:
+        return f"unknown setting {name}"
+    text = f"{flag(name)}: {_lower(str(message))}"
+    if name != "api_key":
+        text += f", not {problem['input']!r}"
+    return text if origins[name].startswith("flag") else f"{text} (from {origins[name]})"
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

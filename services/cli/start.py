@@ -1,0 +1,60 @@
+"""Runs one service in this process. Each service's code is imported here and only when it is the one to run."""
+
+import logging
+from collections.abc import Callable
+
+from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoint
+from services.checkpoint import CheckpointError
+from services.cli import logs
+from services.cli.settings import ConfigurationError, flag
+from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+
+log = logging.getLogger("runahead")
+
+SERVICES: dict[str, type[ServiceConfig]] = {
+    "frontend": FrontendConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+}
+"""In the order in which they are stopped: whoever asks for work goes before those who do it."""
+
+
+def start(config: ServiceConfig) -> int:
+    """Runs the service that `config` describes until it ends. Returns its exit status.
+
+    What users can put right is one line in the log; anything else is a bug and leaves its traceback.
+    """
+    logs.configure(config.log_level)
+    try:
+        _check_endpoints(config)
+        return _entry_point(config)()
+    except (CheckpointError, ConfigurationError, HandshakeRefused, HandshakeTimeout, OSError) as error:
+        log.error("%s", " ".join(str(error).split()))
+    except Exception as error:
+        log.exception("%s: %s", type(error).__name__, error)
+    return 1
+
+
+def _entry_point(config: ServiceConfig) -> Callable[[], int]:
+    match config:
+        case FrontendConfig():
+            from services.frontend.service import run as run_frontend
+
+            return lambda: run_frontend(config)
+        case SchedulerConfig():
+            from services.scheduler.service import run as run_scheduler
+
+            return lambda: run_scheduler(config)
+        case WorkerConfig():
+            from services.worker.service import run as run_worker
+
+            return lambda: run_worker(config)
+    raise TypeError(f"{type(config).__name__} belongs to no service")
+
+
+def _check_endpoints(config: ServiceConfig) -> None:
+    for name in ENDPOINTS & set(type(config).model_fields):
+        try:
+            check_endpoint(getattr(config, name))
+        except ValueError as error:
+            raise ConfigurationError(f"{flag(name)}: {error}") from None

@@ -1,0 +1,222 @@
+"""Child processes that live and die together, in one thread: their lines and deaths, signals and deadlines go through
+one selector, so that an idle supervisor sleeps."""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from services.cli.logs import error_text
+
+ABORT_GRACE = 1.0
+"""Seconds that children get after SIGTERM when there is nothing to wait for."""
+STOP_GRACE = 10.0
+"""Seconds that an orderly stop of a service without clients may take."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    told: bool = False
+    """It was asked to stop, or the one before it was: its end is no surprise."""
+    last_line: str = ""
+    last_error: str = ""
+    silent: bool = False
+    """Its output has ended."""
+    _rest: bytes = b""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def lines(self) -> list[str]:
+        """Whole lines that arrived on its output since the last call; what is left of it once that has ended."""
+        pipe = self.process.stdout
+        if pipe is None or self.silent:
+            return []
+        chunk = b""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(pipe.fileno(), 1 << 16):
+                chunk += data
+            self.silent = True
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        if self.silent and self._rest:
+            whole.append(self._rest)
+        lines = [line.decode(errors="replace") for line in whole]
+        for line in lines:
+            self.last_line = line.strip() or self.last_line
+            self.last_error = error_text(line) or self.last_error
+        return lines
+
+    def signal(self, number: int) -> None:
+        self.told = True
+        if self.alive:
+            self.process.send_signal(number)
+
+    def how_it_ended(self) -> str:
+        code = self.process.poll()
+        if code is not None and code < 0:
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        reason = self.last_error or self.last_line
+        return f"{self.name} exited with status {code}" + (f": {reason}" if reason else "")
+
+
+class Supervisor:
+    """Starts children and waits for them.
+
+    SIGTERM, SIGINT or SIGHUP stops them one after the other in the order in which they were started, each when the one
+    before has ended; a second signal stops all at once. When one ends unasked the others are stopped, too.
+    """
+
+    def __init__(self, show: Callable[[str, str], None]) -> None:
+        self.children: list[Child] = []
+        self.failure: Child | None = None
+        """The first that ended unasked, or that ended badly when it was asked to stop."""
+        self.draining = False
+        self._show = show
+        self._asked: Child | None = None
+        self._aborted_by = 0
+        self._deadline: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_writer = socket.socketpair()
+
+    def start(self, name: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        """Its own process group: a Ctrl-C in the terminal is the supervisor's to handle."""
+        process = subprocess.Popen(
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ)
+        self.children.append(Child(name, process))
+
+    def wait(self, tick: Callable[[], float | None]) -> int:
+        """Runs until all children have ended.
+
+        Args:
+            tick: called again and again; returns the seconds until it wants to be called next, None: no hurry.
+
+        Returns:
+            0 after an orderly stop, 128 + the signal's number after a second one, else what the failed child returned.
+        """
+        try:
+            while any(child.alive for child in self.children):
+                self._selector.select(self._timeout(None if self._stopping else tick()))
+                with contextlib.suppress(BlockingIOError):
+                    self._on_signals(self._wakeup.recv(64))
+                self._look()
+            return self._status()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends whatever is left, and waits for it."""
+        for child in self.children:
+            child.signal(signal.SIGKILL)
+            child.process.wait()
+            self._read(child)
+            if child.process.stdout is not None:
+                child.process.stdout.close()
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within, signals are events of the loop; enter before the first `start`."""
+        for end in (self._wakeup, self._wakeup_writer):
+            end.setblocking(False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        fd = signal.set_wakeup_fd(self._wakeup_writer.fileno())
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._selector.close()
+            self._wakeup.close()
+            self._wakeup_writer.close()
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    @property
+    def _stopping(self) -> bool:
+        return self.draining or self.failure is not None
+
+    def _timeout(self, wanted: float | None) -> float | None:
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return min((seconds for seconds in (wanted, left) if seconds is not None), default=None)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number not in STOP_SIGNALS:
+                continue
+            if self.draining:
+                self._aborted_by = number
+                self._abort()
+            self.draining = True
+
+    def _look(self) -> None:
+        """Reads what the children say, sees who ended, goes on with the stop, and enforces the deadline."""
+        for child in reversed(
+            self.children
+        ):  # who ended first depends on who comes later, seldom the reverse
+            self._read(child)
+            if not child.alive and not child.told and self.failure is None:
+                self.failure = child
+                self._abort()
+        if self.draining and self.failure is None and not self._aborted_by:
+            self._stop_next()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            for child in self.children:
+                if child.told:
+                    child.signal(signal.SIGKILL)
+
+    def _read(self, child: Child) -> None:
+        for line in child.lines():
+            self._show(child.name, line)
+        pipe = child.process.stdout
+        if child.silent and pipe is not None and pipe in self._selector.get_map():
+            self._selector.unregister(pipe)
+
+    def _stop_next(self) -> None:
+        """Asks the first that still runs to stop. The first of all may take as long as its clients need."""
+        for position, child in enumerate(self.children):
+            if not child.alive:
+                continue
+            if child is not self._asked:
+                self._asked = child
+                child.signal(signal.SIGTERM)
+                self._deadline = None if position == 0 else time.monotonic() + STOP_GRACE
+                for later in self.children[position + 1 :] if position else ():
+                    later.told = True
+            return
+
+    def _abort(self) -> None:
+        """Everybody stops now."""
+        for child in self.children:
+            child.signal(signal.SIGTERM)
+        self._deadline = time.monotonic() + ABORT_GRACE
+
+    def _status(self) -> int:
+        if self._aborted_by and self.failure is None:
+            return 128 + self._aborted_by
+        for child in self.children:
+            if self.failure is None and child.process.returncode not in (0, -signal.SIGTERM):
+                self.failure = child
+        if self.failure is None:
+            return 0
+        code = self.failure.process.returncode
+        return code if code > 0 else 128 - code if code < 0 else 1
