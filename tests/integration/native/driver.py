@@ -51,7 +51,7 @@ class Driver:
         self, model: Path, block_size: int = BLOCK_SIZE, max_model_len: int = 0, **config: object
     ) -> None:
         self.block_size = block_size
-        self.runner = NativeRunner(WorkerConfig(model=str(model), threads=1, **config))
+        self.runner = NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
         self.loaded = self.load(max_model_len)
         self.max_model_len = self.loaded.max_model_len
         self.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, self.max_model_len))
@@ -72,7 +72,8 @@ class Driver:
         self, prompt: list[int], params: SamplingParams = GREEDY, prefix: Request | None = None, hit: int = 0
     ) -> Request:
         """A request in a fresh slot; its first `hit` tokens lie in the blocks of `prefix`, already computed."""
-        assert hit % self.block_size == 0 and (prefix is None or prefix.tokens[:hit] == prompt[:hit])
+        assert hit % self.block_size == 0
+        assert prefix is None or prefix.tokens[:hit] == prompt[:hit]
         self.generation += 1
         blocks = prefix.blocks[: hit // self.block_size] if prefix else []
         return Request(

@@ -103,6 +103,7 @@ def _cutoffs_among(
     sums = exponents.double().cumsum(-1)
     total = torch.where(k < vocab, sums[:, -1:], everything.double())
     before = (sums - exponents) / total
-    keep = (within & (before < _column(top_p).double())).sum(-1, keepdim=True).clamp(min=1)
-    reached = (keep < size) | (k <= size) | (size == vocab)
+    share = _column(np.where(top_p < 1, top_p, np.float32(2))).double()
+    keep = (within & (before < share)).sum(-1, keepdim=True).clamp(min=1)
+    reached = (k <= size) | ((k == vocab) & (keep < size)) | (size == vocab)
     return ordered.gather(-1, keep - 1), reached[:, 0]

@@ -155,7 +155,7 @@ reduce_max = _reduction(
 
 @intrinsic
 def exp(typing_context: Any, a: Any) -> Any:
-    """e**a within 2 units in the last place; 0 below -87, and a must not exceed 88."""
+    """e**a within 2 units in the last place; 0 below -87, and e**88 above 88."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def f(value: float) -> ir.Constant:
@@ -166,6 +166,7 @@ def exp(typing_context: Any, a: Any) -> Any:
 
         low = builder.fcmp_ordered("<", args[0], f(-87.0))
         x = builder.select(low, f(-87.0), args[0])
+        x = builder.select(builder.fcmp_ordered(">", x, f(88.0)), f(88.0), x)
         # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
         n = _call(
             builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))]

@@ -1,0 +1,142 @@
+"""A model that cannot be served ends in one line that says what is wrong and what to do."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.runner import LoadError
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import Driver
+
+
+@pytest.fixture
+def copy(llama: Family, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return Path(shutil.copytree(llama.path, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors")
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        Driver(path, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM is not supported; the native backend computes"),
+        ({"architectures": None}, "names no architecture"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights (gptq)"),
+        ({"vision_config": {"depth": 2}}, "multimodal models (vision_config)"),
+        ({"audio_config": {}}, "multimodal models (audio_config)"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial rotary"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a number above 0, it is None"),
+        ({"num_attention_heads": "four"}, "'num_attention_heads' must be a whole number"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"vocab_size": None}, "'vocab_size' must be a whole number"),
+        ({"intermediate_size": 96}, "mlp.gate_proj.weight is [104, 64], but config.json says [96, 64]"),
+        ({"num_hidden_layers": 4}, "no tensor model.layers.3."),
+        ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_config_that_cannot_be_computed(copy: Path, changes: dict[str, Any], said: str) -> None:
+    edit(copy, **changes)
+    assert said in refusal(copy)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    assert "no such model directory" in refusal(tmp_path / "nothing")
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    assert "config.json is missing" in refusal(tmp_path)
+
+
+def test_config_that_is_no_json(copy: Path) -> None:
+    (copy / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(copy)
+
+
+def test_adapter(copy: Path) -> None:
+    (copy / "adapter_config.json").write_text("{}")
+    assert "LoRA adapter" in refusal(copy)
+    (copy / "config.json").unlink()
+    assert "LoRA adapter" in refusal(copy)
+
+
+def test_only_bin_files(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    assert "no safetensors files; convert its .bin files" in refusal(copy)
+
+
+def test_no_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "no safetensors files; download the model again" in refusal(copy)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 4000, -100])
+def test_cut_file(copy: Path, keep: int) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "is not a valid safetensors file" in refusal(copy)
+
+
+def test_missing_tensor(copy: Path) -> None:
+    tensors(copy, lambda weights: weights.pop("model.layers.1.self_attn.k_proj.weight"))
+    assert "no tensor model.layers.1.self_attn.k_proj.weight" in refusal(copy)
+
+
+def test_integer_weights(copy: Path) -> None:
+    tensors(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    assert "tensor model.norm.weight is I8; quantised weights" in refusal(copy)
+
+
+def test_missing_shard(make_family: Callable[[str], Family], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(make_family("qwen2").path, tmp_path / "model"))
+    shard = sorted(path.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert f"has no {shard.name}, which its index names" in refusal(path)
+
+
+def test_index_that_points_outside(copy: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "has no ../secret.safetensors" in refusal(copy)
+
+
+def test_context_longer_than_the_model(copy: Path) -> None:
+    assert "max_model_len 300 is more than the 256 positions" in refusal(copy, max_model_len=300)
+
+
+def test_cache_too_small_for_a_block(copy: Path) -> None:
+    assert "raise --kv-cache-memory-bytes" in refusal(copy, kv_cache_memory_bytes=1000)
+
+
+def test_no_code_of_a_checkpoint_runs(copy: Path, tmp_path: Path) -> None:
+    canary = tmp_path / "ran"
+    (copy / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')")
+    edit(copy, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    Driver(copy)
+    assert not canary.exists()

@@ -1,0 +1,228 @@
+"""The runner's own rules: what it reports, what it refuses, and that sampling depends on the request alone."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput
+from services.worker.batch import PlanError
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import BLOCK_SIZE, NUM_SLOTS, Driver, i32, ints
+
+WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
+PROMPT = list(range(20, 49))
+
+
+@pytest.fixture
+def driver(llama: Family) -> Driver:
+    return Driver(llama.path)
+
+
+def test_loaded_tells_what_the_checkpoint_is(llama: Family) -> None:
+    driver, seen = Driver(llama.path, max_model_len=100), []
+    assert (driver.loaded.vocab_size, driver.loaded.max_model_len) == (llama.vocab_size, 100)
+    assert driver.loaded.num_blocks == NUM_SLOTS * 100 // BLOCK_SIZE
+    assert Driver(llama.path).loaded.max_model_len == 256
+    driver.runner.load(driver.runner._assignment, lambda phase, fraction: seen.append(fraction))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_cache_size_follows_the_bytes_given(llama: Family) -> None:
+    loaded = Driver(llama.path, kv_cache_memory_bytes=1_000_000).loaded
+    assert loaded.num_blocks == 1_000_000 // loaded.bytes_per_block
+    half = Driver(llama.path, dtype="bfloat16", kv_cache_memory_bytes=1_000_000).loaded
+    assert half.bytes_per_block * 2 == loaded.bytes_per_block
+
+
+def test_equal_checkpoints_have_equal_hashes(make_family: Callable[[str], Family]) -> None:
+    hashes = [
+        Driver(make_family(name).path).loaded.model_hash
+        for name in ("llama-tied", "llama-tied", "llama-rope-linear", "qwen2")
+    ]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: Driver, chunk: int) -> None:
+    alone = driver.add(PROMPT, WARM)
+    driver.generate([alone], 40)
+    request = driver.add(PROMPT, WARM)
+    others = [driver.add(PROMPT[i:], SamplingParams(100, 1.0, seed=i)) for i in range(5)]
+    driver.generate([*others, request], 17, chunk)
+    again = driver.preempt(request)
+    driver.generate([again, *others], 40, chunk)
+    assert again.output == alone.output
+    other_seed = driver.add(PROMPT, SamplingParams(100, 0.8, top_p=0.95, top_k=50, seed=12))
+    driver.generate([other_seed], 40)
+    assert other_seed.output != alone.output
+
+
+def test_a_request_may_skip_steps(driver: Driver) -> None:
+    """Its last token waits on the device, in its slot, however many steps run meanwhile (spec 0.8)."""
+    alone = driver.add(PROMPT)
+    driver.generate([alone], 12)
+    skipping, other = driver.add(PROMPT), driver.add(PROMPT[5:])
+    driver.step([(skipping, len(PROMPT)), (other, len(PROMPT) - 5)])
+    for number in range(60):
+        rows = [(other, 1)] + [(skipping, 1)] * (number % 5 == 0 and len(skipping.output) < 12)
+        driver.step(rows)
+    assert skipping.output == alone.output
+
+
+def test_result_of_a_step_does_not_see_the_next_one(driver: Driver) -> None:
+    """The handle of step N is read after step N + 1 has run (S3-1)."""
+    expected = driver.add(PROMPT)
+    driver.generate([expected], 3)
+    request = driver.add(PROMPT)
+    handles = []
+    for count in (len(PROMPT), 1, 1):
+        driver.runner.execute_model(driver.plan([(request, count)]))
+        handles.append(driver.runner.sample_tokens(None))
+    assert [ints(handle.get().token_ids) for handle in handles] == [[token] for token in expected.output]
+
+
+def test_rows_that_do_not_sample_return_nothing(driver: Driver) -> None:
+    decoding, prefilling = driver.add(PROMPT[:5]), driver.add(PROMPT)
+    result = driver.step([(prefilling, 10)])
+    assert result.slots == result.token_ids == result.counts == b""
+    result = driver.step([(prefilling, 10), (decoding, 5)])
+    assert ints(result.slots) == [decoding.slot]
+    assert ints(result.generations) == [decoding.generation]
+    assert ints(result.counts) == [1]
+    assert result.ended >= result.started > 0
+
+
+def test_step_that_was_not_sampled_blocks_the_next(driver: Driver) -> None:
+    request = driver.add(PROMPT)
+    driver.runner.execute_model(driver.plan([(request, 4)]))
+    with pytest.raises(RuntimeError, match="step 1 was executed but never sampled"):
+        driver.runner.execute_model(driver.plan([(request, 4)]))
+    driver.runner.sample_tokens(None)
+    with pytest.raises(RuntimeError, match="no step was executed"):
+        driver.runner.sample_tokens(None)
+
+
+def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = driver.add(PROMPT)
+    driver.runner.execute_model(driver.plan([(request, 4)]))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner._history, "append", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.runner.sample_tokens(None)
+    driver.step([(request, 4)])
+
+
+@pytest.mark.parametrize("token", [-1, 211, 2**31 - 1])
+def test_token_outside_the_vocabulary_is_refused(driver: Driver, token: int) -> None:
+    request = driver.add([5, token])
+    with pytest.raises(PlanError, match=f"slot {request.slot}: token {token}"):
+        driver.step([(request, 2)])
+
+
+def test_row_of_another_generation_is_refused(driver: Driver) -> None:
+    request = driver.add(PROMPT)
+    driver.step([(request, 4)])
+    request.generation += 1
+    with pytest.raises(PlanError, match=f"slot {request.slot}: row of generation"):
+        driver.step([(request, 4)])
+
+
+def test_slot_is_reset_when_it_is_given_away(driver: Driver) -> None:
+    hot = SamplingParams(100, 1.5, top_k=3, seed=9, min_tokens=50, eos_token_ids=tuple(range(100)))
+    first = driver.add(PROMPT, hot)
+    driver.generate([first], 20)
+    expected = driver.add(PROMPT)
+    driver.generate([expected], 20)
+    driver.finish(first)
+    driver.free_slots.insert(0, driver.free_slots.pop())
+    second = driver.add(PROMPT)
+    assert second.slot == first.slot
+    driver.generate([second], 20)
+    assert second.output == expected.output
+
+
+def test_min_tokens_delays_the_end(driver: Driver) -> None:
+    plain = driver.add(PROMPT)
+    driver.generate([plain], 8)
+    ends = tuple(set(plain.output))
+    held = driver.add(PROMPT, SamplingParams(100, 0.0, min_tokens=5, stop_token_ids=ends))
+    driver.generate([held], 8)
+    assert not set(held.output[:5]) & set(ends)
+
+
+def test_grammar_decides_what_is_sampled(driver: Driver, llama: Family) -> None:
+    request = driver.add(PROMPT)
+    masks = np.zeros((1, -(-llama.vocab_size // 32)), np.int32)
+    masks[0, 3] = 1 << 7
+    plan = driver.plan([(request, len(PROMPT))])
+    plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+    driver.runner.execute_model(plan)
+    grammar = GrammarOutput(1, plan.step_id, i32(request.slot), masks.tobytes())
+    assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [3 * 32 + 7]
+
+
+def test_grammar_of_another_step_is_refused(driver: Driver) -> None:
+    request = driver.add(PROMPT)
+    plan = driver.plan([(request, len(PROMPT))])
+    plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+    driver.runner.execute_model(plan)
+    with pytest.raises(RuntimeError, match="needs its own grammar bitmask"):
+        driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
+
+
+def test_bfloat16_stays_close_to_float32(make_family: Callable[[str], Family]) -> None:
+    for name in ("llama-tied", "mistral-window", "qwen3"):
+        exact, rounded = (Driver(make_family(name).path, dtype=dtype) for dtype in ("float32", "bfloat16"))
+        for driver in (exact, rounded):
+            driver.generate([driver.add(PROMPT)], 1)
+        difference = (exact.logits[0] - rounded.logits[0]).abs().mean() / exact.logits[0].abs().mean()
+        assert 0 < difference < 0.1
+
+
+def test_dtype_auto_is_the_checkpoints_own(llama: Family, tmp_path: Path) -> None:
+    copy.deepcopy(llama.model).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    blocks = [Driver(path).loaded.bytes_per_block for path in (tmp_path, llama.path)]
+    assert blocks[0] * 2 == blocks[1]
+
+
+def test_old_rope_keys_mean_the_same(make_family: Callable[[str], Family], tmp_path: Path) -> None:
+    """What transformers 5 writes as `rope_parameters` was `rope_theta` and `rope_scaling` before."""
+    for name in ("llama-rope-llama3", "llama-rope-linear"):
+        family = make_family(name)
+        old = tmp_path / name
+        old.mkdir()
+        for file in family.path.iterdir():
+            (old / file.name).write_bytes(file.read_bytes())
+        config = json.loads((old / "config.json").read_text())
+        values = config.pop("rope_parameters")
+        config["rope_theta"] = values.pop("rope_theta")
+        config["rope_scaling"] = {**values, "type": values.pop("rope_type")}
+        (old / "config.json").write_text(json.dumps(config))
+        outputs = []
+        for path in (family.path, old):
+            driver = Driver(path)
+            request = driver.add(PROMPT)
+            driver.generate([request], 20)
+            outputs.append(request.output)
+        assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_number_of_threads_does_not_change_a_bit(make_family: Callable[[str], Family], threads: int) -> None:
+    logits = []
+    for number in (1, threads):
+        driver = Driver(make_family("qwen3").path, threads=number)
+        requests = [driver.add(PROMPT[i:]) for i in range(6)]
+        driver.generate(requests, 10)
+        logits.append(torch.cat([step.flatten() for step in driver.logits]))
+    assert torch.equal(*logits)

@@ -1,0 +1,141 @@
+"""The batched sampler against one row at a time in plain float64."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import GrammarOutput
+from services.worker import noise
+from services.worker.backends.native import noise as torch_noise
+from services.worker.backends.native.sampler import apply_grammar, sample
+from services.worker.batch import SlotTable
+
+F64 = NDArray[np.float64]
+
+
+def table(rows: int, **columns: object) -> SlotTable:
+    slots = SlotTable(num_slots=rows, block_size=16, num_blocks=4, max_model_len=64)
+    slots.temperature[:] = 1.0
+    for name, values in columns.items():
+        getattr(slots, name)[:] = values
+    return slots
+
+
+def kept(logits: F64, temperature: float, min_p: float, top_k: int, top_p: float) -> F64:
+    """Scaled logits; minus infinity for what is filtered. vLLM's order: temperature, min-p, top-k, top-p."""
+    scaled = logits / temperature
+    chances = np.exp(scaled - scaled.max())
+    scaled = np.where(chances < min_p, -np.inf, scaled)
+    if top_k:
+        scaled = np.where(scaled < np.sort(scaled)[::-1][min(top_k, len(scaled)) - 1], -np.inf, scaled)
+    if top_p < 1:
+        order = np.argsort(-scaled, kind="stable")
+        chances = np.exp(scaled[order] - scaled.max())
+        above = (chances.cumsum() - chances) / chances.sum()
+        last = max(1, int((above < top_p).sum()))
+        scaled[order[last:]] = -np.inf
+    return scaled
+
+
+@pytest.mark.parametrize("vocab", [50, 3000])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
+def test_equals_the_float64_reference(vocab: int, spread: float) -> None:
+    rng = np.random.default_rng(vocab)
+    rows = 64
+    logits = rng.normal(0, spread, (rows, vocab)).astype(np.float32)
+    columns = {
+        "temperature": rng.choice([0.3, 1.0, 1.7], rows),
+        "min_p": rng.choice([0.0, 0.1, 0.5], rows),
+        "top_k": rng.choice([0, 1, 7, vocab - 1, vocab, vocab + 5], rows),
+        "top_p": rng.choice([1.0, 0.9, 0.5, 0.01], rows),
+        "seed": rng.integers(0, 2**64, rows, np.uint64),
+    }
+    positions = rng.integers(1, 60, rows, np.int32)
+    ids = sample(torch.tensor(logits), table(rows, **columns), np.arange(rows, dtype=np.int32), positions)
+    for row in range(rows):
+        values = [float(np.float32(columns[k][row])) for k in ("temperature", "min_p")]
+        scaled = kept(
+            logits[row].astype(np.float64), *values, int(columns["top_k"][row]), float(columns["top_p"][row])
+        )
+        seeds, at = columns["seed"][row : row + 1], positions[row : row + 1]
+        noisy = scaled + noise.gumbel(seeds, at, np.arange(vocab))[0]
+        assert noisy[ids[row]] >= noisy.max() - 1e-5, columns["top_k"][row]
+
+
+def test_noise_has_the_bits_of_the_contract() -> None:
+    seeds = np.array([0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1], np.uint64)
+    positions = np.array([0, 1, 77, 2**20, 131071, 5], np.int32)
+    for purpose in noise.Purpose:
+        keys = noise.keys(seeds, positions, purpose)
+        expected = noise.bits(*keys, np.arange(3000))
+        ours = torch_noise.bits(
+            *(torch.from_numpy(k.view(np.int32)) for k in keys), torch.arange(3000, dtype=torch.int32)
+        )
+        assert np.array_equal(ours.numpy().view(np.uint32), expected)
+        gumbel = torch_noise.gumbel(seeds, positions, 3000, torch.device("cpu"), purpose)
+        np.testing.assert_allclose(
+            gumbel, noise.gumbel(seeds, positions, np.arange(3000), purpose), atol=1e-6
+        )
+
+
+def test_draws_follow_the_probabilities() -> None:
+    rows, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
+    slots = table(rows, seed=np.arange(rows, dtype=np.uint64))
+    ids = sample(logits.repeat(rows, 1), slots, np.arange(rows, dtype=np.int32), np.full(rows, 9, np.int32))
+    shares = np.bincount(ids, minlength=4) / rows
+    np.testing.assert_allclose(shares, logits.softmax(-1), atol=0.015)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    rng = np.random.default_rng(5)
+    rows, vocab = 24, 2000
+    logits = torch.tensor(rng.normal(0, 0.2, (rows, vocab)), dtype=torch.float32)
+    slots = table(
+        rows,
+        temperature=np.where(np.arange(rows) % 3, 1.3, 0.0),
+        top_p=rng.choice([1.0, 0.7, 0.999], rows),
+        top_k=rng.choice([0, 50], rows),
+        seed=rng.integers(0, 2**64, rows, np.uint64),
+    )
+    positions = rng.integers(1, 60, rows, np.int32)
+    together = sample(logits.clone(), slots, np.arange(rows, dtype=np.int32), positions)
+    for row in range(rows):
+        at = slice(row, row + 1)
+        assert sample(logits[at].clone(), slots, np.array([row], np.int32), positions[at]) == together[row]
+
+
+def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]])
+    slots = table(2, temperature=0.0, top_k=3, top_p=0.5, min_p=0.9)
+    assert sample(logits, slots, np.array([0, 1], np.int32), np.array([3, 3], np.int32)).tolist() == [1, 0]
+
+
+def test_seed_and_position_change_the_draw() -> None:
+    logits = torch.zeros(1, 1000)
+    draw = [
+        int(sample(logits.clone(), table(1, seed=seed), np.zeros(1, np.int32), np.array([at], np.int32)))
+        for seed, at in [(1, 5), (2, 5), (1, 6), (1, 5)]
+    ]
+    assert draw[0] == draw[3]
+    assert len(set(draw[:3])) == 3
+
+
+def test_min_tokens_bans_the_ends_until_enough_tokens_exist() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
+    slots = table(2, temperature=0.0, banned_until=10)
+    slots.banned = [(3, 2, 99), (3,)]
+    both = np.array([0, 1], np.int32)
+    assert sample(logits.clone(), slots, both, np.array([9, 9], np.int32)).tolist() == [1, 2]
+    assert sample(logits.clone(), slots, both, np.array([10, 9], np.int32)).tolist() == [3, 2]
+
+
+def test_grammar_leaves_only_the_tokens_whose_bit_is_set() -> None:
+    vocab, rows = 70, np.array([4, 8, 6], np.int32)
+    logits = torch.arange(vocab, dtype=torch.float32).repeat(3, 1)
+    masks = np.zeros((2, 3), np.int32)
+    masks[0, 1], masks[1, 0] = 1 << 5, 0b110  # tokens 37; 1 and 2
+    grammar = GrammarOutput(1, 1, np.array([6, 4], np.int32).tobytes(), masks.tobytes())
+    apply_grammar(logits, rows, grammar)
+    assert logits.argmax(-1).tolist() == [2, vocab - 1, 37]
+    assert torch.isfinite(logits).sum(-1).tolist() == [2, vocab, 1]
