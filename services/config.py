@@ -162,3 +162,11 @@ class BenchConfig(_Config):
     timeout: float = Field(600.0, gt=0, description="longest request, seconds")
     save_result: bool = Field(False, description="write the figures as JSON")
     result_filename: str = Field("", description="where to; default: bench-TIME.json")
+
+    @model_validator(mode="after")
+    def _ids_form_a_range(self) -> Self:
+        if self.random_id_high <= self.random_id_low:
+            raise ValueError(
+                f"--random-id-high {self.random_id_high} must be above --random-id-low {self.random_id_low}"
+            )
+        return self

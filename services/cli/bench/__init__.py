@@ -1,0 +1,49 @@
+"""`runahead bench`: load on any OpenAI-compatible API, with the figures and names of `vllm bench serve`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from services.cli.bench.metrics import figures
+from services.cli.settings import ConfigurationError
+from services.config import BenchConfig
+
+__all__ = ["bench"]
+
+
+def bench(config: BenchConfig) -> int:
+    """Runs the load, prints a table, writes the JSON if asked. Returns 1 if any request failed, else 0.
+
+    Raises:
+        ConfigurationError: the server cannot be reached, or aiohttp is not installed.
+    """
+    try:
+        from services.cli.bench.load import ServerError, run_load
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"bench needs {error.name}: pip install 'runahead[bench]'") from None
+    try:
+        load = run_load(config)
+    except ServerError as error:
+        raise ConfigurationError(str(error)) from None
+    result = figures(config, load)
+    _print(result)
+    for error in sorted({r.error for r in load.requests if r.error})[:5]:
+        print(f"failed: {error}", file=sys.stderr)
+    if config.save_result or config.result_filename:
+        file = Path(config.result_filename or f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {file}")
+    return 1 if result["failed"] else 0
+
+
+def _print(result: dict[str, object]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", title=f"{result['model_id']} at {result['base_url']}")
+    table.columns[1].justify = "right"
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
+    Console().print(table)

@@ -1,0 +1,156 @@
+"""Sends streaming completion requests on a schedule and notes when each token arrived."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import aiohttp
+import numpy as np
+import uvloop
+
+from services.config import BenchConfig
+
+
+class ServerError(Exception):
+    """The server cannot be used at all: one line."""
+
+
+@dataclass
+class Request:
+    """One request as the client saw it; seconds on the monotonic clock."""
+
+    prompt: list[int]
+    started: float = 0.0
+    ended: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    """When each chunk with a choice arrived."""
+    output_tokens: int = 0
+    """By the server's own count, else the number of chunks."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    model: str
+    requests: list[Request]
+    duration: float
+    """Seconds from the first request to the last answer."""
+    max_concurrent: int
+    """Most requests open at once."""
+
+
+def run_load(config: BenchConfig) -> Load:
+    """Raises: ServerError, when the server does not answer or names no model."""
+    return uvloop.run(_run(config))
+
+
+def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of random token ids."""
+    ids = np.random.default_rng(seed).integers(
+        config.random_id_low, config.random_id_high, (count, config.random_input_len)
+    )
+    rows: list[list[int]] = ids.tolist()
+    return rows
+
+
+async def _run(config: BenchConfig) -> Load:
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    async with aiohttp.ClientSession(
+        config.base_url,
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=config.timeout),
+        read_bufsize=1 << 20,
+    ) as session:
+        model = config.model or await _first_model(session)
+        client = _Client(session, model, config)
+        for prompt in prompts(config, config.num_warmups, config.seed + 1):
+            await client.send(Request(prompt))
+        client.most_open = 0
+        requests = [Request(prompt) for prompt in prompts(config, config.num_prompts, config.seed)]
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            async for request in _arrivals(config, requests):
+                tasks.create_task(client.send(request))
+        return Load(model, requests, time.perf_counter() - started, client.most_open)
+
+
+async def _arrivals(config: BenchConfig, requests: list[Request]) -> AsyncIterator[Request]:
+    """Each request when it is due: at once, or as a Poisson process of `request_rate` per second."""
+    rng = np.random.default_rng(config.seed)
+    due = time.perf_counter()
+    for request in requests:
+        yield request
+        if config.request_rate is not None:
+            due += float(rng.exponential(1.0 / config.request_rate))
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+
+async def _first_model(session: aiohttp.ClientSession) -> str:
+    try:
+        async with session.get("/v1/models") as response:
+            if response.status != 200:
+                raise ServerError(f"/v1/models answered {response.status}: {(await response.text())[:200]}")
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ServerError(f"no server answers: {error}") from None
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ServerError("/v1/models names no model; give one with --model") from None
+
+
+class _Client:
+    def __init__(self, session: aiohttp.ClientSession, model: str, config: BenchConfig) -> None:
+        self.most_open = 0
+        self._open = 0
+        self._session = session
+        self._slots = asyncio.Semaphore(config.max_concurrency or config.num_prompts)
+        self._body = {
+            "model": model,
+            "max_tokens": config.random_output_len,
+            "temperature": config.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if config.ignore_eos:
+            self._body["ignore_eos"] = True
+
+    async def send(self, request: Request) -> None:
+        async with self._slots:
+            self._open += 1
+            self.most_open = max(self.most_open, self._open)
+            request.started = time.perf_counter()
+            try:
+                await self._stream(request)
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                request.error = f"{type(error).__name__}: {error}"
+            request.ended = time.perf_counter()
+            self._open -= 1
+
+    async def _stream(self, request: Request) -> None:
+        async with self._session.post(
+            "/v1/completions", json=self._body | {"prompt": request.prompt}
+        ) as response:
+            if response.status != 200:
+                request.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                return
+            counted, is_done = 0, False
+            async for line in response.content:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    is_done = True
+                    continue
+                chunk = json.loads(data)
+                if chunk.get("error"):
+                    request.error = str(chunk["error"])[:200]
+                    return
+                if chunk.get("usage"):
+                    counted = chunk["usage"]["completion_tokens"]
+                if chunk.get("choices"):
+                    request.arrivals.append(time.perf_counter())
+            if not is_done:
+                request.error = "the stream ended early"
+            request.output_tokens = counted or len(request.arrivals)
