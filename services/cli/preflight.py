@@ -1,9 +1,7 @@
 """What can be known to be wrong before anything is started."""
 
 import ipaddress
-import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from services.checkpoint import CheckpointError, resolve
@@ -11,44 +9,23 @@ from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 
 
-def check_model(config: ServeConfig) -> None:
-    """Looks at a model directory; names on the hub are left to those who download them.
+def check_model(model: str) -> None:
+    """Looks for a model directory. What is in it is for those who read it to judge, and so are names on the hub.
 
     Raises:
-        ConfigurationError: something is missing or unreadable; the text says what to do.
+        ConfigurationError: there is none; the text says what to do.
     """
-    if config.model and _is_hub_name(config.model):
-        return
-    try:
-        directory = resolve(config.model, config.revision)
-    except CheckpointError as error:
-        raise ConfigurationError(str(error)) from None
-    for problem in _problems(directory, needs_weights=config.backend == "native"):
-        raise ConfigurationError(
-            f"model directory {directory}: {problem}; give a complete checkpoint in Hugging Face format"
-        )
-    tokenizer = directory / "tokenizer.json"
-    if config.tokenizer is None and not tokenizer.is_file():
-        raise ConfigurationError(f"model directory {directory}: no tokenizer.json; name one with --tokenizer")
+    if not _is_hub_name(model):
+        try:
+            resolve(model)
+        except CheckpointError as error:
+            raise ConfigurationError(str(error)) from None
 
 
 def _is_hub_name(model: str) -> bool:
     path = Path(model).expanduser()
-    return not path.exists() and not path.is_absolute() and model[:1] not in ".~" and model.count("/") <= 1
-
-
-def _problems(directory: Path, needs_weights: bool) -> Iterator[str]:
-    try:
-        content = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        yield "no config.json"
-    except (OSError, ValueError) as error:
-        yield f"config.json cannot be read ({' '.join(str(error).split())})"
-    else:
-        if not isinstance(content, dict):
-            yield "config.json is not a JSON object"
-    if needs_weights and not any(directory.glob("*.safetensors")):
-        yield "no *.safetensors file"
+    is_path = not model or path.exists() or path.is_absolute() or model[0] in ".~" or model.count("/") > 1
+    return not is_path
 
 
 def free_port(host: str, port: int) -> int:

@@ -29,7 +29,7 @@ def serve(config: ServeConfig) -> int:
         ConfigurationError: what was asked for cannot be served.
     """
     started = time.monotonic()
-    check_model(config)
+    check_model(config.model)
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display()
     if (danger := warning(config)) is not None:

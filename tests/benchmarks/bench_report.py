@@ -1,0 +1,83 @@
+"""How every benchmark reports: a table for people, and build/bench/NAME.json with all it takes to judge the figures."""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+DIRECTORY = Path("build/bench")
+
+
+def report(
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, object]],
+    figures: Mapping[str, object],
+    settings: Mapping[str, object],
+    repeats: object,
+) -> None:
+    """Prints `rows` and `figures`; writes them with the settings, the machine and every repeat."""
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    console = Console(width=max(100, Console().width))
+    console.print(table)
+    for figure, value in figures.items():
+        console.print(f"{figure}: {_text(value)}", highlight=False)
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    file = DIRECTORY / f"{name}.json"
+    content = {
+        "benchmark": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **figures,
+        "rows": rows,
+        "settings": {"arguments": sys.argv[1:], **settings},
+        "machine": machine(),
+        "repeats": repeats,
+    }
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"written to {file}", highlight=False)
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on. The load tells whether anything else ran beside the benchmark."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("runahead", "numpy", "torch", "pyzmq", "msgspec")},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _text(value: object) -> str:
+    match value:
+        case float():
+            return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
+        case dict():
+            return ", ".join(f"{key}: {_text(item)}" for key, item in value.items())
+    return str(value)

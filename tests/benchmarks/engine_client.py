@@ -1,0 +1,110 @@
+"""Scheduler and worker as processes, and a client on the scheduler's own socket that costs almost nothing per token."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from protocol.codec import Decoder, pack
+from protocol.requests import EngineMessage, EnginePhase, EngineState, GenerateRequest, RequestOutputs
+from protocol.sampling import SamplingParams
+from protocol.transport import Client
+
+PATIENCE = 120.0
+"""Seconds after which a silent engine is an error."""
+
+
+@contextmanager
+def engine(scheduler: Mapping[str, object], worker: Mapping[str, object]) -> Iterator["EngineClient"]:
+    """A client of a fresh engine; the mappings are settings by field name."""
+    with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
+        clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
+        log = stack.enter_context((Path(directory) / "log").open("w+"))
+        for service, settings in (
+            ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **scheduler}),
+            ("worker", {"scheduler_endpoint": workers, **worker}),
+        ):
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", service, *flags], stderr=log, stdout=log
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        client = EngineClient(clients)
+        stack.callback(client.close)
+        try:
+            client.wait_ready()
+        except TimeoutError:
+            log.seek(0)
+            sys.stderr.write(log.read())
+            raise
+        yield client
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The engine's own totals at one moment."""
+
+    at: float
+    """Monotonic seconds."""
+    idle: float
+    """Seconds that the worker waited with no plan queued."""
+    busy: float
+    """Seconds that the worker computed."""
+    steps: float
+    running: float
+    tokens: int
+    """Output tokens that this client received."""
+
+
+class EngineClient:
+    def __init__(self, endpoint: str) -> None:
+        self._client = Client(endpoint)
+        self._client.handshake("frontend", "benchmark", PATIENCE)
+        self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
+        self.state: EngineState | None = None
+        self.tokens = 0
+        self.finished = 0
+        self.samples: list[Sample] = []
+
+    def wait_ready(self) -> None:
+        while self.state is None or self.state.phase is not EnginePhase.READY:
+            self.receive()
+
+    def generate(self, prompt: np.ndarray, number: int, max_tokens: int) -> None:
+        """Asks for `max_tokens` greedy tokens after `prompt`, int32[tokens]."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params))
+
+    def receive(self) -> None:
+        """Raises: TimeoutError, when the engine is silent."""
+        frame = self._client.receive(PATIENCE)
+        if frame is None:
+            raise TimeoutError(f"the engine said nothing for {PATIENCE:.0f} s")
+        message = self._decoder.decode(frame)
+        if isinstance(message, RequestOutputs):
+            self.tokens += len(message.token_ids) // 4
+            self.finished += len(message.finished)
+            return
+        self.state = message
+        if "worker_idle_seconds_total" in message.stats:
+            stats = message.stats
+            self.samples.append(
+                Sample(
+                    time.monotonic(),
+                    stats["worker_idle_seconds_total"],
+                    stats["worker_busy_seconds_total"],
+                    stats["steps_total"],
+                    stats["num_requests_running"],
+                    self.tokens,
+                )
+            )
+
+    def close(self) -> None:
+        self._client.close()

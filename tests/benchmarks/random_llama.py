@@ -1,0 +1,104 @@
+"""Llama checkpoints with random weights, for timing only: kept under build/bench/models and made once."""
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+DIRECTORY = Path("build/bench/models")
+VOCAB = 4096
+SHAPES = {
+    "m4": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "m155": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+}
+"""Named after their millions of parameters; heads have 64 dimensions, the MLP is three times as wide as the model."""
+
+
+def random_llama(name: str) -> Path:
+    """The checkpoint's directory, in Hugging Face format, bfloat16."""
+    directory = DIRECTORY / name
+    if (directory / "config.json").is_file():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _config(**SHAPES[name])
+    save_file(_weights(config), directory / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def _config(**shape: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        **shape,
+        "intermediate_size": 3 * shape["hidden_size"],
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (0.02 * torch.randn(rows, columns, generator=generator)).bfloat16()
+
+    weights = {"model.embed_tokens.weight": matrix(VOCAB, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for part, rows, columns in (
+            ("self_attn.q_proj", queries, hidden),
+            ("self_attn.k_proj", keys, hidden),
+            ("self_attn.v_proj", keys, hidden),
+            ("self_attn.o_proj", hidden, queries),
+            ("mlp.gate_proj", mlp, hidden),
+            ("mlp.up_proj", mlp, hidden),
+            ("mlp.down_proj", hidden, mlp),
+        ):
+            weights[f"{layer}{part}.weight"] = matrix(rows, columns)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return weights
+
+
+def _tokenizer() -> Tokenizer:
+    """Byte-level BPE over the standard library's sources."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:150]
+    tokenizer.train(
+        [str(file) for file in files],
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=["<|bos|>", "<|eos|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return tokenizer

@@ -1,0 +1,114 @@
+"""What running ahead is worth: the share of time in which the worker has nothing to do, at depth 1 and at depth 2.
+
+On `sim` (5 ms per step, 256 requests decoding) as on a device; beside it `native` with one thread and a small model,
+where the CPU is shared with the scheduler. The load comes over the scheduler's client socket, without HTTP. The window
+lies between the engine's first and last report with all requests running.
+"""
+
+import argparse
+import statistics
+from collections.abc import Mapping
+
+import numpy as np
+from bench_report import report
+from engine_client import engine
+from random_llama import VOCAB, random_llama
+
+DEPTHS = (1, 2)
+
+
+def measure(
+    depth: int,
+    requests: int,
+    prompt: int,
+    output: int,
+    scheduler: Mapping[str, object],
+    worker: Mapping[str, object],
+) -> dict[str, float]:
+    """Figures of one run at one depth."""
+    rng = np.random.default_rng(0)
+    limits = {"max_num_seqs": requests, "batch_queue_depth": depth, "log_level": "warning", **scheduler}
+    with engine(limits, {"log_level": "warning", **worker}) as client:
+        for number in range(requests):  # staggered, so that blocks fill in different steps
+            tokens = rng.integers(300, 1000, prompt + number % 16).astype(np.int32)
+            client.generate(tokens, number, output)
+        while client.finished < requests:
+            client.receive()
+        full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
+    if len(full) < 3:
+        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short to judge")
+    first, last = full[0], full[-1]
+    wall = last.at - first.at
+    steps = last.steps - first.steps
+    return {
+        "idle_fraction": (last.idle - first.idle) / wall,
+        "busy_fraction": (last.busy - first.busy) / wall,
+        "tokens_per_s": (last.tokens - first.tokens) / wall,
+        "step_ms": 1e3 * wall / steps,
+        "seconds": wall,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--output", type=int, default=1200, help="tokens per request on sim")
+    parser.add_argument("--native-requests", type=int, default=64)
+    parser.add_argument("--native-output", type=int, default=512)
+    args = parser.parse_args()
+    blocks = args.requests * (args.output // 16 + 8)
+    sim = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024}
+    native = {"backend": "native", "model": str(random_llama("m4")), "threads": 1}
+    cases = {
+        "sim": (args.requests, args.output, {"num_gpu_blocks_override": blocks, "max_model_len": 2048}, sim),
+        "native": (args.native_requests, args.native_output, {}, native),
+    }
+    repeats: dict[str, dict[str, list[dict[str, float]]]] = {
+        case: {str(depth): [] for depth in DEPTHS} for case in cases
+    }
+    for _ in range(args.repeats):  # depths side by side, so that a noisy minute meets both
+        for case, (requests, output, limits, worker) in cases.items():
+            for depth in DEPTHS:
+                figures = measure(depth, requests, 64, output, limits, worker)
+                repeats[case][str(depth)].append(figures)
+    median = {
+        case: {
+            depth: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            for depth, runs in by_depth.items()
+        }
+        for case, by_depth in repeats.items()
+    }
+
+    def figure(case: str, name: str) -> dict[str, float]:
+        return {depth: median[case][depth][name] for depth in median[case]}
+
+    report(
+        "run_ahead",
+        title=f"running ahead: medians of {args.repeats}",
+        rows=[
+            {"backend": case, "depth": depth, **median[case][depth]}
+            for case in median
+            for depth in median[case]
+        ],
+        figures={
+            "idle_fraction": figure("sim", "idle_fraction"),
+            "native": {name: figure("native", name) for name in ("idle_fraction", "tokens_per_s")},
+            "throughput_ratio": {
+                case: figure(case, "tokens_per_s")["2"] / figure(case, "tokens_per_s")["1"] for case in cases
+            },
+        },
+        settings={
+            "depths": DEPTHS,
+            "prompt": 64,
+            "vocab": VOCAB,
+            **vars(args),
+            "sim": sim,
+            "native_worker": native,
+        },
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()
