@@ -16,7 +16,7 @@ from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
-from services.worker.backends.native.sampler import apply_grammar, sample
+from services.worker.backends.native.sampler import Sampler, apply_grammar
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import Rows, SlotTable
@@ -78,6 +78,7 @@ class NativeRunner:
         checkpoint = Checkpoint(directory, progress)
         self._dtype = _dtype(self._config, config)
         self._model = Model(config, checkpoint, self._dtype)
+        self._sampler = Sampler()
         self._assignment = assignment
         bytes_per_block = KVCache.bytes_per_block(config, assignment.block_size, self._dtype)
         return Loaded(
@@ -131,7 +132,7 @@ class NativeRunner:
             if grammar is None or grammar.step_id != step.step_id:
                 raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
             apply_grammar(pending.logits, slots, grammar)
-        ids = sample(pending.logits, self._table, slots, positions)
+        ids = self._sampler.sample(pending.logits, self._table, slots, positions)
         self._history.append(slots, positions, ids)
         return _Sampled(step, rows, ids, pending.started)
 

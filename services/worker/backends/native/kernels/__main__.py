@@ -2,7 +2,9 @@
 
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
+from services.worker.backends.native.kernels.sampling import sampling_kernel
 
+sampling_kernel()
 for half in (False, True):
     norm_kernel(half)
     gate_kernel(half)

@@ -15,6 +15,8 @@ from numba import carray, njit
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
+from services.worker.noise import MIX_A, MIX_B, PRIME
+
 LANES = 16
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VF, VI, VH = (ir.VectorType(element, LANES) for element in (F32, I32, I16))
@@ -182,6 +184,90 @@ def exp(typing_context: Any, a: Any) -> Any:
         return builder.select(low, f(0.0), value)
 
     return vector(vector), code
+
+
+@intrinsic
+def log(typing_context: Any, a: Any) -> Any:
+    """ln(a) within 2 units in the last place, for normal numbers above 0."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def f(value: float) -> ir.Constant:
+            return _constant(VF, float(np.float32(value)))
+
+        def mad(x: Any, y: Any, z: Any) -> Any:
+            return _call(builder, "llvm.fma.v16f32", VF, [x, y, z])
+
+        # a = 2**e m with m from sqrt(1/2) to sqrt(2), then ln(m) as a polynomial in m - 1
+        bits = builder.bitcast(args[0], VI)
+        shifted = builder.sub(bits, _constant(VI, 0x3F3504F3))
+        exponent = builder.ashr(shifted, _constant(VI, 23))
+        m = builder.bitcast(builder.sub(bits, builder.shl(exponent, _constant(VI, 23))), VF)
+        e, x = builder.sitofp(exponent, VF), builder.fsub(m, f(1.0))
+        p = f(7.0376836292e-2)
+        for c in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+                  2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):  # fmt: skip
+            p = mad(p, x, f(c))
+        square = builder.fmul(x, x)
+        p = mad(e, f(-2.12194440e-4), builder.fmul(builder.fmul(x, square), p))
+        p = mad(square, f(-0.5), p)
+        return mad(e, f(0.693359375), builder.fadd(x, p))
+
+    return vector(vector), code
+
+
+@intrinsic
+def uniform(typing_context: Any, token: Any, key0: Any, key1: Any) -> Any:
+    """`services.worker.noise`'s uniform numbers of the sixteen ids from `token` on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def spread(value: Any) -> Any:
+            word = builder.trunc(value, I32)
+            one = builder.insert_element(ir.Constant(VI, ir.Undefined), word, ir.Constant(I32, 0))
+            return builder.shuffle_vector(one, ir.Constant(VI, ir.Undefined), _constant(VI, 0))
+
+        def mix(value: Any, shift: int) -> Any:
+            return builder.xor(value, builder.lshr(value, _constant(VI, shift)))
+
+        tokens = builder.add(spread(args[0]), ir.Constant(VI, list(range(LANES))))
+        x = builder.add(builder.mul(tokens, _constant(VI, PRIME)), spread(args[1]))
+        x = builder.mul(mix(x, 16), _constant(VI, MIX_A))
+        x = builder.xor(x, spread(args[2]))
+        x = builder.mul(mix(x, 15), _constant(VI, MIX_B))
+        x = builder.lshr(mix(x, 16), _constant(VI, 9))
+        half, scale = _constant(VF, 0.5), _constant(VF, 2.0**-23)
+        return builder.fmul(builder.fadd(builder.uitofp(x, VF), half), scale)
+
+    return vector(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def select_at_least(typing_context: Any, x: Any, least: Any, value: Any, other: Any) -> Any:
+    """`value` in the lanes where x >= least, `other` in the rest."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[2], args[3])
+
+    return vector(vector, vector, vector, vector), code
+
+
+@intrinsic
+def float_of(typing_context: Any, bits: Any) -> Any:
+    """The float32 with the low 32 bits of an int64."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], I32), F32)
+
+    return types.float32(types.int64), code
+
+
+@intrinsic
+def bits_of(typing_context: Any, value: Any) -> Any:
+    """The bits of a float32, sign-extended to int64."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.bitcast(args[0], I32), I64)
+
+    return types.int64(types.float32), code
 
 
 @intrinsic
