@@ -11,18 +11,25 @@ from torch.nn import functional as F
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 
 
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN orders weights of `dtype` on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
 def activation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What the matrix products of a model in `dtype` compute in on this machine."""
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if dtype == torch.bfloat16 and native else torch.float32
+    return dtype if _packs(dtype) else torch.float32
 
 
 class Linear:
     """A matrix product with a weight [out, in] and a bias [out] or none, both taken over and freed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._bias = bias
-        self._packed = torch.backends.mkldnn.is_available()
+        self._bias, self._packed = bias, _packs(weight.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

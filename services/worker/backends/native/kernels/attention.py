@@ -9,7 +9,7 @@ are written before any query reads is given by two kernels, one after the other,
 """
 
 import numpy as np
-from numba import carray
+from numba import carray, njit
 
 from services.worker.backends.native.kernels import simd
 from services.worker.backends.native.kernels.team import HEADER, Kernel, take
@@ -107,19 +107,71 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
     return Kernel(write, WRITE, cost=4)
 
 
+@njit(inline="always")
+def _score(a, q0, q1, block, at, stride, HALF):  # type: ignore[no-untyped-def]
+    """The scores of two query rows with one block of keys; the second is not stored where `stride` is 0.
+    `HALF`: the cache is bfloat16."""
+    SIZE, zero = 2 if HALF else 4, simd.splat(np.float32(0))
+    for lane in range(0, a.lanes, 16):
+        even0, odd0, even1, odd1 = zero, zero, zero, zero
+        k = block + lane * SIZE
+        for d in range(0, a.dim, 2):
+            key = simd.load16(k, HALF)
+            even0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4)), key, even0)
+            even1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4)), key, even1)
+            key = simd.load16(k + a.lanes * SIZE, HALF)
+            odd0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4 + 4)), key, odd0)
+            odd1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4 + 4)), key, odd1)
+            k += 2 * a.lanes * SIZE
+        simd.store_f32x16(at + lane * 4, simd.add(even0, odd0))
+        if stride:
+            simd.store_f32x16(at + lane * 4 + stride, simd.add(even1, odd1))
+
+
+@njit(inline="always")
+def _softmax(row, size):  # type: ignore[no-untyped-def]
+    """Turns scores into weights, in place; returns one over their sum."""
+    most = simd.load_f32x16(row)
+    for j in range(16, size, 16):
+        most = simd.maximum(simd.load_f32x16(row + j * 4), most)
+    top, total = simd.splat(-simd.reduce_max(most)), simd.splat(np.float32(0))
+    for j in range(0, size, 16):
+        weight = simd.exp(simd.add(simd.load_f32x16(row + j * 4), top))
+        total = simd.add(total, weight)
+        simd.store_f32x16(row + j * 4, weight)
+    return np.float32(1) / simd.reduce_add(total)
+
+
+@njit(inline="always")
+def _average(a, head, table, row, low, high, d, wide, HALF):  # type: ignore[no-untyped-def]
+    """The weighted sum of the values at positions low .. high - 1, dimensions d .. d + 63 (or 15)."""
+    SIZE, zero = 2 if HALF else 4, simd.splat(np.float32(0))
+    o0, o1, o2, o3 = zero, zero, zero, zero
+    start, size = low // a.block_size, a.block_size
+    for b in range(start, (high - 1) // size + 1):
+        block = a.values + ((table[b] * a.kv_heads + head) * size * a.dim + d) * SIZE
+        weights = row + (b - start) * a.lanes * 4
+        for j in range(max(low - b * size, 0), min(high - b * size, size)):
+            p = simd.splat(simd.load_f32(weights + j * 4))
+            v = block + j * a.dim * SIZE
+            o0 = simd.fma(p, simd.load16(v, HALF), o0)
+            if wide:
+                o1 = simd.fma(p, simd.load16(v + 16 * SIZE, HALF), o1)
+                o2 = simd.fma(p, simd.load16(v + 32 * SIZE, HALF), o2)
+                o3 = simd.fma(p, simd.load16(v + 48 * SIZE, HALF), o3)
+    return o0, o1, o2, o3
+
+
 def attention_kernel(half: bool, half_cache: bool) -> Kernel:
     """softmax(queries keys) values. One item is one KV head of one tile of queries, with the heads of its group."""
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
 
     def attend(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _ATTEND)[0]
-        head_dim, dim, lanes, block_size = a.head_dim, a.dim, a.lanes, a.block_size
-        group = a.heads // a.kv_heads
+        lanes, block_size, group = a.lanes, a.block_size, a.heads // a.kv_heads
         tiles = simd.i32_at(a.tiles, a.items // a.kv_heads * 4)
         memory = np.empty(a.scratch + 16, np.float32)
         scores, spare = memory.ctypes.data, memory.ctypes.data + a.scratch * 4
-        zero = simd.splat(np.float32(0))
-        infinite = np.float32(-np.inf)
         while True:
             item = take(address, 1)
             if item >= a.items:
@@ -127,91 +179,61 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             tile, head = item // a.kv_heads, item % a.kv_heads
             slot, first = np.int64(tiles[tile * 4]), np.int64(tiles[tile * 4 + 1])
             token, count = np.int64(tiles[tile * 4 + 2]), np.int64(tiles[tile * 4 + 3])
-            rows = count * group
             table = simd.i32_at(a.table + slot * a.stride * 4, a.stride)
-            low = max(0, first - a.window + 1) if a.window else 0
-            begin, end = low // block_size, (first + count - 1) // block_size + 1
+            # row r of the tile is head r % group of query r // group
+            rows, row_size = count * group, a.dim * 4
+            queries = a.queries + (token * a.heads + head * group) * row_size
+            begin = max(0, first - a.window + 1) // block_size if a.window else 0
+            end = (first + count - 1) // block_size + 1
             stride = (end - begin) * lanes * 4
 
             for b in range(begin, end):
-                block = a.keys + (table[b] * a.kv_heads + head) * dim * lanes * CSIZE
+                block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
                 r = max(0, b * block_size - first) * group  # the queries before see none of this block
                 while r < rows:
-                    pair = r + 1 < rows
-                    q0 = a.queries + ((token + r // group) * a.heads + head * group + r % group) * dim * 4
-                    r1 = r + 1 if pair else r
-                    q1 = a.queries + ((token + r1 // group) * a.heads + head * group + r1 % group) * dim * 4
-                    for lane in range(0, lanes, 16):
-                        even0, odd0, even1, odd1 = zero, zero, zero, zero
-                        k = block + lane * CSIZE
-                        for d in range(0, dim, 2):
-                            key = simd.load16(k, CHALF)
-                            even0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4)), key, even0)
-                            even1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4)), key, even1)
-                            key = simd.load16(k + lanes * CSIZE, CHALF)
-                            odd0 = simd.fma(simd.splat(simd.load_f32(q0 + d * 4 + 4)), key, odd0)
-                            odd1 = simd.fma(simd.splat(simd.load_f32(q1 + d * 4 + 4)), key, odd1)
-                            k += 2 * lanes * CSIZE
-                        at = scores + r * stride + ((b - begin) * lanes + lane) * 4
-                        simd.store_f32x16(at, simd.add(even0, odd0))
-                        if pair:
-                            simd.store_f32x16(at + stride, simd.add(even1, odd1))
-                    for extra in range(block_size, lanes):
-                        at = scores + r * stride + ((b - begin) * lanes + extra) * 4
-                        simd.store_f32(at, infinite)
-                        if pair:
-                            simd.store_f32(at + stride, infinite)
+                    s = min(r + 1, rows - 1)
+                    q0 = queries + (r // group * a.heads + r % group) * row_size
+                    q1 = queries + (s // group * a.heads + s % group) * row_size
+                    _score(
+                        a,
+                        q0,
+                        q1,
+                        block,
+                        scores + r * stride + (b - begin) * lanes * 4,
+                        (s - r) * stride,
+                        CHALF,
+                    )
                     r += 2
 
             for r in range(rows):
-                position = first + r // group
-                low = max(0, position - a.window + 1) if a.window else 0
-                start, stop = low // block_size, position // block_size + 1
+                high = first + r // group + 1
+                low = max(0, high - a.window) if a.window else 0
+                start = low // block_size
                 row = scores + r * stride + (start - begin) * lanes * 4
-                size = (stop - start) * lanes
+                size = ((high - 1) // block_size + 1 - start) * lanes
                 for j in range(low - start * block_size):
-                    simd.store_f32(row + j * 4, infinite)
-                for j in range(position + 1 - (stop - 1) * block_size, block_size):
-                    simd.store_f32(row + (size - lanes + j) * 4, infinite)
-                most = simd.load_f32x16(row)
-                for j in range(16, size, 16):
-                    most = simd.maximum(simd.load_f32x16(row + j * 4), most)
-                top = simd.splat(-simd.reduce_max(most))
-                total = zero
-                for j in range(0, size, 16):
-                    p = simd.exp(simd.add(simd.load_f32x16(row + j * 4), top))
-                    total = simd.add(total, p)
-                    simd.store_f32x16(row + j * 4, p)
-                inverse = simd.splat(np.float32(1) / simd.reduce_add(total))
+                    simd.store_f32(row + j * 4, np.float32(-np.inf))
+                for j in range(size // lanes - 1):
+                    for lane in range(block_size, lanes):
+                        simd.store_f32(row + (j * lanes + lane) * 4, np.float32(-np.inf))
+                for j in range(size - lanes + (high - 1) % block_size + 1, size):
+                    simd.store_f32(row + j * 4, np.float32(-np.inf))
+                inverse = simd.splat(_softmax(row, size))
 
-                out = a.out + ((token + r // group) * a.heads + head * group + r % group) * head_dim * SIZE
+                out = a.out + ((token + r // group) * a.heads + head * group + r % group) * a.head_dim * SIZE
                 d = 0
-                while d < dim:
-                    wide = d + 64 <= dim
-                    o0, o1, o2, o3 = zero, zero, zero, zero
-                    for b in range(start, stop):
-                        block = a.values + (table[b] * a.kv_heads + head) * block_size * dim * CSIZE
-                        weights = row + (b - start) * lanes * 4
-                        for j in range(
-                            max(low - b * block_size, 0), min(position + 1 - b * block_size, block_size)
-                        ):
-                            p = simd.splat(simd.load_f32(weights + j * 4))
-                            v = block + (j * dim + d) * CSIZE
-                            o0 = simd.fma(p, simd.load16(v, CHALF), o0)
-                            if wide:
-                                o1 = simd.fma(p, simd.load16(v + 16 * CSIZE, CHALF), o1)
-                                o2 = simd.fma(p, simd.load16(v + 32 * CSIZE, CHALF), o2)
-                                o3 = simd.fma(p, simd.load16(v + 48 * CSIZE, CHALF), o3)
-                    if wide:
-                        simd.store16(out + d * SIZE, simd.mul(o0, inverse), HALF)
-                        simd.store16(out + (d + 16) * SIZE, simd.mul(o1, inverse), HALF)
-                        simd.store16(out + (d + 32) * SIZE, simd.mul(o2, inverse), HALF)
-                        simd.store16(out + (d + 48) * SIZE, simd.mul(o3, inverse), HALF)
-                        d += 64
-                    else:
-                        simd.store_f32x16(spare, simd.mul(o0, inverse))
-                        for j in range(min(16, head_dim - d)):
-                            simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
-                        d += 16
+                while d + 64 <= a.head_dim:
+                    o0, o1, o2, o3 = _average(a, head, table, row, low, high, d, True, CHALF)
+                    simd.store16(out + d * SIZE, simd.mul(o0, inverse), HALF)
+                    simd.store16(out + (d + 16) * SIZE, simd.mul(o1, inverse), HALF)
+                    simd.store16(out + (d + 32) * SIZE, simd.mul(o2, inverse), HALF)
+                    simd.store16(out + (d + 48) * SIZE, simd.mul(o3, inverse), HALF)
+                    d += 64
+                while d < a.head_dim:
+                    o0, o1, o2, o3 = _average(a, head, table, row, low, high, d, False, CHALF)
+                    simd.store_f32x16(spare, simd.mul(o0, inverse))
+                    for j in range(min(16, a.head_dim - d)):
+                        simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
+                    d += 16
 
     return Kernel(attend, ATTEND, cost=2)
