@@ -5,9 +5,11 @@ Every accepted request ends in exactly one `Finish`.
 """
 
 import enum
+from typing import Annotated
 
 import msgspec
 
+from protocol.fields import MAX_ITEMS, Count, Fraction, Int32, Name, Number, Text
 from protocol.sampling import SamplingParams
 
 
@@ -31,35 +33,35 @@ class FinishReason(enum.IntEnum):
 class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generate"):
     """Asks for a continuation. Carries what a replay after a fault needs: delivered output, seed, prompt length."""
 
-    number: int
+    number: Number
     """uint32, unique among this frontend's open requests."""
     token_ids: bytes
     """int32 little-endian: the prompt, followed by output tokens that were already delivered (usually none)."""
-    num_prompt_tokens: int
+    num_prompt_tokens: Count
     params: SamplingParams
-    priority: int = 0
+    priority: Int32 = 0
     """Lower runs earlier under the `priority` scheduling policy (vLLM's meaning)."""
-    cache_salt: str = ""
+    cache_salt: Text = ""
     """Requests share prefix-cache blocks only with requests of equal salt."""
-    request_id: str = ""
+    request_id: Text = ""
     """The external id, for logs only."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """Ends open requests; unknown numbers are ignored. No `Finish` follows."""
 
-    numbers: list[int]
+    numbers: Annotated[list[Number], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
-    number: int
+    number: Number
     reason: FinishReason
-    stop_reason: int | None = None
+    stop_reason: Count | None = None
     """The token of `stop_token_ids` that ended it; None for EOS and for every other reason."""
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     """Prompt tokens that came from the prefix cache when the request was first scheduled."""
-    num_preemptions: int = 0
-    message: str = ""
+    num_preemptions: Count = 0
+    message: Text = ""
     """For ERROR, REJECTED and INVALID: what happened and what would work, fit for the client's eyes."""
 
 
@@ -75,7 +77,7 @@ class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"
     """int32: the token's index in the output, counted from 0; a receiver accepts the next one only."""
     token_ids: bytes
     """int32."""
-    finished: list[Finish] = []
+    finished: Annotated[list[Finish], msgspec.Meta(max_length=MAX_ITEMS)] = []
 
 
 class EnginePhase(enum.IntEnum):
@@ -90,19 +92,19 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """What a frontend must know of the engine: sent on connect, on every change, and each second while busy."""
 
     phase: EnginePhase
-    detail: str = ""
+    detail: Text = ""
     """One line for people: what is being loaded, or why it failed."""
-    progress: float = 0.0
+    progress: Fraction = 0.0
     """0 to 1 while loading."""
-    max_model_len: int = 0
-    vocab_size: int = 0
+    max_model_len: Count = 0
+    vocab_size: Count = 0
     """Width of the logits row; token ids at or beyond it are invalid."""
-    num_blocks: int = 0
-    block_size: int = 0
-    max_num_seqs: int = 0
+    num_blocks: Count = 0
+    block_size: Count = 0
+    max_num_seqs: Count = 0
     simulated: bool = False
     """True when the answers come from the simulator and mean nothing."""
-    stats: dict[str, float] = {}
+    stats: Annotated[dict[Name, float], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """Gauges and running totals under vLLM's metric names, without the prefix."""
 
 

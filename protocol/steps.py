@@ -5,19 +5,22 @@ when it enters a slot; from then on rows are columns (slot, generation, count) o
 A slot's generation grows each time the slot is given away, so that a late row can never be taken for its successor.
 """
 
+from typing import Annotated
+
 import msgspec
 
+from protocol.fields import MAX_ITEMS, Count, Finite, StepId, Text
 from protocol.sampling import SamplingParams
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """A request that enters a slot: new, or resumed after preemption with every token it has."""
 
-    slot: int
-    generation: int
+    slot: Count
+    generation: Count
     token_ids: bytes
     """int32: prompt and confirmed output tokens, all of them, never cut to the chunk."""
-    num_prompt_tokens: int
+    num_prompt_tokens: Count
     block_ids: bytes
     """int32: the whole block table so far."""
     params: SamplingParams
@@ -30,8 +33,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     that the scheduler does not know yet are on the device, in the slot's own token history.
     """
 
-    epoch: int
-    step_id: int
+    epoch: Count
+    step_id: StepId
     """1, 2, 3 ... within an epoch, without gaps."""
     slots: bytes
     """int32[rows]"""
@@ -43,7 +46,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """int32[rows]: num_scheduled_tokens, each at least 1, drafts included."""
     samples: bytes
     """uint8[rows]: 1 where the row covers the last known or promised token and so must return tokens; else none."""
-    new: list[NewRequest] = []
+    new: Annotated[list[NewRequest], msgspec.Meta(max_length=MAX_ITEMS)] = []
     block_slots: bytes = b""
     """int32[blocks]: the slot that gets ..."""
     block_ids: bytes = b""
@@ -57,7 +60,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     """`released` when no step is left to carry it, so that worker rows end empty."""
 
-    epoch: int
+    epoch: Count
     slots: bytes
     """int32"""
 
@@ -65,8 +68,8 @@ class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
     """The bitmask of one step's constrained rows; sampling of that step waits for it."""
 
-    epoch: int
-    step_id: int
+    epoch: Count
+    step_id: StepId
     slots: bytes
     """int32: constrained rows, in the plan's order"""
     bitmask: bytes
@@ -74,10 +77,13 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
-    """What one step produced; results leave a worker in step order. One row per plan row with `samples`, in plan order."""
+    """What one step produced; results leave a worker in step order.
 
-    epoch: int
-    step_id: int
+    One row per plan row with `samples`, in plan order.
+    """
+
+    epoch: Count
+    step_id: StepId
     slots: bytes
     """int32[rows]"""
     generations: bytes
@@ -86,21 +92,21 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     """int32[rows]: tokens of the row, 1 without speculation"""
     token_ids: bytes
     """int32[sum(counts)], rows back to back"""
-    started: float = 0.0
+    started: Finite = 0.0
     """Worker's monotonic clock, seconds: the forward pass began."""
-    ended: float = 0.0
+    ended: Finite = 0.0
     """The sampled ids had arrived on the host."""
-    idle: float = 0.0
+    idle: Finite = 0.0
     """Seconds the worker waited in receive, with no plan queued, just before this step."""
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
     """A step failed; it takes the place of that step's result and nothing after it is valid."""
 
-    epoch: int
-    step_id: int
+    epoch: Count
+    step_id: StepId
     """0: the fault belongs to no step."""
-    error: str
+    error: Text
     """Type and text of the worker's own exception."""
 
 

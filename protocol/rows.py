@@ -1,0 +1,111 @@
+"""The columns of a message as arrays, checked once against one another. All are read-only views of its bytes.
+
+What needs knowledge of the batch (does the slot exist, is the block mine) is checked by whoever has that knowledge.
+"""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import ProtocolError, unpack
+from protocol.requests import RequestOutputs
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+
+I32 = NDArray[np.int32]
+
+
+class StepRows(NamedTuple):
+    """A plan's rows, int32[rows] but for `samples`; none is negative."""
+
+    slots: I32
+    generations: I32
+    starts: I32
+    counts: I32
+    """At least 1."""
+    samples: NDArray[np.bool_]
+    block_slots: I32
+    """int32[blocks]"""
+    block_ids: I32
+    """int32[blocks]"""
+    released: I32
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput) -> Self:
+        """Raises: ProtocolError"""
+        what = "the plan"
+        slots, generations = unpack(plan.slots), unpack(plan.generations)
+        starts, counts = unpack(plan.starts), unpack(plan.counts)
+        samples = plan.samples
+        _same_length(
+            what, slots=slots, generations=generations, starts=starts, counts=counts, samples=samples
+        )
+        if samples.translate(None, b"\0\1"):
+            raise ProtocolError(f"{what} has `samples` other than 0 and 1")
+        if _negative(slots | generations | starts | (counts - 1)):
+            raise ProtocolError(f"{what} has a negative number, or a row without a token")
+        block_slots, block_ids, released = map(unpack, (plan.block_slots, plan.block_ids, plan.released))
+        _same_length(what, block_slots=block_slots, block_ids=block_ids)
+        if _negative(block_slots | block_ids) or _negative(released):
+            raise ProtocolError(f"{what} has a negative number in its blocks or released slots")
+        return cls(
+            slots,
+            generations,
+            starts,
+            counts,
+            unpack(samples, np.bool_),
+            block_slots,
+            block_ids,
+            released,
+        )
+
+
+class ResultRows(NamedTuple):
+    """A result's rows, int32[rows], and their tokens, int32[sum(counts)], row after row; none is negative."""
+
+    slots: I32
+    generations: I32
+    counts: I32
+    token_ids: I32
+
+    @classmethod
+    def of(cls, result: ModelRunnerOutput) -> Self:
+        """Raises: ProtocolError"""
+        what = "the result"
+        rows = cls(*map(unpack, (result.slots, result.generations, result.counts, result.token_ids)))
+        slots, generations, counts, token_ids = rows
+        _same_length(what, slots=slots, generations=generations, counts=counts)
+        if _negative(slots | generations | counts) or _negative(token_ids):
+            raise ProtocolError(f"{what} has a negative number")
+        if (tokens := int(np.add.reduce(counts, dtype=np.int64))) != len(token_ids):
+            raise ProtocolError(f"{what} has {len(token_ids)} tokens, but its rows count {tokens}")
+        return rows
+
+
+class OutputRows(NamedTuple):
+    """One token a row: whose, at which index of the output, and which. None is negative."""
+
+    numbers: NDArray[np.uint32]
+    indices: I32
+    token_ids: I32
+
+    @classmethod
+    def of(cls, outputs: RequestOutputs) -> Self:
+        """Raises: ProtocolError"""
+        numbers = unpack(outputs.numbers, np.uint32)
+        indices, token_ids = unpack(outputs.indices), unpack(outputs.token_ids)
+        _same_length("the outputs", numbers=numbers, indices=indices, token_ids=token_ids)
+        if _negative(indices | token_ids):
+            raise ProtocolError("the outputs have a negative number")
+        return cls(numbers, indices, token_ids)
+
+
+def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
+    lengths = [*map(len, columns.values())]
+    if lengths.count(lengths[0]) != len(lengths):
+        raise ProtocolError(f"columns of {what} differ in length: {dict(zip(columns, lengths, strict=True))}")
+
+
+def _negative(column: I32) -> bool:
+    """Whether any number is: the sign bit survives `or`, which is also defined for no rows."""
+    return bool(np.bitwise_or.reduce(column) < 0)
