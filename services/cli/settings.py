@@ -116,7 +116,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
     found: dict[str, object] = {}
     unknown = [str(key) for key in content if str(key).replace("-", "_") not in fields]
     if unknown:
-        raise ConfigurationError(f"{file}: unknown key{'s'[: len(unknown) > 1]} {', '.join(unknown)}")
+        raise ConfigurationError(f"{file}: unknown keys: {', '.join(unknown)}")
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in found:

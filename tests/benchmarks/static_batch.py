@@ -1,0 +1,94 @@
+"""The native backend's kernels on a static batch: hand-made plans, no scheduler, no transport. Prints JSON.
+
+Each wave prefills its prompts in one step and then decodes all of them together to the last token.
+"""
+
+import argparse
+import json
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.membership import Assignment, InitializeCache
+from protocol.sampling import SamplingParams
+from protocol.steps import NewRequest, SchedulerOutput
+from services.cli.bench.load import prompts
+from services.config import BenchConfig, WorkerConfig
+from services.worker.backends.native import NativeRunner
+
+BLOCK = 16
+I32 = NDArray[np.int32]
+
+
+class StaticBatch:
+    """A loaded runner and as many slots as requests."""
+
+    def __init__(self, config: WorkerConfig, batch: int, prompt: int, output: int) -> None:
+        self.batch, self.prompt, self.output = batch, prompt, output
+        self.blocks = -(-(prompt + output) // BLOCK)
+        self.step_id = self.wave = 0
+        self.runner = NativeRunner(config)
+        loaded = self.runner.load(
+            Assignment(1, 0, 1, BLOCK, batch, batch * prompt), lambda phase, fraction: None
+        )
+        self.runner.init_kv_cache(InitializeCache(batch * self.blocks, loaded.max_model_len))
+
+    def run(self, tokens: I32) -> None:
+        """One wave: greedy output for `tokens`, int32[batch, prompt]."""
+        slots = np.arange(self.batch, dtype=np.int32)
+        self.wave += 1
+        params = SamplingParams(max_tokens=self.output, temperature=0.0)
+        table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
+        new = [
+            NewRequest(slot, self.wave, tokens[slot].tobytes(), self.prompt, table[slot].tobytes(), params)
+            for slot in range(self.batch)
+        ]
+        starts = np.zeros_like(slots)
+        self._step(slots, starts, starts + self.prompt, new)
+        for position in range(self.prompt, self.prompt + self.output - 1):
+            self._step(slots, starts + position, np.ones_like(slots), [])
+        self.runner.release(slots)
+
+    def _step(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> None:
+        self.step_id += 1
+        plan = SchedulerOutput(
+            epoch=1,
+            step_id=self.step_id,
+            slots=slots.tobytes(),
+            generations=np.full_like(slots, self.wave).tobytes(),
+            starts=starts.tobytes(),
+            counts=counts.tobytes(),
+            samples=b"\x01" * self.batch,
+            new=new,
+        )
+        self.runner.execute_model(plan)
+        self.runner.sample_tokens(None).get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    for name, default in (("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
+    rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
+    batch = StaticBatch(
+        WorkerConfig(model=args.model, dtype=args.dtype, threads=args.threads),
+        args.batch,
+        args.prompt,
+        args.output,
+    )
+    batch.run(rows[: args.batch])  # warm-up
+    started = time.perf_counter()
+    for wave in range(args.waves):
+        batch.run(rows[wave * args.batch : (wave + 1) * args.batch])
+    seconds = time.perf_counter() - started
+    tokens = args.waves * args.batch * args.output
+    print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds, "tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The load generator against a stub of an OpenAI server that counts what it gets."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from services.cli.bench import bench
+from services.cli.bench.load import Load, Request, ServerError, run_load
+from services.cli.bench.metrics import figures
+from services.config import BenchConfig
+
+
+@dataclass
+class StubServer:
+    """Streams `max_tokens` chunks for each completion; every fifth one fails if `failing`."""
+
+    url: str = ""
+    failing: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)
+    most_open: int = 0
+    _open: int = 0
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "stub"}]})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.add(request.headers.get("Authorization"))
+        self._open += 1
+        self.most_open = max(self.most_open, self._open)
+        try:
+            return await self._answer(request, body["max_tokens"], len(self.bodies) % 5 == 0 and self.failing)
+        finally:
+            self._open -= 1
+
+    async def _answer(self, request: web.Request, tokens: int, failure: str) -> web.StreamResponse:
+        if failure == "refused":
+            return web.json_response({"error": {"message": "too busy"}}, status=429)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for index in range(tokens):
+            await asyncio.sleep(0.001)
+            if failure and index == tokens // 2:
+                if failure == "error event":
+                    await self._send(response, {"error": {"message": "engine died"}})
+                return response
+            await self._send(response, {"choices": [{"text": "x"}]})
+        await self._send(response, {"choices": [], "usage": {"completion_tokens": tokens}})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+@pytest.fixture
+def server() -> Iterator[StubServer]:
+    stub, loop, started = StubServer(), asyncio.new_event_loop(), threading.Event()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", stub.models), web.post("/v1/completions", stub.completions)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def serve() -> None:
+        runner = loop.run_until_complete(start())
+        started.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    started.wait()
+    yield stub
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def config(server: StubServer, **values: Any) -> BenchConfig:
+    return BenchConfig(base_url=server.url, **{"random_input_len": 7, "random_output_len": 5, **values})
+
+
+def test_closed_loop_keeps_to_its_concurrency_and_sends_what_was_asked(server: StubServer) -> None:
+    load = run_load(config(server, num_prompts=24, max_concurrency=3, ignore_eos=True, api_key="sesame"))
+    assert server.most_open == load.max_concurrent == 3
+    assert [request.output_tokens for request in load.requests] == [5] * 24
+    assert all(len(request.arrivals) == 5 and not request.error for request in load.requests)
+    assert {len(body["prompt"]) for body in server.bodies} == {7}
+    assert all(300 <= token < 1000 for body in server.bodies for token in body["prompt"])
+    assert {body["model"] for body in server.bodies} == {"stub"}
+    assert all(body["ignore_eos"] and body["stream"] for body in server.bodies)
+    assert server.keys == {"Bearer sesame"}
+
+
+def test_seed_decides_the_prompts(server: StubServer) -> None:
+    first, again, other = (run_load(config(server, num_prompts=4, seed=seed)) for seed in (1, 1, 2))
+    prompts = [[request.prompt for request in load.requests] for load in (first, again, other)]
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+def test_open_loop_spreads_arrivals_whatever_the_answers_take(server: StubServer) -> None:
+    load = run_load(config(server, num_prompts=40, request_rate=200.0, random_output_len=1))
+    starts = [request.started for request in load.requests]
+    assert starts == sorted(starts)
+    assert (
+        starts[-1] - starts[0] > 0.1
+    )  # 40 arrivals of 5 ms each in the mean; all at once would be far below
+    assert len({round(b - a, 3) for a, b in pairwise(starts)}) > 5
+
+
+@pytest.mark.parametrize("failure", ["refused", "error event", "cut off"])
+def test_failed_requests_are_counted_and_give_status_1(
+    server: StubServer, failure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.failing = failure
+    settings = config(server, num_prompts=10)
+    result = figures(settings, run_load(settings))
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 2, 40)
+    server.bodies.clear()
+    assert bench(settings) == 1
+    assert "failed: " in capsys.readouterr().err
+
+
+def test_result_is_saved_under_vllm_s_names(
+    server: StubServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    assert bench(config(server, num_prompts=4, result_filename=str(file))) == 0
+    result = json.loads(file.read_text())
+    totals = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens"}
+    rates = {"request_throughput", "output_throughput", "total_token_throughput", "max_concurrency"}
+    times = {
+        f"{kind}_{name}_ms"
+        for kind in ("mean", "median", "std", "p99")
+        for name in ("ttft", "tpot", "itl", "e2el")
+    }
+    assert totals | rates | times <= set(result)
+    assert "output_throughput" in capsys.readouterr().out
+
+
+def test_figures_of_a_known_load() -> None:
+    requests = [
+        Request([1] * 10, started=0.0, ended=1.0, arrivals=[0.2, 0.4, 0.6], output_tokens=3),
+        Request([1] * 10, started=1.0, ended=2.0, arrivals=[1.1, 1.5], output_tokens=5),
+        Request([1] * 10, started=1.0, ended=1.5, error="HTTP 500"),
+    ]
+    result = figures(BenchConfig(num_prompts=3), Load("m", requests, duration=2.0, max_concurrent=2))
+    expected = {
+        "completed": 2, "failed": 1, "total_input_tokens": 20, "total_output_tokens": 8, "request_throughput": 1.0,
+        "output_throughput": 4.0, "total_token_throughput": 14.0, "mean_ttft_ms": 150.0, "mean_tpot_ms": 150.0,
+        "median_itl_ms": 200.0, "mean_e2el_ms": 1000.0, "request_rate": "inf",
+    }  # fmt: skip
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+
+
+def test_no_server_is_one_clear_error() -> None:
+    with pytest.raises(ServerError, match="no server answers"):
+        run_load(BenchConfig(base_url="http://127.0.0.1:9"))

@@ -1,0 +1,142 @@
+from pathlib import Path
+
+import pytest
+
+from services.cli.settings import ConfigurationError, merge
+from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServeConfig
+
+
+def written(path: Path, text: str) -> Path:
+    file = path / "config.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 1\nmax-body-bytes: 5000\nhost: ::1\n")
+    settings = merge(
+        FrontendConfig,
+        {"port": "3", "model": None},
+        file,
+        {"RUNAHEAD_PORT": "2", "RUNAHEAD_MAX_BODY_BYTES": "6000"},
+    )
+    config = settings.config
+    assert (config.port, config.max_body_bytes, config.host, config.model) == (3, 6000, "::1", "")
+    assert {name: settings.origins[name] for name in ("port", "max_body_bytes", "host", "model")} == {
+        "port": "flag --port",
+        "max_body_bytes": "environment RUNAHEAD_MAX_BODY_BYTES",
+        "host": f"file {file}",
+        "model": "default",
+    }
+
+
+@pytest.mark.parametrize("key", ["max-num-seqs", "max_num_seqs"])
+def test_file_keys_in_either_case(tmp_path: Path, key: str) -> None:
+    assert merge(SchedulerConfig, {}, written(tmp_path, f"{key}: 7\n"), {}).config.max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("max-num-seq: 7\nport: 1\nspeed: 3\n", ["max-num-seq", "speed"]),
+        ("port: 1\nPORT: 2\n", ["PORT"]),
+        ("scheduler-endpoint: tcp://127.0.0.1:1\n", ["scheduler-endpoint"]),
+    ],
+)
+def test_unknown_keys_of_a_file_are_named(tmp_path: Path, text: str, names: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        merge(ServeConfig, {}, written(tmp_path, text), {}, omitted=ENDPOINTS)
+    assert str(refused.value).endswith(f"config.yaml: unknown keys: {', '.join(names)}")
+
+
+@pytest.mark.parametrize(
+    "text", ["- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"]
+)
+def test_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.yaml") as refused:
+        merge(ServeConfig, {}, written(tmp_path, text), {})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_key_in_both_cases_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="given twice"):
+        merge(SchedulerConfig, {}, written(tmp_path, "block-size: 8\nblock_size: 16\n"), {})
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="nothing-here"):
+        merge(ServeConfig, {}, tmp_path / "nothing-here", {})
+
+
+def test_empty_file_and_empty_variables_decide_nothing(tmp_path: Path) -> None:
+    settings = merge(
+        ServeConfig, {}, written(tmp_path, "# later\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""}
+    )
+    assert set(settings.origins.values()) == {"default"}
+
+
+def test_lists_come_from_commas_in_the_environment_and_from_one_or_more_in_a_file(tmp_path: Path) -> None:
+    environment = {"RUNAHEAD_SERVED_MODEL_NAME": "a, b"}
+    config = merge(FrontendConfig, {}, written(tmp_path, "api-key: one\n"), environment).config
+    assert (config.served_model_name, config.api_key) == (["a", "b"], ["one"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ({"max_num_seqs": "many"}, {}, "--max-num-seqs: input should be a valid integer.* not 'many'$"),
+        ({}, {"RUNAHEAD_PORT": "70000"}, "--port: .*65535, not '70000' .from environment RUNAHEAD_PORT"),
+        ({"dtype": "int8"}, {}, "'auto', 'float32' or 'bfloat16', not 'int8'"),
+        ({"sim_step_ms": "inf"}, {}, "--sim-step-ms: .*finite"),
+        ({"async_scheduling": "perhaps"}, {}, "--async-scheduling: .*boolean"),
+    ],
+)
+def test_unusable_value_names_flag_value_and_origin(
+    flags: dict[str, object], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        merge(ServeConfig, flags, None, environment)
+
+
+def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--api-key") as refused:
+        merge(FrontendConfig, {}, written(tmp_path, "api-key: [1234567]\n"), {})
+    assert "1234567" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "depth"),
+    [
+        ({}, 2),
+        ({"async_scheduling": False}, 1),
+        ({"async_scheduling": True}, 2),
+        ({"async_scheduling": False, "batch_queue_depth": "1"}, 1),
+        ({"async_scheduling": True, "batch_queue_depth": "5"}, 5),
+        ({"batch_queue_depth": "8"}, 8),
+    ],
+)
+def test_depth_follows_its_flags(flags: dict[str, object], depth: int) -> None:
+    assert merge(SchedulerConfig, flags, None, {}).config.depth == depth
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (
+            {"async_scheduling": False, "batch_queue_depth": "2"},
+            {},
+            "--no-async-scheduling contradicts.*depth 2",
+        ),
+        (
+            {"async_scheduling": False},
+            {"RUNAHEAD_BATCH_QUEUE_DEPTH": "3"},
+            "contradicts --batch-queue-depth 3",
+        ),
+        ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
+    ],
+)
+def test_flags_that_contradict_are_refused(
+    flags: dict[str, object], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        merge(ServeConfig, flags, None, environment)
