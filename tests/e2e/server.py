@@ -1,0 +1,121 @@
+"""`runahead serve` as a process of its own, and what is left of it afterwards."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from openai import AsyncOpenAI, OpenAI
+
+PATIENCE = 120.0
+"""Seconds after which waiting for something counts as a failure."""
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        time.sleep(0.02)
+
+
+class Server:
+    """A running `serve`. Its sockets are under `runtime`, its log is the file `log`."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.runtime = Path(tempfile.mkdtemp(prefix="ra-"))
+        self.log = self.runtime.with_suffix(".log")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "serve", *arguments],
+                env={**clean, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.url = ""
+        self.services: dict[str, psutil.Process] = {}
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        self.welcome = self.process.stdout.readline()
+        match = re.search(r"http://\S+(?=/v1 )", self.welcome)
+        assert match, f"not ready; its log says:\n{self.log.read_text()}"
+        self.url = match[0]
+        for child in psutil.Process(self.process.pid).children():
+            command = child.cmdline()
+            self.services[command[command.index("services.cli.child") + 1]] = child
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body; 0 when nobody answers."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter by its name without prefix, summed over its labels."""
+        found = re.findall(rf"^\w+:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def last_line(self) -> str:
+        return self.log.read_text().splitlines()[-1]
+
+    def assert_nothing_is_left(self) -> None:
+        wait_until(lambda: not any(map(is_alive, self.services.values())), "no service is left")
+        assert list(self.runtime.iterdir()) == [], "sockets or files are left"
+
+    def clean_up(self) -> None:
+        for process in (self.process, *self.services.values()):
+            if process.is_running() if isinstance(process, psutil.Process) else process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        shutil.rmtree(self.runtime)
+        self.log.unlink()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def serving(*arguments: str, wait: bool = True, **environment: str) -> Iterator[Server]:
+    """A server on a free port; whatever happens, nothing of it is left."""
+    server = Server("--port", "0", *arguments, **environment)
+    try:
+        if wait:
+            server.wait_ready()
+        yield server
+    finally:
+        server.clean_up()

@@ -1,0 +1,51 @@
+"""The commands that the README shows do what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def here(text: str, server: Server) -> str:
+    return text.replace("http://127.0.0.1:8000", server.url)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_example_runs(server: Server, code: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", here(code, server)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", [block for block in blocks("sh") if block.startswith("curl")])
+def test_curl_example_runs(server: Server, command: str) -> None:
+    done = subprocess.run(["bash", "-ec", here(command, server)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert '"choices"' in done.stdout
+
+
+def test_examples_were_found() -> None:
+    assert blocks("python")
+    assert any(block.startswith("curl") for block in blocks("sh"))
+
+
+def test_flags_in_the_readme_exist() -> None:
+    from services.config import BenchConfig, ServeConfig
+
+    known = {name.replace("_", "-") for model in (ServeConfig, BenchConfig) for name in model.model_fields}
+    known |= {f"no-{name}" for name in known} | {"config", "help", "version"}
+    rows = re.findall(r"^\| `--([a-z-]+)", README, re.MULTILINE)
+    assert rows
+    assert set(rows) <= known
