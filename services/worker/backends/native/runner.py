@@ -12,6 +12,7 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
 from services.config import WorkerConfig
 from services.worker.backends.native import machine
+from services.worker.backends.native.attention import Context
 from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.kv_cache import KVCache
@@ -118,7 +119,7 @@ class NativeRunner:
             self._history.assign(request)
         batch = Batch.of(rows)
         ids = self._history.gather(batch.slots, batch.positions)
-        logits = self._model.forward(ids, batch, self._cache, self._table.block_table)
+        logits = self._model.forward(ids, Context(batch, self._cache, self._table.block_table))
         self._pending = _Pending(step, rows, logits, started)
 
     @torch.inference_mode()

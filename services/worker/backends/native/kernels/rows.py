@@ -1,7 +1,5 @@
 """Kernels that work on one row at a time: normalisation with the residual, and the gate of the MLP."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import carray
 
@@ -29,7 +27,7 @@ def norm_kernel(half: bool) -> Kernel:
     """residual += delta; out = residual / rms(residual) * weight. `half`: activations are bfloat16."""
     HALF, SIZE = int(half), 2 if half else 4
 
-    def body(address):  # type: ignore[no-untyped-def]
+    def norm(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _NORM)[0]
         width, whole = a.width, a.width // 16 * 16
         while True:
@@ -65,14 +63,14 @@ def norm_kernel(half: bool) -> Kernel:
                 one = simd.load_f32(x + i * 4) * scale * simd.load_f32(a.weight + i * 4)
                 simd.store1(out + i * SIZE, one, HALF)
 
-    return Kernel(_named(body, "norm"), NORM, cost=16)
+    return Kernel(norm, NORM, cost=16)
 
 
 def gate_kernel(half: bool) -> Kernel:
     """out = silu(gate) * up, both from one matrix product. `half`: activations are bfloat16."""
     HALF, SIZE = int(half), 2 if half else 4
 
-    def body(address):  # type: ignore[no-untyped-def]
+    def gate(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _GATE)[0]
         width, whole = a.width, a.width // 16 * 16
         minus, one = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
@@ -83,16 +81,11 @@ def gate_kernel(half: bool) -> Kernel:
             gates = a.gate_up + row * 2 * width * SIZE
             ups, out = gates + width * SIZE, a.out + row * width * SIZE
             for i in range(0, whole, 16):
-                gate, up = simd.load16(gates + i * SIZE, HALF), simd.load16(ups + i * SIZE, HALF)
-                silu = simd.div(gate, simd.add(one, simd.exp(simd.mul(gate, minus))))
+                x, up = simd.load16(gates + i * SIZE, HALF), simd.load16(ups + i * SIZE, HALF)
+                silu = simd.div(x, simd.add(one, simd.exp(simd.mul(x, minus))))
                 simd.store16(out + i * SIZE, simd.mul(silu, up), HALF)
             for i in range(whole, width):
                 g, u = simd.load1(gates + i * SIZE, HALF), simd.load1(ups + i * SIZE, HALF)
                 simd.store1(out + i * SIZE, g / (np.float32(1) + np.exp(-g)) * u, HALF)
 
-    return Kernel(_named(body, "gate"), GATE, cost=8)
-
-
-def _named(body: Callable[[int], None], name: str) -> Callable[[int], None]:
-    body.__name__ = name
-    return body
+    return Kernel(gate, GATE, cost=8)
