@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench_report import report
-from random_llama import SHAPES, random_llama
-
 from services.cli.bench.load import run_load
 from services.cli.bench.metrics import figures
 from services.config import BenchConfig
+from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.report import report
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 PATIENCE = 180.0
 """Seconds for a server to start."""
 
@@ -106,9 +105,9 @@ def served(url: str, args: argparse.Namespace) -> dict[str, object]:
 
 
 def without_engine(script: str, model: Path, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of a static batch, computed by a script of this folder in a process of its own."""
+    """The figures of a static batch, computed by a script beside this in a process of its own."""
     command = [
-        sys.executable, str(HERE / script), f"--model={model}", f"--threads={args.threads}", f"--dtype={args.dtype}",
+        sys.executable, str(SUPPORT / script), f"--model={model}", f"--threads={args.threads}", f"--dtype={args.dtype}",
         f"--batch={args.concurrency}", f"--prompt={args.input_len}", f"--output={args.output_len}",
         f"--waves={args.waves}",
     ]  # fmt: skip

@@ -10,9 +10,10 @@ import statistics
 from collections.abc import Mapping
 
 import numpy as np
-from bench_report import report
-from engine_client import engine
-from random_llama import VOCAB, random_llama
+
+from tests.benchmarks.support.engine_client import engine
+from tests.benchmarks.support.random_llama import VOCAB, random_llama
+from tests.benchmarks.support.report import report
 
 DEPTHS = (1, 2)
 

@@ -9,13 +9,13 @@ import statistics
 import time
 
 import numpy as np
-from bench_report import report  # type: ignore[import-not-found]
 
 from protocol.codec import pack, unpack
 from protocol.sampling import SamplingParams
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.request import Request
 from services.scheduler.scheduler import Limits, Scheduler
+from tests.benchmarks.support.report import report
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3
 
@@ -55,7 +55,9 @@ def run(running: int) -> dict[str, float]:
         if index >= 20:
             update_s.append(middle - started)
             schedule_s.append(ended - middle)
-            sizes.append(sum(map(len, (plan.slots, plan.generations, plan.starts, plan.counts, plan.samples))))
+            sizes.append(
+                sum(map(len, (plan.slots, plan.generations, plan.starts, plan.counts, plan.samples)))
+            )
     gc.unfreeze()
     us = 1e6
     return {
