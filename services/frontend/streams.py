@@ -1,0 +1,78 @@
+"""One answer as it grows: tokens in, text out. No I/O, no clock.
+
+Text goes out only when it is certain: no half characters, nothing of a stop string, nothing that may still become one.
+"""
+
+from services.frontend.tokenizer import Detokenizer
+
+
+class OutOfOrder(Exception):
+    """A token's index is ahead of what this answer has: something was lost."""
+
+
+class StopFilter:
+    """Passes text on up to the first stop string; holds back an ending that could be the start of one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; after a match nothing more."""
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        self._held += text
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, _, self.matched = min(found)
+            certain, self._held = self._held[:at], ""
+            return certain
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest ending of the held text that begins `stop`."""
+        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:size]):
+                return size
+        return 0
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Answer:
+    """Assembles one choice."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: list[str]) -> None:
+        self._detokenizer = detokenizer
+        self._filter = StopFilter(stops)
+        self.num_tokens = 0
+        self.duplicates = 0
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._filter.matched
+
+    def push(self, index: int, token_id: int) -> str:
+        """Takes the token with this index; lower ones were delivered before and are dropped.
+
+        Raises: OutOfOrder
+        """
+        if index < self.num_tokens:
+            self.duplicates += 1
+            return ""
+        if index > self.num_tokens:
+            raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
+        if self.stop_string is not None:
+            return ""
+        self.num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        return self._filter.push(text) if text else ""
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        return self._filter.push(self._detokenizer.flush()) + self._filter.flush()
