@@ -50,9 +50,7 @@ class WorkerGroup:
 
     def on_message(self, peer: bytes, message: WorkerMessage, now: float) -> None:
         """Raises: WorkerLost, when the worker says that it cannot serve or does not fit the configuration."""
-        if self.refuses(peer):
-            return
-        self._last_seen = now
+        self.seen(now)
         match message:
             case Register() if self.phase is EnginePhase.WAITING_FOR_WORKERS:
                 self.peer, self.phase = peer, EnginePhase.LOADING
@@ -68,9 +66,13 @@ class WorkerGroup:
             case LoadFailed():
                 raise WorkerLost(message.error)
             case Heartbeat():
-                pass
+                pass  # its arrival is all it says
             case _:
                 raise WorkerLost(f"the worker sent {type(message).__name__} while {self.phase.name}")
+
+    def seen(self, now: float) -> None:
+        """A message of the group's worker arrived."""
+        self._last_seen = now
 
     def check(self, now: float) -> None:
         """Raises: WorkerLost, if the worker has been silent for too long."""

@@ -18,7 +18,7 @@ import zmq
 
 from protocol.codec import Decoder, ProtocolError
 from protocol.handshake import Hello
-from protocol.membership import Shutdown, WorkerMessage
+from protocol.membership import Register, Shutdown, WorkerMessage
 from protocol.requests import AbortRequest, ClientMessage, EnginePhase, EngineState, GenerateRequest
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
@@ -145,6 +145,7 @@ class Service:
     def _on_worker_message(self, peer: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         match message:
             case ModelRunnerOutput() if self.engine is not None:
+                self.group.seen(now)
                 self._record("result", message.step_id)
                 self._worker_seconds["idle"] += message.idle
                 self._worker_seconds["busy"] += message.ended - message.started
@@ -153,6 +154,8 @@ class Service:
                 raise WorkerLost(f"the worker failed in step {message.step_id}: {message.error}")
             case ModelRunnerOutput():
                 pass
+            case Register() if (reason := self.group.refuses(peer)) is not None:
+                self.workers.refuse(peer, reason)
             case _:
                 self.group.on_message(peer, message, now)
                 if self.engine is None and self.group.phase is EnginePhase.READY:
