@@ -1,0 +1,145 @@
+"""The side that binds."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+
+import msgspec
+import zmq
+
+from protocol.codec import Decoder, ProtocolError, encode
+from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome, check_version
+from protocol.transport.curve import Authenticator, ServerKeys
+from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_path
+from protocol.transport.errors import PeerGone, PeerSlow
+from protocol.transport.monitor import FAILURES, Monitor
+
+log = logging.getLogger("runahead.transport")
+
+MAX_PEERS = 1024
+"""Welcome at once; more are refused."""
+UNKNOWN = "unknown"
+"""The role of whoever has not shaken hands."""
+
+
+class Server:
+    """Receives from many peers. A peer is welcome once its `Hello` was accepted; until then nothing else of it is read.
+
+    Poll `socket`, then call `receive` until it returns None. Not shared between threads.
+    """
+
+    def __init__(self, endpoint: str, roles: Collection[str], keys: ServerKeys | None = None) -> None:
+        """Raises: ValueError, for an endpoint that may not be bound; OSError, when it is taken or a key is missing"""
+        check_endpoint(endpoint, encrypted=keys is not None)
+        self.roles = roles
+        self.peers: dict[bytes, Hello] = {}
+        self.errors: Counter[str] = Counter()
+        """Bad messages, refused peers and failed connections, by the peer's role."""
+        self._hello: Decoder[Hello] = Decoder(Hello, max_bytes=4096)
+        self._authenticator = Authenticator(keys) if keys is not None else None
+        context = self._authenticator.context if self._authenticator else zmq.Context.instance()
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._monitor = Monitor(self.socket) if ipc_path(endpoint) is None else None
+        self.endpoint = ""
+        """What clients dial; with the port that was taken if 0 was asked for."""
+        try:
+            configure(self.socket, endpoint)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if self._authenticator is not None:
+                self._authenticator.secure(self.socket)
+            self.endpoint = bind(self.socket, endpoint, encrypted=keys is not None)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, peer: bytes, message: msgspec.Struct) -> None:
+        """Raises: PeerGone, PeerSlow"""
+        try:
+            self.socket.send_multipart((peer, encode(message)), zmq.DONTWAIT)
+        except zmq.Again:
+            raise PeerSlow(f"{self.name(peer)} does not read") from None
+        except zmq.ZMQError as error:
+            gone = PeerGone(f"{self.name(peer)} is not connected: {error.strerror}")
+            self.peers.pop(peer, None)
+            raise gone from None
+
+    def receive(self) -> tuple[bytes, Hello | bytes] | None:
+        """What arrived next, without waiting: a new peer's accepted `Hello`, or a welcome peer's frame."""
+        while True:
+            try:
+                peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                self._watch()
+                return None
+            if len(frames) != 1:
+                self.count_error(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
+            elif peer in self.peers:
+                return peer, frames[0]
+            elif (hello := self._greet(peer, frames[0])) is not None:
+                return peer, hello
+
+    def _greet(self, peer: bytes, frame: bytes) -> Hello | None:
+        try:
+            hello = self._hello.decode(frame)
+        except ProtocolError as error:
+            self.refuse(peer, f"the first message must be a Hello; {error}")
+            return None
+        reason = check_version(hello) or self._objection(hello)
+        if reason is not None:
+            self.refuse(peer, reason)
+            return None
+        self.peers[peer] = hello
+        self._try_send(peer, Welcome(*PROTOCOL_VERSION))
+        return hello
+
+    def _objection(self, hello: Hello) -> str | None:
+        if hello.role not in self.roles:
+            return f"a {hello.role!r} is not expected here, only {' or '.join(sorted(self.roles))}"
+        if len(self.peers) >= MAX_PEERS:
+            return f"{MAX_PEERS} peers are connected already"
+        return None
+
+    def refuse(self, peer: bytes, reason: str) -> None:
+        """Turns a peer away, welcome or not; it will not come back."""
+        hello = self.peers.pop(peer, None)
+        self._count(hello.role if hello else UNKNOWN, f"refused peer {peer.hex()}: {reason}")
+        self._try_send(peer, Refused(reason))
+
+    def _try_send(self, peer: bytes, message: msgspec.Struct) -> None:
+        try:
+            self.send(peer, message)
+        except (PeerGone, PeerSlow) as error:
+            log.warning("%s", error)
+
+    def count_error(self, peer: bytes, error: Exception) -> None:
+        """A bad message costs its peer a count and a line in the log, nobody else anything."""
+        hello = self.peers.get(peer)
+        self._count(hello.role if hello else UNKNOWN, f"bad message from {self.name(peer)}: {error}")
+
+    def _count(self, role: str, text: str) -> None:
+        """Logs the first, second, fourth, eighth ...: a flood of errors is no flood of lines."""
+        self.errors[role] += 1
+        count = self.errors[role]
+        if not count & (count - 1):
+            log.warning("%s (%d so far)", text, count)
+
+    def _watch(self) -> None:
+        """Connections that never came about, on tcp."""
+        if self._monitor is not None:
+            for event in self._monitor.read():
+                if event in FAILURES:
+                    self._count(UNKNOWN, f"a connection to {self.endpoint} failed: {FAILURES[event]}")
+
+    def name(self, peer: bytes) -> str:
+        """For people. Whatever the peer calls itself, it is one line."""
+        hello = self.peers.get(peer)
+        return f"{hello.role} {hello.name!r}" if hello else f"peer {peer.hex()}"
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
+        if (path := ipc_path(self.endpoint)) is not None:
+            path.unlink(missing_ok=True)
