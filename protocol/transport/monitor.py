@@ -8,7 +8,7 @@ import zmq
 FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side hung up; it may not accept our key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no ZeroMQ peer, or keys on one side only, or the wrong keys",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key is not allowed here",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the key is not on the list of those allowed",
 }
 """Connections that never came about, and the likely reason."""
 

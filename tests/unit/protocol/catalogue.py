@@ -1,0 +1,118 @@
+"""Every message there is, found rather than listed, and a hypothesis strategy for each."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+from msgspec.inspect import (
+    BoolType,
+    BytesType,
+    DictType,
+    EnumType,
+    FloatType,
+    IntType,
+    ListType,
+    NoneType,
+    StrType,
+    StructType,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
+
+from protocol import handshake, membership, requests, sampling, steps
+from protocol.codec import Decoder
+from protocol.handshake import Hello, Refused, Welcome
+from protocol.membership import GroupMessage, WorkerMessage
+from protocol.requests import ClientMessage, EngineMessage
+from protocol.sampling import MAX_TEMPERATURE, SamplingParams
+from protocol.steps import StepMessage, StepResult
+
+STRUCTS: list[type[msgspec.Struct]] = [
+    value
+    for module in (handshake, membership, requests, sampling, steps)
+    for value in vars(module).values()
+    if inspect.isclass(value) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
+]
+MESSAGES = [struct for struct in STRUCTS if struct.__struct_config__.tag is not None]
+"""What travels on its own; the other structs are parts of these."""
+
+DIRECTIONS: dict[str, Any] = {
+    "greeting": Hello,
+    "answer": Welcome | Refused,
+    "frontend to scheduler": ClientMessage,
+    "scheduler to frontend": EngineMessage,
+    "worker to scheduler": WorkerMessage | StepResult,
+    "scheduler to worker": GroupMessage | StepMessage,
+}
+"""What each side's decoder accepts."""
+DECODERS: dict[str, Decoder[Any]] = {name: Decoder(types) for name, types in DIRECTIONS.items()}
+
+
+def direction_of(message: type[msgspec.Struct]) -> str:
+    return next(name for name, types in DIRECTIONS.items() if message in getattr(types, "__args__", (types,)))
+
+
+def values(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """Instances of `struct` with every field anywhere within its bounds."""
+    return _strategy(type_info(struct))
+
+
+_SAMPLING = {
+    "max_tokens": st.integers(1, 2**31 - 1),
+    "temperature": st.floats(0, MAX_TEMPERATURE),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(0, 2**31 - 1),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(0, 2**64 - 1),
+    "min_tokens": st.integers(0, 2**31 - 1),
+}
+"""Its ranges stand in `__post_init__`, where types cannot show them."""
+
+
+def _strategy(info: Any) -> st.SearchStrategy[Any]:
+    return _BUILDERS[type(info)](info)
+
+
+def _struct(info: StructType) -> st.SearchStrategy[Any]:
+    known = _SAMPLING if info.cls is SamplingParams else {}
+    return st.builds(
+        info.cls, **{f.name: known[f.name] if f.name in known else _strategy(f.type) for f in info.fields}
+    )
+
+
+def _int(info: IntType) -> st.SearchStrategy[int]:
+    low = info.ge if info.ge is not None else -(2**63)
+    high = info.le if info.le is not None else info.lt - 1 if info.lt is not None else 2**64 - 1
+    return st.integers(int(low), int(high)) | st.sampled_from([int(low), int(high)])
+
+
+def _float(info: FloatType) -> st.SearchStrategy[float]:
+    return st.floats(
+        -math.inf if info.ge is None else info.ge, math.inf if info.le is None else info.le, allow_nan=False
+    )
+
+
+def _length(info: Any, most: int = 5) -> dict[str, int]:
+    return {"max_size": most if info.max_length is None else min(most, info.max_length)}
+
+
+_BUILDERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {
+    StructType: _struct,
+    IntType: _int,
+    FloatType: _float,
+    BoolType: lambda info: st.booleans(),
+    StrType: lambda info: st.text(**_length(info, 20)),
+    BytesType: lambda info: st.binary(**_length(info, 40)),
+    EnumType: lambda info: st.sampled_from(list(info.cls)),
+    NoneType: lambda info: st.none(),
+    ListType: lambda info: st.lists(_strategy(info.item_type), **_length(info)),
+    VarTupleType: lambda info: st.lists(_strategy(info.item_type), **_length(info)).map(tuple),
+    DictType: lambda info: st.dictionaries(
+        _strategy(info.key_type), _strategy(info.value_type), **_length(info)
+    ),
+    UnionType: lambda info: st.one_of(map(_strategy, info.types)),
+}

@@ -1,0 +1,125 @@
+"""Columns that contradict one another never reach those who index with them."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.codec import ProtocolError, pack
+from protocol.requests import RequestOutputs
+from protocol.rows import OutputRows, ResultRows, StepRows
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+
+PLAN = SchedulerOutput(
+    epoch=1,
+    step_id=1,
+    slots=pack([4, 0]),
+    generations=pack([1, 9]),
+    starts=pack([0, 12]),
+    counts=pack([5, 1]),
+    samples=b"\0\1",
+    block_slots=pack([4, 4, 0]),
+    block_ids=pack([7, 8, 3]),
+    released=pack([2]),
+)
+RESULT = ModelRunnerOutput(1, 1, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]))
+OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5]), pack([11, 12]))
+
+
+def test_a_plan_as_arrays() -> None:
+    rows = StepRows.of(PLAN)
+    assert rows.slots.tolist() == [4, 0]
+    assert rows.generations.tolist() == [1, 9]
+    assert rows.starts.tolist() == [0, 12]
+    assert rows.counts.tolist() == [5, 1]
+    assert rows.samples.tolist() == [False, True]
+    assert rows.block_slots.tolist() == [4, 4, 0]
+    assert rows.block_ids.tolist() == [7, 8, 3]
+    assert rows.released.tolist() == [2]
+    assert not any(column.flags.writeable for column in rows)
+
+
+def test_a_result_as_arrays() -> None:
+    rows = ResultRows.of(RESULT)
+    assert [column.tolist() for column in rows] == [[4, 0], [1, 9], [2, 0], [11, 12]]
+
+
+def test_outputs_as_arrays() -> None:
+    rows = OutputRows.of(OUTPUTS)
+    assert [column.tolist() for column in rows] == [[2**32 - 1, 3], [0, 5], [11, 12]]
+
+
+def test_no_rows_are_rows() -> None:
+    assert not len(StepRows.of(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).slots)
+    assert not len(ResultRows.of(ModelRunnerOutput(1, 1, b"", b"", b"", b"")).slots)
+    assert not len(OutputRows.of(RequestOutputs(b"", b"", b"")).numbers)
+
+
+@pytest.mark.parametrize(
+    "name", ["slots", "generations", "starts", "counts", "samples", "block_slots", "block_ids"]
+)
+def test_a_plan_with_a_column_too_short(name: str) -> None:
+    shorter = getattr(PLAN, name)[: -1 if name == "samples" else -4]
+    with pytest.raises(ProtocolError, match=f"differ in length.*'{name}': "):
+        StepRows.of(msgspec.structs.replace(PLAN, **{name: shorter}))
+
+
+@pytest.mark.parametrize(
+    "name", ["slots", "generations", "starts", "counts", "block_slots", "block_ids", "released"]
+)
+def test_a_plan_with_a_negative_number(name: str) -> None:
+    column = np.frombuffer(getattr(PLAN, name), np.int32).copy()
+    column[-1] = -1
+    with pytest.raises(ProtocolError, match="negative"):
+        StepRows.of(msgspec.structs.replace(PLAN, **{name: pack(column)}))
+
+
+def test_a_plan_row_without_a_token() -> None:
+    with pytest.raises(ProtocolError, match="a row without a token"):
+        StepRows.of(msgspec.structs.replace(PLAN, counts=pack([5, 0])))
+
+
+@pytest.mark.parametrize("samples", [b"\0\2", b"\xff\1"])
+def test_samples_other_than_0_and_1(samples: bytes) -> None:
+    with pytest.raises(ProtocolError, match="samples"):
+        StepRows.of(msgspec.structs.replace(PLAN, samples=samples))
+
+
+def test_a_torn_column() -> None:
+    with pytest.raises(ProtocolError, match="does not hold int32"):
+        StepRows.of(msgspec.structs.replace(PLAN, slots=PLAN.slots + b"\0"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"slots": pack([4])}, "differ in length"),
+        ({"generations": pack([1, 9, 9])}, "differ in length"),
+        ({"counts": pack([2])}, "differ in length"),
+        ({"counts": pack([1, 0])}, "2 tokens, but its rows count 1"),
+        ({"token_ids": pack([11])}, "1 tokens, but its rows count 2"),
+        # These two would wrap around to 2 in int32.
+        ({"counts": pack([2**31 - 1, 2**31 - 1])}, "rows count 4294967294"),
+        ({"counts": pack([3, -1])}, "negative"),
+        ({"slots": pack([4, -1])}, "negative"),
+        ({"token_ids": pack([11, -12])}, "negative"),
+        ({"token_ids": b"\0"}, "does not hold int32"),
+    ],
+)
+def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        ResultRows.of(msgspec.structs.replace(RESULT, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"numbers": b""}, "differ in length"),
+        ({"indices": pack([0])}, "differ in length"),
+        ({"indices": pack([0, -1])}, "negative"),
+        ({"token_ids": pack([-1, 0])}, "negative"),
+        ({"numbers": b"\0\0"}, "does not hold uint32"),
+    ],
+)
+def test_outputs_that_contradict_themselves(change: dict[str, bytes], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        OutputRows.of(msgspec.structs.replace(OUTPUTS, **change))
