@@ -28,8 +28,8 @@ def bench(config: BenchConfig) -> int:
         raise ConfigurationError(str(error)) from None
     result = figures(config, load)
     _print(result)
-    for error in sorted({r.error for r in load.requests if r.error})[:5]:
-        print(f"failed: {error}", file=sys.stderr)
+    for reason in sorted({r.error for r in load.requests if r.error})[:5]:
+        print(f"failed: {reason}", file=sys.stderr)
     if config.save_result or config.result_filename:
         file = Path(config.result_filename or f"bench-{time.strftime('%Y%m%d-%H%M%S')}.json")
         file.write_text(json.dumps(result, indent=1) + "\n")
