@@ -93,6 +93,13 @@ class EngineCore:
                 FinishReason.INVALID,
                 f"the request needs {positions} tokens of KV cache, but it holds {pool}",
             )
+        if max(params.stop_token_ids, default=0) >= self.vocab_size:
+            return FinishReason.INVALID, f"stop_token_ids must lie between 0 and {self.vocab_size - 1}"
+        if params.min_tokens > limits.max_model_len:
+            return (
+                FinishReason.INVALID,
+                f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens",
+            )
         if abs(message.priority) > MAX_PRIORITY:
             return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         if len(waiting) >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
@@ -103,7 +110,7 @@ class EngineCore:
         """Unknown and finished numbers are ignored."""
         for number in numbers:
             request = self.requests.pop((client, number), None)
-            if request is not None:
+            if request is not None and not request.finished:
                 self.scheduler.finish(request, None)
                 self.scheduler.counters["aborted"] += 1
 
@@ -115,8 +122,10 @@ class EngineCore:
     def fail_all(self, error: str) -> None:
         """The workers are lost: every request ends with the error, nothing in flight is delivered."""
         self.queue.clear()
-        for request in list(self.requests.values()):
-            self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=error))
+        for request in self.requests.values():
+            if not request.finished:
+                self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=error))
+        self.scheduler.void()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -171,13 +180,14 @@ class EngineCore:
         self, step: InflightStep, result: ModelRunnerOutput
     ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """The result's tokens, after checking that its rows are the plan's (identity, not counting)."""
-        tokens = unpack(result.token_ids)
         if (
             result.slots != pack(step.slots[step.samples].astype(np.int32))
             or result.generations != pack(step.generations[step.samples])
-            or unpack(result.counts).max(initial=1) != 1
+            or result.counts != pack(np.ones(len(result.slots) // 4, np.int32))
+            or len(result.token_ids) != len(result.slots)
         ):
             raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
+        tokens = unpack(result.token_ids)
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             raise UnknownResult(
                 f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}"
@@ -189,7 +199,9 @@ class EngineCore:
         taken = self.scheduler.outputs.take()
         for client, outputs in taken:
             for finish in outputs.finished:
-                self.requests.pop((client, finish.number), None)
+                key = (client, finish.number)
+                if key in self.requests and self.requests[key].finished:
+                    del self.requests[key]
         return taken
 
     @property

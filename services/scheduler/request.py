@@ -95,6 +95,10 @@ class Request:
             )
         self.status = status
 
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
     def finish_message(
         self, reason: FinishReason, stop_token: int | None = None, message: str = ""
     ) -> Finish:

@@ -131,6 +131,17 @@ class Scheduler:
         self.kv.pool.forget_all()
         return not len(self.running)
 
+    def void(self) -> None:
+        """The workers are lost and every request has ended: nothing in flight will return, no cached block is left
+        (spec 0.7)."""
+        self.ledger.steps.clear()
+        for slots in self._fences.values():
+            for slot in slots:
+                self._free(slot)
+        self._fences.clear()
+        self._released.clear()
+        self.kv.pool.forget_all()
+
     def _leave(self, slot: int, state: int) -> None:
         self.running = self.running[self.running != slot]
         self.slots.retire(slot, state)
@@ -354,8 +365,6 @@ class Scheduler:
         """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7)."""
         for slot, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             request = self.slots.request(slot)
-            if request.status is RequestStatus.FINISHED:
-                continue
             request.stale_rows -= 1
             self.waiting.append_token(request, token)
             total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params

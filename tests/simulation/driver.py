@@ -1,0 +1,84 @@
+"""Plays a workload against the world; every choice comes from the seed and the depth."""
+
+from collections.abc import Callable
+from random import Random
+
+from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.oracle import reference
+from tests.simulation.workload import Arrival, Workload, draw
+from tests.simulation.world import Stream, World
+
+MOST_ROUNDS = 5_000
+"""A run that takes longer does not end."""
+
+
+def play(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> World:
+    """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
+    load = draw(seed)
+    world = World(
+        load.limits, depth, load.vocab, load.use_priority, ChunkedPolicy(load.threshold), trace=trace
+    )
+    world.log(load)
+    _Player(world, load, Random(f"{seed}/{depth}")).run()
+    return world
+
+
+class _Player:
+    def __init__(self, world: World, load: Workload, rng: Random) -> None:
+        self.world, self.load, self.rng = world, load, rng
+        self.arrivals = list(reversed(load.arrivals))
+
+    def run(self) -> None:
+        """A round is one turn of the service's loop: clients, then results, then everything there is to send."""
+        world, rng = self.world, self.rng
+        for _ in range(MOST_ROUNDS):
+            if not self.arrivals and not world.engine.requests and not world.pending:
+                world.drain()
+                return
+            self._clients()
+            idle = not world.pending or (bool(self.arrivals) and rng.random() < 0.3)
+            for _ in range(0 if idle else rng.choice((1, 1, 1, 2, 3))):
+                if world.pending:
+                    last = len(world.pending) - 1
+                    world.complete(rng.randint(0, last) if self.load.shuffle and rng.random() < 0.5 else 0)
+            if rng.random() < self.load.noise and (world.pending or world.delivered):
+                world.repeat_result(rng.randrange(8), epoch_before=rng.random() < 0.5)
+            world.dispatch()
+        raise AssertionError(f"liveness: not finished after {MOST_ROUNDS} rounds")
+
+    def _clients(self) -> None:
+        world, rng, load = self.world, self.rng, self.load
+        while self.arrivals:
+            self._arrive(self.arrivals.pop())
+            if rng.random() >= load.burst:
+                break
+        if rng.random() < load.abort and world.streams:
+            victim = rng.choice([s for s in world.streams if s.open] or world.streams)
+            if rng.random() < 0.1:
+                victim = rng.choice(world.streams)
+            world.abort(victim)
+            if rng.random() < 0.3:
+                world.abort(victim)
+            elif rng.random() < 0.5 and victim.aborted:
+                self._resubmit(victim)
+        gated = [s for s in world.streams if s.open and s.request and s.request.stale_rows]
+        if gated and rng.random() < 3 * load.abort:
+            world.abort(rng.choice(gated))
+        if rng.random() < load.abort / 10:
+            world.drop_client(rng.randrange(3))
+        if rng.random() < load.reset:
+            world.reset_prefix_cache(reset_running=rng.random() < 0.7)
+
+    def _arrive(self, a: Arrival) -> None:
+        answer = reference(a.prompt, a.params, self.load.limits.max_model_len, self.load.vocab)
+        replayed = min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1)
+        self.world.coverage["replays"] += replayed > 0
+        self.world.add(a.prompt, a.params, a.client, None, a.priority, a.salt, replayed)
+
+    def _resubmit(self, old: Stream) -> None:
+        """The same number again, at once, for another prompt."""
+        key = (old.client, old.number)
+        if key not in self.world._by_key:
+            prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
+            self.world.coverage["numbers reused"] += 1
+            self.world.add(prompt, old.params, *key)

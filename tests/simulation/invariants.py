@@ -1,0 +1,220 @@
+"""The identities of spec 0.2 and the invariants S1-1 to S1-15, recomputed from the ledger and first principles.
+
+Nothing is read from a cached sum without recomputing it. What cannot be recomputed later (which blocks a step in flight
+may touch, which hashes are of known tokens) the checker notes itself when it happens.
+"""
+
+from collections import Counter
+from hashlib import sha256
+
+from services.scheduler.ledger import InflightStep
+from services.scheduler.request import Request, RequestStatus
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.slots import DELIVER, DROP, FREE, LIVE
+from tests.simulation.oracle import ROOT, extend
+
+
+class InvariantError(AssertionError):
+    """An identity of the specification does not hold."""
+
+
+def demand(holds: bool, rule: str, detail: object = "") -> None:
+    if not holds:
+        raise InvariantError(f"{rule}: {detail}")
+
+
+class _Chain:
+    """Own hash chain over the known tokens of one request."""
+
+    def __init__(self, salt: str) -> None:
+        self.blocks = 0
+        self.digest = sha256(salt.encode()).digest()
+        self.prefix = ROOT
+
+
+class Checker:
+    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        self.known: dict[bytes, list[int]] = {}
+        """Block hash -> what the oracle's KV must hold in a block of that hash."""
+        self._chains: dict[Request, _Chain] = {}
+        self._touched: dict[int, set[int]] = {}
+        """step_id -> blocks of the tables it was dispatched with."""
+        self._last_sampled: dict[tuple[int, int], bool] = {}
+        """(slot, generation) -> whether its last processed entry was a sampling one."""
+        self._processed = 0
+
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def on_scheduled(self, step: InflightStep) -> None:
+        limits, tables = self.scheduler.limits, self.scheduler.kv.tables
+        slots, counts = step.slots.tolist(), step.counts.tolist()
+        demand(len(set(slots)) == len(slots), "S1-4", "two entries of one request in a step")
+        demand(min(counts) >= 1, "S1-5", f"counts {counts}")
+        demand(sum(counts) <= limits.max_num_batched_tokens, "S1-5", f"{sum(counts)} tokens in a step")
+        self._touched[step.step_id] = {block for slot in slots for block in tables[slot]}
+
+    def on_processed(self, step: InflightStep) -> None:
+        demand(step.step_id == self._processed + 1, "S1-12", f"step {step.step_id} after {self._processed}")
+        self._processed = step.step_id
+        del self._touched[step.step_id]
+        names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
+        self._last_sampled.update(zip(names, step.samples.tolist(), strict=True))
+
+    def on_void(self) -> None:
+        """Everything in flight was given up; its ids are never processed."""
+        self._touched.clear()
+        self._processed = self.scheduler._next_step - 1
+
+    def learn(self, requests: list[Request]) -> None:
+        """Notes the hashes of full blocks of tokens that the scheduler knows now."""
+        size, history = self.scheduler.limits.block_size, self.scheduler.slots.history
+        for request in requests:
+            slot = request.slot
+            total = int(self.scheduler.slots.tokens[slot]) if slot >= 0 else len(request.token_ids)
+            chain = self._chains.get(request)
+            if chain is None:
+                chain = self._chains[request] = _Chain(request.cache_salt)
+            while (chain.blocks + 1) * size <= total:
+                tokens = history[slot] if slot >= 0 else request.token_ids
+                block = tokens[chain.blocks * size : (chain.blocks + 1) * size]
+                chain.digest = sha256(chain.digest + block.tobytes()).digest()
+                content = []
+                for token in block.tolist():
+                    chain.prefix = extend(chain.prefix, token)
+                    content.append(chain.prefix)
+                self.known[chain.digest] = content
+                chain.blocks += 1
+
+    # -- what must hold ------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """After every transition of the scheduler."""
+        self._check_ledger()
+        self._check_slots()
+        self._check_waiting()
+        self._check_blocks()
+
+    def _check_ledger(self) -> None:
+        s, steps = self.scheduler.slots, self.scheduler.ledger.steps
+        demand(len(steps) <= self.depth, "S1-4", f"{len(steps)} steps in flight at depth {self.depth}")
+        f: Counter[int] = Counter()
+        h: Counter[int] = Counter()
+        stale: Counter[Request] = Counter()
+        newest: dict[int, int] = {}
+        state, generations = s.state.tolist(), s.generation.tolist()
+        for step in steps:
+            columns = (step.slots.tolist(), step.generations.tolist(), step.counts.tolist(), step.samples.tolist())
+            for slot, generation, count, samples in zip(*columns, strict=True):
+                demand(state[slot] != FREE, "S1-10", f"step {step.step_id} names the free slot {slot}")
+                demand(generations[slot] == generation, "S1-10", f"slot {slot} was given away in flight")
+                newest[slot] = step.step_id
+                if state[slot] == LIVE:
+                    f[slot] += count
+                    h[slot] += samples
+                elif state[slot] == DELIVER:
+                    stale[s.request(slot)] += samples
+        inflight, placeholders = s.inflight.tolist(), s.placeholders.tolist()
+        tokens, computed = s.tokens.tolist(), s.computed.tolist()
+        for slot in [i for i, value in enumerate(state) if value == LIVE]:
+            T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
+            demand(inflight[slot] == F, "0.2 F", f"slot {slot}: column {inflight[slot]}, ledger {F}")
+            demand(placeholders[slot] == H, "S1-1", f"slot {slot}: column {placeholders[slot]}, ledger {H}")
+            demand(0 <= F <= P, "I-a", f"slot {slot}: F={F} P={P}")
+            demand(0 <= P - F <= T, "S1-2", f"slot {slot}: C={P - F} T={T}")
+            demand(not H or P == T + H - 1, "S1-3", f"slot {slot}: P={P} T={T} H={H}")
+            if not F and self._last_sampled.get((slot, generations[slot])):
+                demand(P == T - 1, "I-c", f"slot {slot}: P={P} T={T}")
+        fences = {slot: step for step, slots in self.scheduler._fences.items() for slot in slots}
+        demand(
+            sum(map(len, self.scheduler._fences.values())) == len(fences), "0.7", "a slot behind two fences"
+        )
+        retired = {slot for slot, value in enumerate(state) if value in (DELIVER, DROP)}
+        demand(set(fences) == retired, "S1-10", f"fenced {set(fences)}, retired {retired}")
+        for slot, fence in fences.items():
+            demand(newest.get(slot) == fence, "S1-10", f"slot {slot}: fence {fence}, last {newest.get(slot)}")
+        for slot in retired:
+            request = s.request(slot)
+            if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
+                demand(not stale[request], "S1-14", f"{request.number} resumed before its stale rows arrived")
+        for request in {s.request(slot) for slot in retired} | set(self.scheduler.waiting):
+            demand(request.stale_rows == stale[request], "S1-14", f"{request.number}: {request.stale_rows} stale rows")
+
+    def _check_slots(self) -> None:
+        s, limits, running = self.scheduler.slots, self.scheduler.limits, self.scheduler.running.tolist()
+        state, ranks = s.state.tolist(), s.rank.tolist()
+        demand(len(running) <= limits.max_num_seqs, "S1-5", f"{len(running)} running")
+        demand(
+            sorted(running) == [i for i, value in enumerate(state) if value == LIVE], "running", "not the live slots"
+        )
+        order = [ranks[slot] for slot in running]
+        demand(all(a < b for a, b in zip(order, order[1:], strict=False)), "running", f"ranks {order}")
+        free = list(s.free)
+        demand(len(set(free)) == len(free), "slots", "a slot is free twice")
+        demand(set(free) == {i for i, value in enumerate(state) if value == FREE}, "slots", "free list and states")
+        for slot in free:
+            demand(s.owner[slot] is None and not self.scheduler.kv.tables[slot], "slots", f"{slot} is not empty")
+        for slot in running:
+            request = s.request(slot)
+            params, prompt = request.params, request.num_prompt_tokens
+            demand(request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}")
+            demand(ranks[slot] == request.rank, "slots", f"rank of {slot}")
+            demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "0.5", "limit")
+            stops = set(s.stop_ids[slot].tolist()) - {-1}
+            demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
+            demand(int(s.tokens[slot]) < int(s.limit[slot]), "S1-8", f"slot {slot} runs past its limit")
+
+    def _check_waiting(self) -> None:
+        waiting = list(self.scheduler.waiting)
+        demand(len(waiting) == len(self.scheduler.waiting), "waiting", "length")
+        for request in waiting:
+            demand(request.slot == -1, "waiting", f"{request.number} has a slot")
+            demand(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status)
+        total = sum(len(request.token_ids) for request in waiting)
+        demand(total == self.scheduler.waiting.num_tokens, "waiting", "num_tokens")
+        ranks = [request.rank for request in waiting]
+        demand(ranks == sorted(ranks), "waiting", "order")
+        head = self.scheduler.waiting.head()
+        demand((head.rank if head else None) == (ranks[0] if ranks else None), "waiting", "head")
+
+    def _check_blocks(self) -> None:
+        pool, tables = self.scheduler.kv.pool, self.scheduler.kv.tables
+        s, size = self.scheduler.slots, self.scheduler.limits.block_size
+        holders: Counter[int] = Counter()
+        capacity, computed = s.capacity.tolist(), s.computed.tolist()
+        for slot, table in enumerate(tables):
+            if table:
+                demand(len(set(table)) == len(table), "I3", f"slot {slot} holds a block twice")
+                demand(capacity[slot] == len(table) * size, "I3", f"capacity of slot {slot}")
+                demand(computed[slot] <= capacity[slot], "I3", f"slot {slot} computes beyond its blocks")
+                holders.update(table)
+        demand(pool.refs == [holders[b] for b in range(pool.num_blocks)], "I3", "reference counts are not the holders")
+        blank, cached = pool._blank, list(pool._cached)
+        free = {b for b, refs in enumerate(pool.refs) if refs == 0}
+        demand(len(blank) + len(cached) == len(free) == pool.num_free, "S1-10", "free + held is not the pool")
+        demand(set(blank) | set(cached) == free, "S1-10", "a held block is in a free list")
+        demand(all(pool.hash_of[b] is None for b in blank), "S1-9", "a blank block has a hash")
+        demand(all(pool.hash_of[b] is not None for b in cached), "S1-9", "a cached block has no hash")
+        found = {b: block_hash for block_hash, b in pool.by_hash.items()}
+        demand(
+            found == {b: x for b, x in enumerate(pool.hash_of) if x is not None}, "S1-9", "hash map is not a bijection"
+        )
+        for step, blocks in self._touched.items():
+            demand(blocks.isdisjoint(free), "S1-10", f"step {step} may still write a free block")
+
+    def check_cache(self, kv: list[list[int | None]]) -> None:
+        """S1-9, once every dispatched plan has reached the oracle: what can be hit is known, and really there."""
+        for block_hash, block in self.scheduler.kv.pool.by_hash.items():
+            content = self.known.get(block_hash)
+            demand(content is not None, "S1-9", f"block {block} is cached under a hash of no known tokens")
+            demand(kv[block] == content, "S1-9", f"block {block} does not hold what its hash promises")
+
+    def check_drained(self) -> None:
+        """S1-11."""
+        scheduler = self.scheduler
+        demand(not scheduler.ledger.steps and not scheduler._fences, "S1-11", "ledger")
+        demand(not len(scheduler.running) and not len(scheduler.waiting), "S1-11", "requests")
+        demand(scheduler.kv.pool.num_free == scheduler.limits.num_blocks, "S1-11", "blocks")
+        demand(len(scheduler.slots.free) == scheduler.limits.num_slots, "S1-11", "slots")
+        demand(scheduler.take_releases() is None, "S1-11", "releases that no worker was told")

@@ -1,0 +1,18 @@
+"""Replays one run of the simulator with a readable trace: `python -m tests.simulation.replay --seed 123 --depth 3`."""
+
+import argparse
+
+from tests.simulation.driver import play
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    args = parser.parse_args()
+    world = play(args.seed, args.depth, trace=print)
+    print("passed:", dict(world.coverage))
+
+
+if __name__ == "__main__":
+    main()

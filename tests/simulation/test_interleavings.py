@@ -1,0 +1,114 @@
+"""A small model checker: every order of {add, abort, dispatch, complete} of tiny requests, invariants after each.
+
+States that were seen are not expanded again; each new frontier state is drained and its answers compared.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from services.scheduler.scheduler import Limits
+from tests.simulation.world import World, params
+
+LENGTH = 8
+"""Events per order."""
+
+
+@dataclass(frozen=True)
+class Case:
+    limits: Limits
+    prompts: tuple[list[int], ...]
+    params: tuple[SamplingParams, ...]
+    priorities: tuple[int, ...]
+    reset: bool = False
+
+
+CASES = {
+    # Room for one and a half requests: blocks run short while steps are in flight.
+    "kv pressure": Case(Limits(2, 8, 12, 4, 4), ([2, 3, 4, 5, 6], [7, 8, 9]), (params(5, eos=False),) * 2, (0, 0)),
+    # One seat; the later request displaces the first, whose tokens are still delivered. Answers end by EOS or length.
+    "displacement": Case(Limits(1, 8, 16, 8, 4), ([2, 3, 4], [5, 6]), (params(3, 2, 3, 4), params(2)), (1, 0)),
+    # Equal prompts in chunks, and a cache reset that recomputes what runs.
+    "sharing and reset": Case(
+        Limits(2, 3, 16, 8, 2), ([2, 3, 4, 5], [2, 3, 4, 5]), (params(2, eos=False),) * 2, (0, 0), reset=True
+    ),
+    "three requests": Case(Limits(2, 4, 8, 5, 2), ([2, 3], [4], [2, 3, 5]), (params(2, eos=False),) * 3, (0, 0, -1)),
+}
+
+
+def _add(world: World, case: Case, index: int) -> None:
+    world.add(case.prompts[index], case.params[index], number=index, priority=case.priorities[index])
+
+
+def _abort(world: World, index: int) -> None:
+    world.abort(next(stream for stream in world.streams if stream.number == index))
+
+
+def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[str, Callable[[World], None]]]:
+    """The events that may come next."""
+    for index in range(len(case.prompts)):
+        if f"add {index}" not in done:
+            yield f"add {index}", partial(_add, case=case, index=index)
+        elif f"abort {index}" not in done:
+            yield f"abort {index}", partial(_abort, index=index)
+    if world.engine.has_requests and not world.engine.queue.full:
+        yield "dispatch", lambda world: world.dispatch() and None
+    if world.pending:
+        yield "complete", lambda world: world.complete()
+    if case.reset and "reset" not in done and len(world.scheduler.running):
+        yield "reset", lambda world: world.reset_prefix_cache(reset_running=True)
+
+
+def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
+    """Everything that decides what happens next; request numbers stand for requests."""
+    scheduler, s = world.scheduler, world.scheduler.slots
+    pool, live = scheduler.kv.pool, [i for i, state in enumerate(s.state.tolist()) if state]
+    return (
+        done,
+        tuple(
+            (i, s.request(i).number, int(s.state[i]), int(s.tokens[i]), int(s.computed[i]), tuple(scheduler.kv.tables[i]))
+            for i in live
+        ),
+        tuple((r.number, len(r.token_ids), r.stale_rows) for r in scheduler.waiting),
+        tuple((tuple(x.slots.tolist()), tuple(x.counts.tolist())) for x in scheduler.ledger.steps),
+        len(world.pending),
+        tuple(pool._blank),
+        tuple(pool._cached),
+        tuple(pool.by_hash.items()),
+        tuple(s.free),
+        tuple((x.number, len(x.tokens), x.finish is None, x.aborted) for x in world.streams),
+        tuple(scheduler._released),
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> None:
+    case = CASES[name]
+    start = World(case.limits, depth, vocab=16, use_priority=True)
+    frontier: list[tuple[World, frozenset[str], tuple[str, ...]]] = [(start, frozenset(), ())]
+    seen = 0
+    for _ in range(LENGTH):
+        following: dict[tuple[object, ...], tuple[World, frozenset[str], tuple[str, ...]]] = {}
+        for world, done, path in frontier:
+            for event, apply in enabled(world, case, done):
+                after = copy.deepcopy(world)
+                try:
+                    apply(after)
+                    after.publish()
+                except Exception as error:
+                    pytest.fail(f"{type(error).__name__}: {error}\nevents: {[*path, event]}")
+                marks = done if event in ("dispatch", "complete") else done | {event}
+                following.setdefault(fingerprint(after, marks), (after, marks, (*path, event)))
+        frontier = list(following.values())
+        seen += len(frontier)
+    for world, _, path in frontier:
+        try:
+            world.drain()
+        except Exception as error:
+            pytest.fail(f"{type(error).__name__}: {error}\nevents, then drained: {list(path)}")
+    assert seen > 100, f"only {seen} states explored"

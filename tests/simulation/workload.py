@@ -1,0 +1,88 @@
+"""Workloads drawn from a seed: small pools, few seats, shared prefixes, every kind of stop."""
+
+from dataclasses import dataclass
+from random import Random
+
+from protocol.sampling import SamplingParams
+from services.scheduler.scheduler import Limits
+from tests.simulation.world import params
+
+
+@dataclass(frozen=True)
+class Arrival:
+    prompt: list[int]
+    params: SamplingParams
+    client: int
+    priority: int
+    salt: str
+    replayed: float
+    """Share of the answer that was delivered before, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    limits: Limits
+    threshold: int
+    """long_prefill_token_threshold, 0: none."""
+    vocab: int
+    use_priority: bool
+    arrivals: list[Arrival]
+    burst: float
+    """Chance that another request arrives in the same round."""
+    abort: float
+    reset: float
+    noise: float
+    """Chance per round of an abort, of a reset, of a late or repeated result."""
+    shuffle: bool
+    """Whether results may overtake one another."""
+
+
+def draw(seed: int) -> Workload:
+    rng = Random(seed)
+    block_size = rng.choice((4, 4, 16))
+    num_blocks = rng.randint(17, 33) if block_size == 4 or rng.random() < 0.5 else rng.randint(5, 12)
+    longest = min(num_blocks * block_size, rng.choice((32, 48, 72)))
+    contended = rng.random() < 0.3
+    limits = Limits(
+        max_num_seqs=rng.choice((1, 2, 2) if contended else (1, 3, 4, 4, 8)),
+        max_num_batched_tokens=rng.choice((3, 8, 16, 16, 48, 64)) if rng.random() < 0.95 else 1,
+        max_model_len=longest,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=rng.random() < 0.9,
+    )
+    vocab = rng.choice((6, 16, 64, 500))
+    shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
+    calm = rng.random() < 0.3
+    return Workload(
+        limits=limits,
+        threshold=rng.choice((0, 0, 0, 3, 5)),
+        vocab=vocab,
+        use_priority=contended or rng.random() < 0.4,
+        arrivals=[_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))],
+        burst=rng.choice((0.0, 0.2) if contended else (0.2, 0.6, 1.0)),
+        abort=0.0 if calm else 0.08,
+        reset=0.0 if calm else 0.02,
+        noise=0.0 if calm else 0.03,
+        shuffle=rng.random() < 0.3,
+    )
+
+
+def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> Arrival:
+    length = rng.randint(1, longest - 1 if rng.random() < 0.2 else longest // 2)
+    kept = rng.choice((0, length, length, rng.randint(0, length)))
+    prompt = rng.choice(shared)[:kept] + [rng.randrange(vocab) for _ in range(length - kept)]
+    return Arrival(
+        prompt=prompt,
+        params=params(
+            rng.choice((1, 2, 3, 5, rng.randint(4, 20), 100)),
+            *rng.sample(range(vocab), rng.choice((0, 0, 1, 3))),
+            eos=rng.random() < 0.6,
+            min_tokens=rng.choice((0, 0, 0, 2, 6)),
+            seed=rng.choice((None, None, rng.randrange(2**63))),
+        ),
+        client=rng.choice((0, 0, 1, 2)),
+        priority=rng.choice((0, 0, -1, 1, 5)),
+        salt=rng.choice(("", "", "", "a")),
+        replayed=rng.choice((0.0, 0.0, 0.0, 0.5, 0.9)),
+    )

@@ -1,0 +1,348 @@
+"""A simulated world around the production `EngineCore`: clients, an oracle worker, and time under the test's control.
+
+Every plan, result and output crosses the codec, so what is in flight is an immutable snapshot. After every transition the
+checker recomputes the invariants; every delivered token is compared with the pure reference the moment it arrives.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.codec import Decoder, encode, pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.engine import EngineCore
+from services.scheduler.ledger import InflightStep
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
+from services.scheduler.request import Request, RequestStatus
+from services.scheduler.scheduler import Limits, Scheduler
+from services.scheduler.slots import Column
+from tests.simulation.invariants import Checker
+from tests.simulation.oracle import Answer, OracleWorker, reference
+
+EOS = 1
+
+
+class DeliveryError(AssertionError):
+    """A client saw something else than its answer, each token once, and one finish."""
+
+
+def params(max_tokens: int, *stop: int, eos: bool = True, min_tokens: int = 0, seed: int | None = None) -> SamplingParams:
+    """Sampling parameters of a request; sampled if it has a seed, else greedy."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if seed is None else 1.0,
+        seed=seed or 0,
+        min_tokens=min_tokens,
+        eos_token_ids=(EOS,) if eos else (),
+        stop_token_ids=stop,
+    )
+
+
+@dataclass(eq=False)
+class Stream:
+    """One request as its client sees it."""
+
+    client: int
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    answer: Answer
+    replayed: int
+    """Output tokens that were delivered before this request (a replay)."""
+    tokens: list[int] = field(default_factory=list)
+    """Output tokens, replayed ones first."""
+    finish: Finish | None = None
+    aborted: bool = False
+    scheduled: int = 0
+    """Tokens scheduled over the request's life."""
+    steps: int = 0
+    request: Request | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.finish is None and not self.aborted
+
+
+class _Watched(Scheduler):
+    """The production scheduler, reporting its transitions."""
+
+    world: "World"
+
+    def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
+        planned = super().schedule()
+        self.world._on_scheduled(planned)
+        return planned
+
+    def update_from_output(self, step: InflightStep, token_ids: Column) -> None:
+        super().update_from_output(step, token_ids)
+        self.world._on_updated(step)
+
+    def _displace(self) -> None:
+        before = self.counters["preemptions"]
+        super()._displace()
+        self.world.coverage["displacements"] += self.counters["preemptions"] - before
+
+    def _deliver_stale(self, rows: Column, token_ids: Column) -> None:
+        owners = [self.slots.request(slot) for slot in rows.tolist()]
+        super()._deliver_stale(rows, token_ids)
+        self.world.coverage["stale deliveries"] += len(owners)
+        self.world.coverage["stops while preempted"] += sum(o.status is RequestStatus.FINISHED for o in owners)
+
+
+class World:
+    def __init__(
+        self,
+        limits: Limits,
+        depth: int,
+        vocab: int = 64,
+        use_priority: bool = False,
+        policy: BatchingPolicy | None = None,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.limits, self.depth, self.vocab = limits, depth, vocab
+        self.scheduler = _Watched(limits, policy or ChunkedPolicy())
+        self.scheduler.world = self
+        self.engine = EngineCore(self.scheduler, depth, vocab, use_priority=use_priority)
+        self.worker = OracleWorker(limits.num_slots, limits.num_blocks, limits.block_size, vocab)
+        self.checker = Checker(self.scheduler, depth)
+        self.coverage: Counter[str] = Counter()
+        self.streams: list[Stream] = []
+        self.pending: dict[int, bytes] = {}
+        """step_id -> result on its way back."""
+        self.delivered: deque[bytes] = deque(maxlen=8)
+        self.plans: list[SchedulerOutput] = []
+        self.expected_stale = 0
+        self._by_key: dict[tuple[int, int], Stream] = {}
+        self._by_request: dict[Request, Stream] = {}
+        self._trace = trace
+        self._results: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
+        self._plans: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
+        self._outputs: Decoder[RequestOutputs] = Decoder(RequestOutputs)
+
+    def log(self, *parts: object) -> None:
+        if self._trace is not None:
+            self._trace(" ".join(map(str, parts)))
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        client: int = 0,
+        number: int | None = None,
+        priority: int = 0,
+        salt: str = "",
+        replayed: int = 0,
+    ) -> Stream:
+        """Sends a request; `replayed` of its output tokens count as delivered before."""
+        number = len(self.streams) if number is None else number
+        answer = reference(prompt, sampling, self.limits.max_model_len, self.vocab)
+        stream = Stream(client, number, prompt, sampling, answer, replayed, answer.tokens[:replayed])
+        message = GenerateRequest(
+            number, pack(prompt + stream.tokens), len(prompt), sampling, priority, salt, f"sim-{number}"
+        )
+        self.log("add", f"{client}/{number}", f"p={len(prompt)}", sampling, f"rank {priority}", f"replayed {replayed}")
+        self.streams.append(stream)
+        self._by_key[client, number] = stream
+        self.engine.add(client, message)
+        stream.request = self.engine.requests.get((client, number))
+        if stream.request is not None:
+            self._by_request[stream.request] = stream
+        self._transition()
+        return stream
+
+    def abort(self, *streams: Stream) -> None:
+        for stream in streams:
+            self.coverage[f"aborts: {self.stage(stream)}"] += 1
+            self.log("abort", f"{stream.client}/{stream.number}", self.stage(stream))
+            current = self._by_key.get((stream.client, stream.number))
+            if current in (None, stream):
+                stream.aborted = stream.aborted or stream.finish is None
+                self._by_key.pop((stream.client, stream.number), None)
+                self.engine.abort(stream.client, [stream.number])
+                self._transition()
+
+    def drop_client(self, client: int) -> None:
+        self.log("drop client", client)
+        for key in [key for key in self._by_key if key[0] == client]:
+            self._by_key.pop(key).aborted = True
+            self.coverage["client drops"] += 1
+        self.engine.drop_client(client)
+        self._transition()
+
+    def reset_prefix_cache(self, reset_running: bool) -> None:
+        self.log("reset prefix cache", "with running" if reset_running else "")
+        if len(self.engine.queue) and len(self.scheduler.running):
+            self.coverage[f"resets in flight: running={reset_running}"] += 1
+        self.scheduler.reset_prefix_cache(reset_running)
+        assert not self.scheduler.kv.pool.by_hash
+        self._transition()
+
+    def stage(self, stream: Stream) -> str:
+        """Where a request is, for coverage."""
+        request, slots = stream.request, self.scheduler.slots
+        if request is None or request.status is RequestStatus.FINISHED:
+            return "finished"
+        if request.status is not RequestStatus.RUNNING:
+            return "stale rows in flight" if request.stale_rows else request.status.name.lower()
+        computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
+        kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
+        return f"{kind} in flight" if inflight else f"{kind} idle"
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def dispatch(self) -> int:
+        """What the service does after each batch of events: fill the queue, send, publish. Returns the steps sent."""
+        before = len(self.engine.queue)
+        for message in self.engine.dispatch():
+            frame = encode(message)
+            if isinstance(message, SchedulerOutput):
+                self.plans.append(self._plans.decode(frame))
+            result = self.worker.receive(frame)
+            if result is not None:
+                self.pending[self._results.decode(result).step_id] = result
+        self.checker.check_cache(self.worker.kv)
+        queued = [step.step_id for step in self.engine.queue._steps]
+        assert queued == [step.step_id for step in self.scheduler.ledger.steps], "I-d: ledger and batch queue differ"
+        assert self.engine.queue or not self.engine.has_requests, "S1-15: requests exist and nothing is in flight"
+        self.publish()
+        return len(self.engine.queue) - before
+
+    def complete(self, which: int = 0) -> None:
+        """The result of the `which`-th step whose result is still on its way arrives."""
+        step_id = list(self.pending)[which]
+        frame = self.pending.pop(step_id)
+        self.log("result", step_id)
+        self.coverage["results out of order"] += which > 0
+        self.delivered.append(frame)
+        self.engine.on_result(self._results.decode(frame))
+        self.checker.check_cache(self.worker.kv)
+        assert self.engine.stale_results == self.expected_stale
+
+    def repeat_result(self, which: int, epoch_before: bool) -> None:
+        """A result arrives once more, or one of an earlier epoch: dropped and counted."""
+        frame = self.delivered[which % len(self.delivered)] if self.delivered else next(iter(self.pending.values()))
+        if epoch_before or not self.delivered:
+            message = self._results.decode(frame)
+            frame = encode(msgspec.structs.replace(message, epoch=message.epoch - 1))
+        self.expected_stale += 1
+        self.coverage["late results: old epoch" if epoch_before else "late results: repeated"] += 1
+        self.engine.on_result(self._results.decode(frame))
+        assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
+        self.checker.check()
+
+    def step(self) -> None:
+        """Fills the queue and lets the oldest result arrive."""
+        self.dispatch()
+        if self.pending:
+            self.complete()
+
+    def drain(self, most: int = 20_000) -> None:
+        """Runs until nothing is left, then checks what must hold of an empty engine."""
+        for _ in range(most):
+            self.dispatch()
+            if not self.pending:
+                self.check_drained()
+                return
+            self.complete()
+        raise DeliveryError(f"not drained after {most} steps")
+
+    def check_drained(self) -> None:
+        self.checker.check()
+        self.checker.check_drained()
+        assert not self.worker.slots, "S1-11: worker rows"
+        assert not self.engine.requests, "S1-11: requests are remembered"
+        for stream in self.streams:
+            if not stream.aborted and stream.finish is None:
+                raise DeliveryError(f"{stream.client}/{stream.number} never finished")
+
+    # -- observers -----------------------------------------------------------------------------------------------
+
+    def _transition(self) -> None:
+        self.checker.learn(list(self.engine.requests.values()))
+        self.checker.check()
+
+    def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
+        if planned is not None:
+            step, plan = planned
+            self.checker.on_scheduled(step)
+            entering = {new.slot for new in plan.new}
+            rows = (step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist())
+            for slot, start, count, samples in zip(*rows, strict=True):
+                stream = self._by_request[self.scheduler.slots.request(slot)]
+                stream.scheduled += count
+                stream.steps += 1
+                self.coverage["prefix hits"] += start > 0 and slot in entering
+                self.coverage["chunked prefills"] += not samples
+                self.coverage["resumed"] += slot in entering and stream.steps > 1
+            self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
+        self.checker.check()
+
+    def _on_updated(self, step: InflightStep) -> None:
+        self.checker.on_processed(step)
+        self._transition()
+
+    def publish(self) -> None:
+        for client, message in self.engine.take_outputs():
+            outputs = self._outputs.decode(encode(message))
+            numbers = memoryview(outputs.numbers).cast("I").tolist()
+            for number, index, token in zip(
+                numbers, unpack(outputs.indices).tolist(), unpack(outputs.token_ids).tolist(), strict=True
+            ):
+                self._on_token(self._open(client, number), index, token)
+            for finish in outputs.finished:
+                self._on_finish(self._open(client, finish.number), finish)
+
+    def _open(self, client: int, number: int) -> Stream:
+        stream = self._by_key.get((client, number))
+        if stream is None or not stream.open:
+            raise DeliveryError(f"S1-8: output for {client}/{number}, which has ended")
+        return stream
+
+    def _on_token(self, stream: Stream, index: int, token: int) -> None:
+        name, expected = f"{stream.client}/{stream.number}", stream.answer.tokens
+        if index != len(stream.tokens):
+            raise DeliveryError(f"S1-12: {name} got index {index} after {len(stream.tokens)} tokens")
+        if index >= len(expected) or expected[index] != token:
+            raise DeliveryError(f"S1-7: {name} got token {token} at {index}, expected {expected[index : index + 1]}")
+        stream.tokens.append(token)
+
+    def _on_finish(self, stream: Stream, finish: Finish) -> None:
+        name = f"{stream.client}/{stream.number}"
+        self.log("finish", name, finish)
+        stream.finish = finish
+        del self._by_key[stream.client, stream.number]
+        self.coverage[f"finishes: {finish.reason.name}"] += 1
+        if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        got = (stream.tokens, finish.reason, finish.stop_reason)
+        wanted = (stream.answer.tokens, stream.answer.reason, stream.answer.stop_reason)
+        if got != wanted:
+            raise DeliveryError(f"{name} finished with {got}, expected {wanted}")
+        self._count_stop(stream, finish)
+        self._check_scheduled(name, stream, finish)
+
+    def _count_stop(self, stream: Stream, finish: Finish) -> None:
+        if finish.reason is FinishReason.LENGTH:
+            full = len(stream.prompt) + len(stream.tokens) == self.limits.max_model_len
+            self.coverage["stops: context" if full else "stops: max_tokens"] += 1
+        else:
+            self.coverage["stops: EOS" if finish.stop_reason is None else "stops: stop token"] += 1
+            self.coverage["stops: on the last token"] += len(stream.tokens) == stream.params.max_tokens
+            self.coverage["stops: on the first token"] += len(stream.tokens) == 1
+        gate = set(stream.params.eos_token_ids + stream.params.stop_token_ids)
+        self.coverage["stops held back by min_tokens"] += not gate.isdisjoint(stream.tokens[:-1])
+
+    def _check_scheduled(self, name: str, stream: Stream, finish: Finish) -> None:
+        """S1-6, exact at every depth; a stop that nobody could foresee costs at most one token per further step."""
+        if finish.num_preemptions:
+            return
+        exact = len(stream.prompt) + len(stream.tokens) - 1 - finish.num_cached_tokens
+        slack = 0 if finish.reason is FinishReason.LENGTH else self.depth - 1
+        if not exact <= stream.scheduled <= exact + slack:
+            raise DeliveryError(f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})")
