@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m services.worker.backends.native.kernels
 	@touch $@
 
 # exec: the server is make's direct child and gets its signals.

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import pydantic
 from fastapi import FastAPI
@@ -154,14 +154,20 @@ def _named(error: pydantic.ValidationError) -> APIError:
 
 
 def _prompts(body: CompletionRequest, model: ServedModel, vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt. Raises: APIError"""
     given = body.prompt
-    many = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    prompts = []
-    for prompt in many:
-        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else list(prompt)
-        if any(not 0 <= token < vocab_size for token in ids if isinstance(token, int)):
-            raise invalid(f"prompt: token ids must lie between 0 and {vocab_size - 1}", "prompt")
-        prompts.append(ids)
+    several = [given] if isinstance(given, str) or _are_ids(given) else given
+    prompts = [
+        list(prompt) if _are_ids(prompt) else model.tokenizer.encode(str(prompt)) if prompt else []
+        for prompt in several
+    ]
     if not prompts:
         raise invalid("the prompt is empty", "prompt")
-    return prompts  # type: ignore[return-value]
+    outside = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise invalid(f"prompt: token {outside} is not between 0 and {vocab_size - 1}", "prompt")
+    return prompts
+
+
+def _are_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int)

@@ -76,7 +76,7 @@ class EngineClient:
         return len(self._streams)
 
     async def run(self) -> None:
-        """Connects and reads until cancelled. When the scheduler is gone, open requests end; then it is dialled again."""
+        """Connects and reads until cancelled. A lost scheduler ends the open requests and is dialled again."""
         while True:
             client = AsyncClient(self._endpoint)
             try:

@@ -51,6 +51,7 @@ class Service:
         self._stop_now = False
         self._last_state: EngineState | None = None
         self._next_report = 0.0
+        self._was_busy = False
         self._trace: TextIO | None = open(config.step_trace, "w") if config.step_trace else None  # noqa: SIM115
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -191,9 +192,11 @@ class Service:
                     self._record("schedule", message.step_id)
                 self.workers.send(self.group.peer, message)
             self._publish()
-        busy = self.engine is not None and self.engine.has_requests
-        if (busy and time.monotonic() >= self._next_report) or self._state_changed():
+        busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
+        due = busy and time.monotonic() >= self._next_report
+        if due or self._was_busy > busy or self._state_changed():
             self._report_state()
+        self._was_busy = busy
 
     def _publish(self) -> None:
         if self.engine is None:

@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_STOPS, MAX_STOP_CHARS, MAX_PROMPTS, MAX_TEXT, MAX_MESSAGES = 16, 256, 64, 4_000_000, 4096
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS, MAX_PROMPTS, MAX_TEXT, MAX_MESSAGES = (
+    16,
+    256,
+    128,
+    64,
+    4_000_000,
+    4096,
+)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=2_000_000)]
@@ -32,7 +39,7 @@ class Request(BaseModel):
     stop: Annotated[str, Field(max_length=MAX_STOP_CHARS)] | Annotated[
         list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOPS)
     ] | None = None  # fmt: skip
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
     cache_salt: str | None = Field(None, max_length=256)
