@@ -62,13 +62,13 @@ class Answer:
 
         Raises: OutOfOrder
         """
+        if self.stop_string is not None:
+            return ""
         if index < self.num_tokens:
             self.duplicates += 1
             return ""
         if index > self.num_tokens:
             raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
-        if self.stop_string is not None:
-            return ""
         self.num_tokens += 1
         text = self._detokenizer.push(token_id)
         return self._filter.push(text) if text else ""
