@@ -4,7 +4,6 @@ import asyncio
 
 import msgspec
 
-from protocol.handshake import PROTOCOL_VERSION, Hello
 from protocol.transport.client import Client
 from protocol.transport.curve import ClientKeys
 
@@ -22,7 +21,7 @@ class AsyncClient:
 
         Raises: HandshakeRefused, HandshakeTimeout
         """
-        self.send(Hello(*PROTOCOL_VERSION, role, name))
+        self._client.greet(role, name)
         try:
             answer = await asyncio.wait_for(self.receive(), timeout)
         except TimeoutError:
@@ -48,12 +47,13 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         self._wake = loop.create_future()
         # Only while somebody waits: the signs stay up until they are read, which would spin the loop.
-        for fd in self._client.fds:
+        fds = self._client.fds
+        for fd in fds:
             loop.add_reader(fd, self._on_event)
         try:
             await self._wake
         finally:
-            for fd in self._client.fds:
+            for fd in fds:
                 loop.remove_reader(fd)
 
     def _on_event(self) -> None:

@@ -1,8 +1,8 @@
 """The side that connects."""
 
-import logging
 import math
 import time
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -12,9 +12,7 @@ from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.transport.curve import ClientKeys, secure_client
 from protocol.transport.endpoint import check_endpoint, configure
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
-from protocol.transport.monitor import FAILURES, Monitor
-
-log = logging.getLogger("runahead.transport")
+from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
 SEND_TIMEOUT_MS = 10_000
 """How long `send` waits for room in the queue."""
@@ -41,7 +39,7 @@ class Client:
         except BaseException:
             self.close()
             raise
-        self._connected = self._welcome = self._gone = False
+        self._connected = self._welcome = self._gone = self._hopeless = False
         self._failure = ""
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
@@ -52,11 +50,18 @@ class Client:
 
         Raises: HandshakeRefused, HandshakeTimeout
         """
-        self.send(Hello(*PROTOCOL_VERSION, role, name))
+        self.greet(role, name)
         frame = self.receive(timeout)
         if frame is None:
             raise self.unanswered(timeout)
         self.accept(frame)
+
+    def greet(self, role: str, name: str) -> None:
+        """The first half of `handshake`; `accept` is the second."""
+        with suppress(
+            PeerSlow
+        ):  # no room before the first message: the connection failed, `receive` says how
+            self.send(Hello(*PROTOCOL_VERSION, role, name), wait=False)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
         """Raises: PeerSlow, without room in the queue (for 10 s, unless told not to wait); PeerGone"""
@@ -70,7 +75,8 @@ class Client:
     def receive(self, timeout: float | None = None) -> bytes | None:
         """The next frame; None after `timeout` seconds without one (None: waits for ever).
 
-        Raises: PeerGone, when the server left and all it sent was read; HandshakeRefused, when it turned us away
+        Raises: PeerGone, when the server left and all it sent was read; HandshakeRefused, when it turned us away or
+            cannot be spoken to
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (frame := self.take()) is None:
@@ -88,6 +94,8 @@ class Client:
         except zmq.Again:
             if self._gone:
                 raise PeerGone(f"{self.endpoint} closed the connection") from None
+            if self._hopeless:
+                raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
             return None
         if frame.startswith(_REFUSED):
             check_answer(frame)
@@ -102,16 +110,12 @@ class Client:
     def _watch(self) -> None:
         for event in self._monitor.read():
             if event in FAILURES:
-                self._report(FAILURES[event])
+                self._failure = FAILURES[event]
+                self._hopeless |= event in FINAL
             else:
                 self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 # For ever: on a new connection the server would not know us.
                 self._gone |= self._welcome and not self._connected
-
-    def _report(self, failure: str) -> None:
-        if failure != self._failure:  # libzmq tries again and again
-            log.warning("no connection to %s: %s", self.endpoint, failure)
-        self._failure = failure
 
     def unanswered(self, timeout: float) -> HandshakeTimeout:
         text = f"no answer from {self.endpoint} within {timeout:g} s"

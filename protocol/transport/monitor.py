@@ -11,6 +11,8 @@ FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the key is not on the list of those allowed",
 }
 """Connections that never came about, and the likely reason."""
+FINAL = {zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH}
+"""Those after which libzmq does not try again."""
 
 
 class Monitor:

@@ -1,0 +1,28 @@
+"""Sockets in a private directory, and a server to talk to."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.transport import Server
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Short: an ipc path has 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="runahead-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def endpoint(directory: Path) -> str:
+    return f"ipc://{directory}/socket"
+
+
+@pytest.fixture
+def server(endpoint: str) -> Iterator[Server]:
+    server = Server(endpoint, {"worker", "frontend"})
+    yield server
+    server.close()

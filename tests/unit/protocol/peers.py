@@ -1,0 +1,75 @@
+"""Both ends of a connection in one test."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from protocol.codec import Decoder, encode
+from protocol.handshake import PROTOCOL_VERSION, Hello
+from protocol.membership import Heartbeat
+from protocol.transport import Client, ClientKeys, Server
+
+PATIENCE = 60.0
+"""Seconds after which a silent socket fails a test."""
+
+heartbeats: Decoder[Heartbeat] = Decoder(Heartbeat)
+
+
+def arrived(server: Server) -> tuple[bytes, Hello | bytes]:
+    """What reaches the server next."""
+    while (received := server.receive()) is None:
+        assert server.socket.poll(1000 * PATIENCE), "nothing arrived"
+    return received
+
+
+def connect(server: Server, role: str = "worker", keys: ClientKeys | None = None) -> tuple[Client, bytes]:
+    """A client that has shaken hands, and the server's name for it."""
+    client = Client(server.endpoint, keys)
+    client.send(Hello(*PROTOCOL_VERSION, role, "test"))
+    peer, hello = arrived(server)
+    assert isinstance(hello, Hello)
+    answer = client.receive(PATIENCE)
+    assert answer is not None
+    client.accept(answer)
+    return client, peer
+
+
+def exchange(server: Server, client: Client, peer: bytes, number: int = 1) -> None:
+    """A message each way."""
+    client.send(Heartbeat(1, number))
+    assert arrived(server) == (peer, encode(Heartbeat(1, number)))
+    server.send(peer, Heartbeat(2, number))
+    assert client.receive(PATIENCE) == encode(Heartbeat(2, number))
+
+
+@contextmanager
+def echoing(server: Server) -> Iterator[None]:
+    """The server runs in a thread that sends every heartbeat back; the test must not touch it meanwhile."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            server.socket.poll(20)
+            while (received := server.receive()) is not None:
+                peer, frame = received
+                if isinstance(frame, bytes):
+                    server.send(peer, heartbeats.decode(frame))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def raw_dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    """A peer that keeps to no rules."""
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield socket

@@ -1,0 +1,158 @@
+"""The asyncio client, on asyncio's own loop and on uvloop."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from protocol.codec import encode
+from protocol.membership import Heartbeat, LoadFailed
+from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow, Server
+from protocol.transport.aio import AsyncClient
+from protocol.transport.endpoint import HIGH_WATER_MARK
+from tests.unit.protocol.peers import PATIENCE, echoing
+
+Run = Callable[[Callable[[], Awaitable[None]]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    def run(test: Callable[[], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(asyncio.wait_for(_as_coroutine(test), PATIENCE))
+
+    return run
+
+
+async def _as_coroutine(test: Callable[[], Awaitable[None]]) -> None:
+    await test()
+
+
+async def connect(endpoint: str) -> AsyncClient:
+    client = AsyncClient(endpoint)
+    await client.handshake("frontend", "test", PATIENCE)
+    return client
+
+
+def test_nothing_is_lost_while_both_sides_send(server: Server, run: Run) -> None:
+    """Sending may swallow the sign that something arrived: then the last answers would never be read."""
+    count = 3000
+
+    async def test() -> None:
+        client = await connect(server.endpoint)
+
+        async def receive() -> list[bytes]:
+            return [await client.receive() for _ in range(count)]
+
+        receiver = asyncio.create_task(receive())
+        for i in range(count):
+            client.send(Heartbeat(1, i))
+            if i % 7 == 0:
+                await asyncio.sleep(0)
+        assert await receiver == [encode(Heartbeat(1, i)) for i in range(count)]
+        client.close()
+
+    with echoing(server):
+        run(test)
+
+
+def test_a_question_and_its_answer_many_times(server: Server, run: Run) -> None:
+    async def test() -> None:
+        client = await connect(server.endpoint)
+        for i in range(500):
+            client.send(Heartbeat(1, i))
+            assert await client.receive() == encode(Heartbeat(1, i))
+        client.close()
+
+    with echoing(server):
+        run(test)
+
+
+def test_a_cancelled_receive_loses_nothing(server: Server, run: Run) -> None:
+    async def test() -> None:
+        client = await connect(server.endpoint)
+        for i in range(200):
+            receiver = asyncio.create_task(client.receive())
+            await asyncio.sleep(0)
+            client.send(Heartbeat(1, i))
+            if i % 2:
+                await asyncio.sleep(0.001)
+            receiver.cancel()
+            done = (await asyncio.gather(receiver, return_exceptions=True))[0]
+            frame = await client.receive() if isinstance(done, asyncio.CancelledError) else done
+            assert frame == encode(Heartbeat(1, i))
+        client.close()
+
+    with echoing(server):
+        run(test)
+
+
+def test_a_frame_that_waits_for_a_receiver_does_not_spin_the_loop(server: Server, run: Run) -> None:
+    async def test() -> None:
+        client = await connect(server.endpoint)
+        client.send(Heartbeat(1, 1))
+        await client.receive()
+        client.send(Heartbeat(1, 2))  # its answer stays unread
+        loop = asyncio.get_running_loop()
+        assert not any(loop.remove_reader(fd) for fd in client._client.fds)
+        assert await client.receive() == encode(Heartbeat(1, 2))
+        client.close()
+
+    with echoing(server):
+        run(test)
+
+
+def test_a_server_that_leaves_wakes_the_receiver(endpoint: str, run: Run) -> None:
+    async def test() -> None:
+        server = Server(endpoint, {"frontend"})
+        with echoing(server):
+            client = await connect(endpoint)
+        receiver = asyncio.create_task(client.receive())
+        await asyncio.sleep(0)
+        server.close()
+        with pytest.raises(PeerGone, match="closed the connection"):
+            await receiver
+        with pytest.raises(PeerGone):
+            client.send(Heartbeat(1, 1))
+        client.close()
+
+    run(test)
+
+
+def flood(client: AsyncClient) -> None:
+    text = LoadFailed("x" * 1000)
+    for _ in range(10 * HIGH_WATER_MARK):
+        client.send(text)
+
+
+def test_a_server_that_does_not_read_never_blocks_the_loop(server: Server, run: Run) -> None:
+    async def test() -> None:
+        with echoing(server):
+            client = await connect(server.endpoint)
+        with pytest.raises(PeerSlow):
+            flood(client)
+        client.close()
+
+    run(test)
+
+
+def test_refused(server: Server, run: Run) -> None:
+    async def test() -> None:
+        client = AsyncClient(server.endpoint)
+        with pytest.raises(HandshakeRefused, match="'bench' is not expected"):
+            await client.handshake("bench", "", PATIENCE)
+        client.close()
+
+    with echoing(server):
+        run(test)
+
+
+def test_nobody_answers(endpoint: str, run: Run) -> None:
+    async def test() -> None:
+        client = AsyncClient(endpoint)
+        with pytest.raises(HandshakeTimeout, match="no answer"):
+            await client.handshake("frontend", "", 0.05)
+        client.close()
+
+    run(test)

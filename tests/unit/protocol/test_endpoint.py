@@ -1,0 +1,109 @@
+"""Where services may meet."""
+
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from protocol.transport import MAX_IPC_PATH, Client, Server, check_endpoint
+from tests.unit.protocol.peers import connect, exchange
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc:///run/x", "ipc://relative", "tcp://127.0.0.1:5555", "tcp://scheduler:5555", "tcp://[::1]:0", "tcp://eth0:1"],
+)  # fmt: skip
+def test_endpoints(endpoint: str) -> None:
+    assert check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "ipc://",
+        "ipc://*",
+        "ipc://@abstract",
+        "inproc://x",
+        "udp://127.0.0.1:5",
+        "127.0.0.1:5555",
+        "tcp://127.0.0.1",
+        "tcp://:5555",
+        "tcp://127.0.0.1:port",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:*",
+        "tcp://10.0.0.1;127.0.0.1:5555",
+        "tcp://127.0.0.1:5555/path",
+    ],
+)
+def test_what_is_no_endpoint(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"use ipc://PATH or tcp://HOST:PORT"):
+        check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "0", "0x0", "000.0.0.0", "[::]", "[0::0]"])
+def test_every_interface_at_once_needs_keys(host: str) -> None:
+    with pytest.raises(ValueError, match="unencrypted"):
+        check_endpoint(f"tcp://{host}:5555")
+    with pytest.raises(ValueError, match="unencrypted"):
+        Server(f"tcp://{host}:0", {"worker"})
+    assert check_endpoint(f"tcp://{host}:5555", encrypted=True)
+
+
+def test_a_name_that_resolves_to_every_interface_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("0.0.0.0", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args: everywhere)
+    with pytest.raises(ValueError, match="unencrypted"):
+        Server("tcp://innocent.example:0", {"worker"})
+
+
+def test_an_ipc_path_longer_than_the_kernel_allows() -> None:
+    assert check_endpoint("ipc://" + "x" * MAX_IPC_PATH)
+    with pytest.raises(ValueError, match=f"at most {MAX_IPC_PATH} bytes"):
+        check_endpoint("ipc://" + "ä" * (MAX_IPC_PATH // 2 + 1))
+
+
+def test_the_directory_of_a_socket_is_private_and_the_socket_does_not_outlive_its_server(
+    directory: Path,
+) -> None:
+    path = directory / "new" / "socket"
+    server = Server(f"ipc://{path}", {"worker"})
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert path.is_socket()
+    server.close()
+    assert not path.exists()
+
+
+def test_a_living_service_keeps_its_socket(server: Server) -> None:
+    with pytest.raises(OSError, match="another service is using it"):
+        Server(server.endpoint, {"worker"})
+    client, peer = connect(server)
+    exchange(server, client, peer)
+    client.close()
+
+
+def test_the_file_of_a_dead_service_is_taken_over(directory: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "socket"))
+    server = Server(f"ipc://{directory}/socket", {"worker"})
+    client, peer = connect(server)
+    exchange(server, client, peer)
+    client.close()
+    server.close()
+
+
+def test_port_0_takes_a_free_port_and_names_it() -> None:
+    server = Server("tcp://localhost:0", {"worker"})
+    assert not server.endpoint.endswith(":0")
+    with pytest.raises(OSError, match=f"cannot bind {server.endpoint}"):
+        Server(server.endpoint, {"worker"})
+    client, peer = connect(server)
+    exchange(server, client, peer)
+    client.close()
+    server.close()
+
+
+def test_what_cannot_be_dialled() -> None:
+    with pytest.raises(ValueError, match="is not an endpoint"):
+        Client("http://127.0.0.1:8000")

@@ -1,0 +1,160 @@
+"""The first message decides: who is welcome, and what those hear who are not."""
+
+import logging
+
+import pytest
+import zmq
+
+from protocol.codec import encode
+from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
+from protocol.membership import Heartbeat
+from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, Server
+from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, heartbeats, raw_dealer
+
+
+def test_handshake_then_messages(server: Server) -> None:
+    client = Client(server.endpoint)
+    with echoing(server):
+        client.handshake("worker", "node-1", PATIENCE)
+        client.send(Heartbeat(1, 2))
+        frame = client.receive(PATIENCE)
+    assert frame is not None
+    assert heartbeats.decode(frame) == Heartbeat(1, 2)
+    assert [(hello.role, hello.name) for hello in server.peers.values()] == [("worker", "node-1")]
+    assert not server.errors
+    client.close()
+
+
+@pytest.mark.parametrize("version", [(2, 5), (0, 9)])
+def test_another_major_version_is_refused_with_both_versions_named(
+    server: Server, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", version)
+    client = Client(server.endpoint)
+    ours = "{}.{}".format(*PROTOCOL_VERSION)
+    with (
+        echoing(server),
+        pytest.raises(HandshakeRefused, match=r"{}\.{}, this service {}".format(*version, ours)),
+    ):
+        client.handshake("worker", "stranger", PATIENCE)
+    assert not server.peers
+    client.close()
+
+
+def test_another_minor_version_is_welcome(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", (PROTOCOL_VERSION[0], 99))
+    client = Client(server.endpoint)
+    with echoing(server):
+        client.handshake("worker", "newer", PATIENCE)
+    client.close()
+
+
+def test_a_role_that_is_not_expected_is_refused_with_those_that_are(server: Server) -> None:
+    client = Client(server.endpoint)
+    reason = "'bench' is not expected here, only frontend or worker"
+    with echoing(server), pytest.raises(HandshakeRefused, match=reason):
+        client.handshake("bench", "", PATIENCE)
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "frame", [encode(Heartbeat(1, 2)), b"", b"GET / HTTP/1.1", encode(Welcome(1, 0)), bytes(5000)]
+)
+def test_a_peer_that_skips_the_handshake_is_refused_and_never_heard(server: Server, frame: bytes) -> None:
+    good, peer = connect(server)
+    with raw_dealer(server.endpoint) as rude:
+        rude.send(frame)
+        rude.send(frame)
+        while server.errors["unknown"] < 2:
+            assert server.socket.poll(1000 * PATIENCE)
+            assert server.receive() is None
+        assert rude.poll(1000 * PATIENCE)
+        assert b"must be a Hello" in rude.recv()
+    exchange(server, good, peer)
+    good.close()
+
+
+def test_no_more_peers_than_the_server_can_look_after(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 1)
+    first, _ = connect(server)
+    second = Client(server.endpoint)
+    with echoing(server), pytest.raises(HandshakeRefused, match="1 peers are connected already"):
+        second.handshake("worker", "", PATIENCE)
+    first.close()
+    second.close()
+
+
+def test_nobody_answers(endpoint: str) -> None:
+    client = Client(endpoint)
+    with pytest.raises(HandshakeTimeout, match=r"no answer from ipc://.* within 0\.05 s"):
+        client.handshake("worker", "", 0.05)
+    client.close()
+
+
+def test_a_server_that_starts_later_is_found(endpoint: str) -> None:
+    client = Client(endpoint)
+    client.send(Hello(*PROTOCOL_VERSION, "worker", "early"))
+    server = Server(endpoint, {"worker"})
+    _, hello = arrived(server)
+    assert hello == Hello(*PROTOCOL_VERSION, "worker", "early")
+    answer = client.receive(PATIENCE)
+    assert answer is not None
+    client.accept(answer)
+    client.close()
+    server.close()
+
+
+def test_a_server_that_speaks_something_else(endpoint: str) -> None:
+    with zmq.Context.instance().socket(zmq.ROUTER) as other:
+        other.linger = 0
+        other.bind(endpoint)
+        client = Client(endpoint)
+        client.send(Hello(*PROTOCOL_VERSION, "worker", ""))
+        peer, _ = other.recv_multipart()
+        other.send_multipart((peer, b"220 smtp.example.org"))
+        answer = client.receive(PATIENCE)
+        assert answer is not None
+        with pytest.raises(HandshakeRefused, match="does not speak this protocol"):
+            client.accept(answer)
+        client.close()
+
+
+def test_a_welcome_peer_can_be_turned_away_later(server: Server) -> None:
+    client, peer = connect(server)
+    server.refuse(peer, "the group is complete")
+    with pytest.raises(HandshakeRefused, match="the group is complete"):
+        client.receive(PATIENCE)
+    assert peer not in server.peers
+    client.close()
+
+
+def test_a_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
+    client, peer = connect(server)
+    server.send(peer, Refused("x" * 5000))
+    with pytest.raises(HandshakeRefused, match=r"^x+$"):
+        client.receive(PATIENCE)
+    client.close()
+
+
+def test_a_name_stays_one_line_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(server.endpoint)
+    client.send(Hello(*PROTOCOL_VERSION, "worker", "a\nERROR all is lost"))
+    peer, _ = arrived(server)
+    with caplog.at_level(logging.WARNING):
+        server.count_error(peer, ValueError("bad"))
+    assert caplog.messages == [r"bad message from worker 'a\nERROR all is lost': bad (1 so far)"]
+    client.close()
+
+
+def test_a_flood_of_errors_is_counted_but_no_flood_of_lines(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, peer = connect(server)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            server.count_error(peer, ValueError("bad"))
+    assert server.errors["worker"] == 1000
+    assert len(caplog.messages) == 10
+    client.close()

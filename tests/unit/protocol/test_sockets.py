@@ -1,0 +1,195 @@
+"""What is not delivered is an exception at somebody; what one peer does costs the others nothing."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from protocol.codec import MAX_MESSAGE_BYTES, encode
+from protocol.handshake import PROTOCOL_VERSION, Hello
+from protocol.membership import Heartbeat, LoadFailed
+from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow, Server
+from protocol.transport.endpoint import ENVELOPE_BYTES, HIGH_WATER_MARK
+from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange, raw_dealer
+
+
+def flood(send: Callable[[LoadFailed], None], sent: list[bytes]) -> None:
+    for i in range(10 * HIGH_WATER_MARK):
+        text = LoadFailed(f"{i}".ljust(1000))
+        send(text)
+        sent.append(encode(text))
+
+
+def send_for_long(server: Server, peer: bytes) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        server.send(peer, Heartbeat(1, 1))
+        server.socket.poll(1)
+
+
+def test_a_peer_nobody_knows_is_gone(server: Server) -> None:
+    with pytest.raises(PeerGone, match="peer 6162 is not connected"):
+        server.send(b"ab", Heartbeat(1, 1))
+
+
+def test_a_peer_that_left_is_gone_and_forgotten(server: Server) -> None:
+    client, peer = connect(server)
+    other, other_peer = connect(server)
+    client.close()
+    with pytest.raises(PeerGone, match="worker 'test' is not connected"):
+        send_for_long(server, peer)
+    assert peer not in server.peers
+    exchange(server, other, other_peer)
+    other.close()
+
+
+def test_a_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Server) -> None:
+    client, peer = connect(server)
+    other, other_peer = connect(server)
+    sent: list[bytes] = []
+    with pytest.raises(PeerSlow, match="worker 'test' does not read"):
+        flood(lambda text: server.send(peer, text), sent)
+    assert len(sent) >= HIGH_WATER_MARK
+    exchange(server, other, other_peer)
+    assert [client.receive(PATIENCE) for _ in sent] == sent  # what was accepted is delivered
+    server.send(peer, Heartbeat(1, 1))
+    assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
+    client.close()
+    other.close()
+
+
+def test_a_server_that_does_not_read_is_slow(server: Server) -> None:
+    client, _ = connect(server)
+    with pytest.raises(PeerSlow, match="does not read"):
+        flood(lambda text: client.send(text, wait=False), [])
+    client.close()
+
+
+def test_an_oversized_message_costs_its_sender_the_connection_and_nobody_else_anything(
+    server: Server,
+) -> None:
+    good, peer = connect(server)
+    bad, bad_peer = connect(server)
+    bad.socket.send(bytes(MAX_MESSAGE_BYTES + ENVELOPE_BYTES + 1))
+    with pytest.raises(PeerGone, match="closed the connection"):
+        bad.receive(PATIENCE)
+    exchange(server, good, peer)
+    with pytest.raises(PeerGone):
+        server.send(bad_peer, Heartbeat(1, 1))
+    bad.close()
+    good.close()
+
+
+def test_a_large_message_within_the_limit_arrives(server: Server) -> None:
+    client, peer = connect(server)
+    frame = bytes(MAX_MESSAGE_BYTES // 4)
+    client.socket.send(frame)
+    assert arrived(server) == (peer, frame)
+    client.close()
+
+
+@pytest.mark.parametrize("frames", [[b"", encode(Heartbeat(1, 1))], [b"a", b"b", b"c"]])
+def test_a_message_in_several_frames_is_counted_and_dropped(server: Server, frames: list[bytes]) -> None:
+    client, peer = connect(server)
+    client.socket.send_multipart(frames)
+    exchange(server, client, peer)
+    assert server.errors == {"worker": 1}
+    client.close()
+
+
+def test_messages_keep_their_order(server: Server) -> None:
+    client, peer = connect(server)
+    for i in range(2000):
+        client.send(Heartbeat(1, i))
+    assert [arrived(server)[1] for _ in range(2000)] == [encode(Heartbeat(1, i)) for i in range(2000)]
+    for i in range(2000):
+        server.send(peer, Heartbeat(2, i))
+    assert [client.receive(PATIENCE) for _ in range(2000)] == [encode(Heartbeat(2, i)) for i in range(2000)]
+    client.close()
+
+
+def test_a_server_that_leaves_is_gone_after_its_last_message(endpoint: str) -> None:
+    server = Server(endpoint, {"worker"})
+    client, peer = connect(server)
+    server.send(peer, Heartbeat(1, 1))
+    assert client.socket.poll(1000 * PATIENCE)
+    server.close()
+    assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
+    for _ in range(2):
+        with pytest.raises(PeerGone, match="closed the connection"):
+            client.receive(PATIENCE)
+    with pytest.raises(PeerGone):
+        client.send(Heartbeat(1, 1))
+    client.close()
+
+
+def test_a_server_that_comes_back_is_not_mistaken_for_the_one_that_left(endpoint: str) -> None:
+    first = Server(endpoint, {"worker"})
+    client, _ = connect(first)
+    first.close()
+    second = Server(endpoint, {"worker"})
+    with pytest.raises(PeerGone):
+        client.receive(PATIENCE)
+    again, peer = connect(second)
+    exchange(second, again, peer)
+    client.close()
+    again.close()
+    second.close()
+
+
+def test_a_connection_lost_before_the_handshake_is_made_again(endpoint: str) -> None:
+    client = Client(endpoint)
+    first = Server(endpoint, {"worker"})
+    with raw_dealer(endpoint) as probe:  # proves that `first` accepted connections
+        probe.send(b"x")
+        while not first.errors["unknown"]:
+            first.socket.poll(100)
+            first.receive()
+    first.close()
+    second = Server(endpoint, {"worker"})
+    client.send(Hello(*PROTOCOL_VERSION, "worker", ""))
+    peer, _ = arrived(second)
+    answer = client.receive(PATIENCE)
+    assert answer is not None
+    client.accept(answer)
+    exchange(second, client, peer)
+    client.close()
+    second.close()
+
+
+def test_receive_gives_up_when_told_to(server: Server) -> None:
+    client, _ = connect(server)
+    assert client.receive(0) is None
+    assert client.receive(0.02) is None
+    assert server.receive() is None
+    client.close()
+
+
+def test_a_frame_that_is_no_message_is_the_shells_to_count(server: Server) -> None:
+    """The transport moves bytes; what they mean is decoded by those who know what may come."""
+    client, peer = connect(server)
+    client.socket.send(b"\xc1")
+    assert arrived(server) == (peer, b"\xc1")
+    client.close()
+
+
+def test_a_second_hello_is_a_frame_like_any_other(server: Server) -> None:
+    client, peer = connect(server)
+    hello = Hello(*PROTOCOL_VERSION, "frontend", "other")
+    client.send(hello)
+    assert arrived(server) == (peer, encode(hello))
+    assert server.peers[peer].role == "worker"
+    client.close()
+
+
+def test_a_refused_client_that_goes_on_talking_is_refused_again(server: Server) -> None:
+    client, peer = connect(server)
+    server.refuse(peer, "no")
+    client.send(Heartbeat(1, 1))
+    while server.errors["unknown"] < 1:
+        assert server.socket.poll(1000 * PATIENCE)
+        assert server.receive() is None
+    for text in ("no", "must be a Hello"):
+        with pytest.raises(HandshakeRefused, match=text):
+            client.receive(PATIENCE)
+    client.close()
