@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--native-requests", type=int, default=64)
     parser.add_argument("--native-output", type=int, default=512)
     args = parser.parse_args()
-    blocks = args.requests * (args.output // 16 + 8)
-    sim = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024}
+    memory = args.requests * (args.output + 128) * 8  # bytes; the simulator keeps a hash per position
+    sim = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}
     native = {"backend": "native", "model": str(random_llama("m4")), "threads": 1}
     cases = {
-        "sim": (args.requests, args.output, {"num_gpu_blocks_override": blocks, "max_model_len": 2048}, sim),
+        "sim": (args.requests, args.output, {"max_model_len": 2048}, sim),
         "native": (args.native_requests, args.native_output, {}, native),
     }
     repeats: dict[str, dict[str, list[dict[str, float]]]] = {
