@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from protocol.requests import EngineMessage, EnginePhase, EngineState, GenerateR
 from protocol.sampling import SamplingParams
 from protocol.transport import Client
 
-PATIENCE = 120.0
+PATIENCE = 60.0
 """Seconds after which a silent engine is an error."""
 
 
@@ -36,15 +36,21 @@ def engine(scheduler: Mapping[str, object], worker: Mapping[str, object]) -> Ite
             )
             stack.callback(process.wait)
             stack.callback(process.kill)
+        stack.push(_show_on_error(Path(directory) / "log"))
         client = EngineClient(clients)
         stack.callback(client.close)
-        try:
-            client.wait_ready()
-        except TimeoutError:
-            log.seek(0)
-            sys.stderr.write(log.read())
-            raise
+        client.wait_ready()
         yield client
+
+
+def _show_on_error(log: Path) -> Callable[..., None]:
+    """For an exit stack: what the processes said, if the block failed."""
+
+    def leave(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            sys.stderr.write(log.read_text())
+
+    return leave
 
 
 @dataclass(frozen=True)
