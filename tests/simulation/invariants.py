@@ -6,6 +6,7 @@ may touch, which hashes are of known tokens) the checker notes itself when it ha
 
 from collections import Counter
 from hashlib import sha256
+from itertools import pairwise
 
 from services.scheduler.ledger import InflightStep
 from services.scheduler.request import Request, RequestStatus
@@ -105,7 +106,12 @@ class Checker:
         newest: dict[int, int] = {}
         state, generations = s.state.tolist(), s.generation.tolist()
         for step in steps:
-            columns = (step.slots.tolist(), step.generations.tolist(), step.counts.tolist(), step.samples.tolist())
+            columns = (
+                step.slots.tolist(),
+                step.generations.tolist(),
+                step.counts.tolist(),
+                step.samples.tolist(),
+            )
             for slot, generation, count, samples in zip(*columns, strict=True):
                 demand(state[slot] != FREE, "S1-10", f"step {step.step_id} names the free slot {slot}")
                 demand(generations[slot] == generation, "S1-10", f"slot {slot} was given away in flight")
@@ -139,26 +145,40 @@ class Checker:
             if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
                 demand(not stale[request], "S1-14", f"{request.number} resumed before its stale rows arrived")
         for request in {s.request(slot) for slot in retired} | set(self.scheduler.waiting):
-            demand(request.stale_rows == stale[request], "S1-14", f"{request.number}: {request.stale_rows} stale rows")
+            demand(
+                request.stale_rows == stale[request],
+                "S1-14",
+                f"{request.number}: {request.stale_rows} stale rows",
+            )
 
     def _check_slots(self) -> None:
         s, limits, running = self.scheduler.slots, self.scheduler.limits, self.scheduler.running.tolist()
         state, ranks = s.state.tolist(), s.rank.tolist()
         demand(len(running) <= limits.max_num_seqs, "S1-5", f"{len(running)} running")
         demand(
-            sorted(running) == [i for i, value in enumerate(state) if value == LIVE], "running", "not the live slots"
+            sorted(running) == [i for i, value in enumerate(state) if value == LIVE],
+            "running",
+            "not the live slots",
         )
         order = [ranks[slot] for slot in running]
-        demand(all(a < b for a, b in zip(order, order[1:], strict=False)), "running", f"ranks {order}")
+        demand(all(a < b for a, b in pairwise(order)), "running", f"ranks {order}")
         free = list(s.free)
         demand(len(set(free)) == len(free), "slots", "a slot is free twice")
-        demand(set(free) == {i for i, value in enumerate(state) if value == FREE}, "slots", "free list and states")
+        demand(
+            set(free) == {i for i, value in enumerate(state) if value == FREE},
+            "slots",
+            "free list and states",
+        )
         for slot in free:
-            demand(s.owner[slot] is None and not self.scheduler.kv.tables[slot], "slots", f"{slot} is not empty")
+            demand(
+                s.owner[slot] is None and not self.scheduler.kv.tables[slot], "slots", f"{slot} is not empty"
+            )
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
-            demand(request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}")
+            demand(
+                request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}"
+            )
             demand(ranks[slot] == request.rank, "slots", f"rank of {slot}")
             demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "0.5", "limit")
             stops = set(s.stop_ids[slot].tolist()) - {-1}
@@ -170,7 +190,9 @@ class Checker:
         demand(len(waiting) == len(self.scheduler.waiting), "waiting", "length")
         for request in waiting:
             demand(request.slot == -1, "waiting", f"{request.number} has a slot")
-            demand(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status)
+            demand(
+                request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status
+            )
         total = sum(len(request.token_ids) for request in waiting)
         demand(total == self.scheduler.waiting.num_tokens, "waiting", "num_tokens")
         ranks = [request.rank for request in waiting]
@@ -189,7 +211,11 @@ class Checker:
                 demand(capacity[slot] == len(table) * size, "I3", f"capacity of slot {slot}")
                 demand(computed[slot] <= capacity[slot], "I3", f"slot {slot} computes beyond its blocks")
                 holders.update(table)
-        demand(pool.refs == [holders[b] for b in range(pool.num_blocks)], "I3", "reference counts are not the holders")
+        demand(
+            pool.refs == [holders[b] for b in range(pool.num_blocks)],
+            "I3",
+            "reference counts are not the holders",
+        )
         blank, cached = pool._blank, list(pool._cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
         demand(len(blank) + len(cached) == len(free) == pool.num_free, "S1-10", "free + held is not the pool")
@@ -198,7 +224,9 @@ class Checker:
         demand(all(pool.hash_of[b] is not None for b in cached), "S1-9", "a cached block has no hash")
         found = {b: block_hash for block_hash, b in pool.by_hash.items()}
         demand(
-            found == {b: x for b, x in enumerate(pool.hash_of) if x is not None}, "S1-9", "hash map is not a bijection"
+            found == {b: x for b, x in enumerate(pool.hash_of) if x is not None},
+            "S1-9",
+            "hash map is not a bijection",
         )
         for step, blocks in self._touched.items():
             demand(blocks.isdisjoint(free), "S1-10", f"step {step} may still write a free block")

@@ -17,6 +17,7 @@ from protocol.steps import ModelRunnerOutput, NewRequest, ReleaseSlots, Schedule
 
 _MASK = (1 << 64) - 1
 ROOT = 0x243F6A8885A308D3
+_MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
 class OracleError(AssertionError):
@@ -85,11 +86,10 @@ class OracleWorker:
         self.slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._last_step = 0
-        self._decoder: Decoder[StepMessage] = Decoder(StepMessage)
 
     def receive(self, frame: bytes) -> bytes | None:
         """Executes one message. Returns the result of a step, encoded."""
-        message = self._decoder.decode(frame)
+        message = _MESSAGES.decode(frame)
         if isinstance(message, ReleaseSlots):
             self._release(message.slots)
             return None
@@ -153,9 +153,13 @@ class OracleWorker:
                 self._poison(block)
             s.computed = start
         self._demand(start == s.computed, f"slot {slot} starts at {start}, its KV ends at {s.computed}")
-        self._demand(count >= 1 and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens")
+        self._demand(
+            count >= 1 and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens"
+        )
         self._demand(end <= len(s.table) * size, f"slot {slot}: no block for position {end - 1}")
-        self._demand(samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}")
+        self._demand(
+            samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}"
+        )
         for position in range(start, end):
             self.kv[s.table[position // size]][position % size] = s.prefixes[position]
         s.computed = end

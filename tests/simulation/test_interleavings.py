@@ -4,6 +4,7 @@ States that were seen are not expanded again; each new frontier state is drained
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,6 @@ from protocol.sampling import SamplingParams
 from services.scheduler.scheduler import Limits
 from tests.simulation.world import World, params
 
-LENGTH = 8
-"""Events per order."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -24,19 +22,50 @@ class Case:
     prompts: tuple[list[int], ...]
     params: tuple[SamplingParams, ...]
     priorities: tuple[int, ...]
+    length: int
+    """Events per order, before the drain."""
+    proves: str
+    """What must have happened on some path, see `World.coverage`."""
     reset: bool = False
 
 
 CASES = {
     # Room for one and a half requests: blocks run short while steps are in flight.
-    "kv pressure": Case(Limits(2, 8, 12, 4, 4), ([2, 3, 4, 5, 6], [7, 8, 9]), (params(5, eos=False),) * 2, (0, 0)),
+    "kv pressure": Case(
+        Limits(2, 8, 12, 4, 4),
+        ([2, 3, 4, 5, 6], [7, 8, 9]),
+        (params(5, eos=False),) * 2,
+        (0, 0),
+        9,
+        "preemptions",
+    ),
     # One seat; the later request displaces the first, whose tokens are still delivered. Answers end by EOS or length.
-    "displacement": Case(Limits(1, 8, 16, 8, 4), ([2, 3, 4], [5, 6]), (params(3, 2, 3, 4), params(2)), (1, 0)),
+    "displacement": Case(
+        Limits(1, 8, 16, 8, 4),
+        ([2, 3, 4], [5, 6]),
+        (params(3, 2, 3, 4), params(2)),
+        (1, 0),
+        10,
+        "displacements",
+    ),
     # Equal prompts in chunks, and a cache reset that recomputes what runs.
     "sharing and reset": Case(
-        Limits(2, 3, 16, 8, 2), ([2, 3, 4, 5], [2, 3, 4, 5]), (params(2, eos=False),) * 2, (0, 0), reset=True
+        Limits(2, 3, 16, 8, 2),
+        ([2, 3, 4, 5], [2, 3, 4, 5]),
+        (params(2, eos=False),) * 2,
+        (0, 0),
+        8,
+        "resets in flight: running=True",
+        reset=True,
     ),
-    "three requests": Case(Limits(2, 4, 8, 5, 2), ([2, 3], [4], [2, 3, 5]), (params(2, eos=False),) * 3, (0, 0, -1)),
+    "three requests": Case(
+        Limits(2, 4, 8, 5, 2),
+        ([2, 3], [4], [2, 3, 5]),
+        (params(2, eos=False),) * 3,
+        (0, 0, -1),
+        7,
+        "displacements",
+    ),
 }
 
 
@@ -70,7 +99,14 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
     return (
         done,
         tuple(
-            (i, s.request(i).number, int(s.state[i]), int(s.tokens[i]), int(s.computed[i]), tuple(scheduler.kv.tables[i]))
+            (
+                i,
+                s.request(i).number,
+                int(s.state[i]),
+                int(s.tokens[i]),
+                int(s.computed[i]),
+                tuple(scheduler.kv.tables[i]),
+            )
             for i in live
         ),
         tuple((r.number, len(r.token_ids), r.stale_rows) for r in scheduler.waiting),
@@ -91,8 +127,8 @@ def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> 
     case = CASES[name]
     start = World(case.limits, depth, vocab=16, use_priority=True)
     frontier: list[tuple[World, frozenset[str], tuple[str, ...]]] = [(start, frozenset(), ())]
-    seen = 0
-    for _ in range(LENGTH):
+    seen, happened = 0, Counter[str]()
+    for _ in range(case.length):
         following: dict[tuple[object, ...], tuple[World, frozenset[str], tuple[str, ...]]] = {}
         for world, done, path in frontier:
             for event, apply in enabled(world, case, done):
@@ -111,4 +147,7 @@ def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> 
             world.drain()
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}\nevents, then drained: {list(path)}")
+        happened += world.coverage
+        happened["preemptions"] += world.scheduler.counters["preemptions"]
+    assert happened[case.proves]
     assert seen > 100, f"only {seen} states explored"

@@ -56,7 +56,9 @@ def test_any_workload_at_any_depth_answers_as_the_reference(first: int) -> None:
                 pytest.fail(f"{type(error).__name__}: {error}\nreplay: {command}")
             happened += world.coverage
             happened["preemptions"] += world.scheduler.counters["preemptions"]
-    assert [name for name in MUST_HAPPEN if not happened[name]] == [], "the simulator stopped exercising these"
+    assert [name for name in MUST_HAPPEN if not happened[name]] == [], (
+        "the simulator stopped exercising these"
+    )
 
 
 def test_a_run_replays_exactly() -> None:

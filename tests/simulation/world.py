@@ -1,7 +1,8 @@
-"""A simulated world around the production `EngineCore`: clients, an oracle worker, and time under the test's control.
+"""A simulated world around the production `EngineCore`: clients, an oracle worker, and time under the test's
+control.
 
-Every plan, result and output crosses the codec, so what is in flight is an immutable snapshot. After every transition the
-checker recomputes the invariants; every delivered token is compared with the pure reference the moment it arrives.
+Every plan, result and output crosses the codec, so what is in flight is an immutable snapshot. After every transition
+the checker recomputes the invariants; every delivered token is compared with the pure reference as it arrives.
 """
 
 from collections import Counter, deque
@@ -24,13 +25,18 @@ from tests.simulation.invariants import Checker
 from tests.simulation.oracle import Answer, OracleWorker, reference
 
 EOS = 1
+_RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
+_PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
+_OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
 
 
 class DeliveryError(AssertionError):
     """A client saw something else than its answer, each token once, and one finish."""
 
 
-def params(max_tokens: int, *stop: int, eos: bool = True, min_tokens: int = 0, seed: int | None = None) -> SamplingParams:
+def params(
+    max_tokens: int, *stop: int, eos: bool = True, min_tokens: int = 0, seed: int | None = None
+) -> SamplingParams:
     """Sampling parameters of a request; sampled if it has a seed, else greedy."""
     return SamplingParams(
         max_tokens=max_tokens,
@@ -90,7 +96,9 @@ class _Watched(Scheduler):
         owners = [self.slots.request(slot) for slot in rows.tolist()]
         super()._deliver_stale(rows, token_ids)
         self.world.coverage["stale deliveries"] += len(owners)
-        self.world.coverage["stops while preempted"] += sum(o.status is RequestStatus.FINISHED for o in owners)
+        self.world.coverage["stops while preempted"] += sum(
+            o.status is RequestStatus.FINISHED for o in owners
+        )
 
 
 class World:
@@ -119,9 +127,6 @@ class World:
         self._by_key: dict[tuple[int, int], Stream] = {}
         self._by_request: dict[Request, Stream] = {}
         self._trace = trace
-        self._results: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
-        self._plans: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
-        self._outputs: Decoder[RequestOutputs] = Decoder(RequestOutputs)
 
     def log(self, *parts: object) -> None:
         if self._trace is not None:
@@ -146,7 +151,14 @@ class World:
         message = GenerateRequest(
             number, pack(prompt + stream.tokens), len(prompt), sampling, priority, salt, f"sim-{number}"
         )
-        self.log("add", f"{client}/{number}", f"p={len(prompt)}", sampling, f"rank {priority}", f"replayed {replayed}")
+        self.log(
+            "add",
+            f"{client}/{number}",
+            f"p={len(prompt)}",
+            sampling,
+            f"rank {priority}",
+            f"replayed {replayed}",
+        )
         self.streams.append(stream)
         self._by_key[client, number] = stream
         self.engine.add(client, message)
@@ -194,6 +206,12 @@ class World:
         kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
         return f"{kind} in flight" if inflight else f"{kind} idle"
 
+    def fail_all(self, error: str) -> None:
+        """The worker failed; results that were on their way may still arrive."""
+        self.engine.fail_all(error)
+        self.checker.on_void()
+        self.checker.check()
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
@@ -202,14 +220,18 @@ class World:
         for message in self.engine.dispatch():
             frame = encode(message)
             if isinstance(message, SchedulerOutput):
-                self.plans.append(self._plans.decode(frame))
+                self.plans.append(_PLANS.decode(frame))
             result = self.worker.receive(frame)
             if result is not None:
-                self.pending[self._results.decode(result).step_id] = result
+                self.pending[_RESULTS.decode(result).step_id] = result
         self.checker.check_cache(self.worker.kv)
         queued = [step.step_id for step in self.engine.queue._steps]
-        assert queued == [step.step_id for step in self.scheduler.ledger.steps], "I-d: ledger and batch queue differ"
-        assert self.engine.queue or not self.engine.has_requests, "S1-15: requests exist and nothing is in flight"
+        assert queued == [step.step_id for step in self.scheduler.ledger.steps], (
+            "I-d: ledger and batch queue differ"
+        )
+        assert self.engine.queue or not self.engine.has_requests, (
+            "S1-15: requests exist and nothing is in flight"
+        )
         self.publish()
         return len(self.engine.queue) - before
 
@@ -220,27 +242,32 @@ class World:
         self.log("result", step_id)
         self.coverage["results out of order"] += which > 0
         self.delivered.append(frame)
-        self.engine.on_result(self._results.decode(frame))
+        self.engine.on_result(_RESULTS.decode(frame))
         self.checker.check_cache(self.worker.kv)
         assert self.engine.stale_results == self.expected_stale
 
     def repeat_result(self, which: int, epoch_before: bool) -> None:
         """A result arrives once more, or one of an earlier epoch: dropped and counted."""
-        frame = self.delivered[which % len(self.delivered)] if self.delivered else next(iter(self.pending.values()))
+        frame = (
+            self.delivered[which % len(self.delivered)]
+            if self.delivered
+            else next(iter(self.pending.values()))
+        )
         if epoch_before or not self.delivered:
-            message = self._results.decode(frame)
+            message = _RESULTS.decode(frame)
             frame = encode(msgspec.structs.replace(message, epoch=message.epoch - 1))
         self.expected_stale += 1
         self.coverage["late results: old epoch" if epoch_before else "late results: repeated"] += 1
-        self.engine.on_result(self._results.decode(frame))
+        self.engine.on_result(_RESULTS.decode(frame))
         assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
         self.checker.check()
 
     def step(self) -> None:
-        """Fills the queue and lets the oldest result arrive."""
+        """Fills the queue and lets the oldest result arrive; clients see it before they say anything more."""
         self.dispatch()
         if self.pending:
             self.complete()
+            self.publish()
 
     def drain(self, most: int = 20_000) -> None:
         """Runs until nothing is left, then checks what must hold of an empty engine."""
@@ -289,7 +316,7 @@ class World:
 
     def publish(self) -> None:
         for client, message in self.engine.take_outputs():
-            outputs = self._outputs.decode(encode(message))
+            outputs = _OUTPUTS.decode(encode(message))
             numbers = memoryview(outputs.numbers).cast("I").tolist()
             for number, index, token in zip(
                 numbers, unpack(outputs.indices).tolist(), unpack(outputs.token_ids).tolist(), strict=True
@@ -309,7 +336,9 @@ class World:
         if index != len(stream.tokens):
             raise DeliveryError(f"S1-12: {name} got index {index} after {len(stream.tokens)} tokens")
         if index >= len(expected) or expected[index] != token:
-            raise DeliveryError(f"S1-7: {name} got token {token} at {index}, expected {expected[index : index + 1]}")
+            raise DeliveryError(
+                f"S1-7: {name} got token {token} at {index}, expected {expected[index : index + 1]}"
+            )
         stream.tokens.append(token)
 
     def _on_finish(self, stream: Stream, finish: Finish) -> None:
@@ -345,4 +374,6 @@ class World:
         exact = len(stream.prompt) + len(stream.tokens) - 1 - finish.num_cached_tokens
         slack = 0 if finish.reason is FinishReason.LENGTH else self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
-            raise DeliveryError(f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})")
+            raise DeliveryError(
+                f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})"
+            )

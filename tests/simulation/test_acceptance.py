@@ -1,0 +1,212 @@
+"""Acceptance tests 1 to 7 of spec 1(e): lengths, sharing, depth equality, preemption, stops."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from protocol.steps import NewRequest
+from services.scheduler.request import RequestStatus
+from services.scheduler.scheduler import Limits
+from tests.simulation.oracle import Answer, reference
+from tests.simulation.world import EOS, Stream, World, params
+
+DEPTHS = [1, 2, 3, 5]
+ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
+
+
+def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[Answer], bool]) -> list[int]:
+    """A prompt of 20 tokens whose reference answer is as wished."""
+    for seed in range(10_000):
+        prompt = prompt_of(20, seed)
+        if fits(reference(prompt, sampling, ROOMY.max_model_len, 64)):
+            return prompt
+    raise LookupError("no prompt has such an answer")
+
+
+def entered(world: World, index: int) -> tuple[NewRequest, int, int]:
+    """The `index`-th request that entered a slot, with start and count of its first row."""
+    found = []
+    for plan in world.plans:
+        columns = (memoryview(column).cast("i").tolist() for column in (plan.slots, plan.starts, plan.counts))
+        rows = {slot: (start, count) for slot, start, count in zip(*columns, strict=True)}
+        found += [(new, *rows[new.slot]) for new in plan.new]
+    return found[index]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("most", [1, 2, 3, 5])
+def test_1_a_length_limited_request_schedules_exactly_what_it_needs(most: int, depth: int) -> None:
+    world = World(ROOMY, depth)
+    first = world.add(prompt_of(100), params(most, eos=False))
+    world.dispatch()
+    second = world.add(prompt_of(37, seed=1), params(most, eos=False))
+    world.drain()
+    for stream, prompt in ((first, 100), (second, 37)):
+        assert stream.scheduled == prompt + most - 1
+        assert stream.steps == most
+        assert len(stream.tokens) == most
+    assert len(world.plans) <= 2 * most
+
+
+def test_1_the_worked_table_of_the_specification() -> None:
+    """p=100, max_tokens=3 at depth 2: (T, P, H, F) after each event, and no step 4."""
+    world = World(ROOMY, 2)
+    world.add(prompt_of(100), params(3, eos=False))
+
+    def now() -> tuple[int, ...]:
+        s = world.scheduler.slots
+        return tuple(int(column[0]) for column in (s.tokens, s.computed, s.placeholders, s.inflight))
+
+    world.dispatch()
+    assert (len(world.plans), now()) == (2, (100, 101, 2, 101))
+    world.complete()
+    assert now() == (101, 101, 1, 1)
+    world.dispatch()
+    assert (len(world.plans), now()) == (3, (101, 102, 2, 2))
+    world.complete()
+    assert now() == (102, 102, 1, 1)
+    assert world.dispatch() == 0
+    world.drain()
+    assert len(world.plans) == 3
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_2_output_count_after_an_abort_is_the_steps_processed_before_it(depth: int) -> None:
+    world = World(ROOMY, depth)
+    streams = [world.add(prompt_of(12, seed=i), params(50, eos=False)) for i in range(10)]
+    Random(depth).shuffle(streams)
+    world.dispatch()
+    for processed, stream in enumerate(streams):
+        world.abort(stream)
+        assert len(stream.tokens) == processed
+        if world.pending:
+            world.complete()
+        world.dispatch()
+    world.drain()
+    assert [len(stream.tokens) for stream in streams] == list(range(10))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("length", "rest"), [(40, 8), (48, 16), (33, 1)])
+def test_3_equal_prompts_in_one_step_share_all_full_blocks(length: int, rest: int, depth: int) -> None:
+    world = World(ROOMY, depth)
+    twins = [world.add(prompt_of(length), params(6, eos=False)) for _ in range(2)]
+    world.dispatch()
+    assert [new.slot for new in world.plans[0].new] == [0, 1], "both entered in one step"
+    for _ in range(3):
+        world.step()
+        twins.append(world.add(prompt_of(length), params(6, eos=False)))
+    world.drain()
+    firsts = [entered(world, i)[2] for i in range(5)]
+    assert firsts == [length, rest, rest, rest, rest]
+    assert len({tuple(twin.tokens) for twin in twins}) == 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_4_the_next_turn_recomputes_only_the_unfinished_block(depth: int) -> None:
+    world = World(ROOMY, depth)
+    turn = world.add(prompt_of(200), params(100, eos=False))
+    world.drain()
+    world.add(turn.prompt + turn.tokens, params(5, eos=False))
+    world.drain()
+    _, start, count = entered(world, 1)
+    assert (start, count) == (288, 300 % 16)
+
+
+def _two_hundred(depth: int) -> list[Stream]:
+    rng = Random(5)
+    world = World(Limits(12, 64, 96, 48, 8), depth, use_priority=True)
+    for _ in range(200):
+        world.add(
+            prompt_of(rng.randint(1, 60), seed=rng.randrange(40)),
+            params(
+                rng.randint(1, 30), *rng.sample(range(64), rng.choice((0, 2))), seed=rng.choice((None, 7))
+            ),
+            priority=rng.randint(-2, 2),
+        )
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            world.step()
+    world.drain()
+    assert world.scheduler.counters["preemptions"] > 0
+    return world.streams
+
+
+def test_5_two_hundred_random_requests_equal_depth_one() -> None:
+    expected = [(stream.tokens, stream.finish and stream.finish.reason) for stream in _two_hundred(1)]
+    for depth in DEPTHS[1:]:
+        assert [(s.tokens, s.finish and s.finish.reason) for s in _two_hundred(depth)] == expected
+
+
+@pytest.mark.parametrize("num_blocks", [17, 24, 33])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_6_preemption_storm(num_blocks: int, depth: int) -> None:
+    def run(blocks: int, depth: int) -> World:
+        rng = Random(num_blocks)
+        world = World(Limits(16, 48, 128, blocks, 16), depth)
+        for i in range(32):
+            world.add(prompt_of(rng.randint(40, 67), seed=i), params(rng.randint(10, 40), eos=False))
+        world.drain()
+        return world
+
+    storm, calm = run(num_blocks, depth), run(1024, 1)
+    assert storm.scheduler.counters["preemptions"] > 0
+    assert calm.scheduler.counters["preemptions"] == 0
+    assert storm.coverage["chunked prefills"] > 0
+    assert [stream.tokens for stream in storm.streams] == [stream.tokens for stream in calm.streams]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_7_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
+    sampling = params(40)
+    prompt = prompt_whose_answer(sampling, lambda a: a.reason is FinishReason.STOP and 4 < len(a.tokens) < 30)
+    world = World(ROOMY, depth)
+    stream = world.add(prompt, sampling)
+    world.drain()
+    needed = len(prompt) + len(stream.tokens) - 1
+    assert stream.tokens[-1] == EOS
+    assert stream.scheduled == needed + depth - 1, "the steps already in flight, and no more"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_7_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int) -> None:
+    sampling = params(4)
+    prompt = prompt_whose_answer(
+        sampling, lambda a: a.reason is FinishReason.STOP and len(a.tokens) == tokens
+    )
+    world = World(ROOMY, depth)
+    stream = world.add(prompt, sampling)
+    world.drain()
+    assert len(stream.tokens) == tokens
+    assert stream.finish is not None
+    assert (stream.finish.reason, stream.finish.stop_reason) == (FinishReason.STOP, None)
+
+
+def test_7_a_stop_token_arrives_while_the_request_is_preempted() -> None:
+    """Its third token, in flight when it was displaced, ends it: it leaves the queue and frees nothing twice."""
+    prompt = prompt_whose_answer(params(9, eos=False), lambda a: len(set(a.tokens[:3])) == 3)
+    third = reference(prompt, params(9, eos=False), 512, 64).tokens[2]
+    world = World(Limits(1, 512, 512, 64, 16), 3, use_priority=True)
+    stream = world.add(prompt, params(9, third, eos=False))
+    world.dispatch()
+    world.complete()
+    world.add(prompt_of(10), params(4, eos=False), priority=-1)
+    world.dispatch()
+    assert stream.request is not None
+    assert stream.request.status is RequestStatus.PREEMPTED
+    assert stream.request.stale_rows == 2
+    world.complete()
+    world.complete()
+    world.publish()
+    assert stream.request.status is RequestStatus.FINISHED
+    assert stream.finish is not None
+    assert (stream.finish.stop_reason, len(stream.tokens)) == (third, 3)
+    assert stream.request not in list(world.scheduler.waiting)
+    world.drain()

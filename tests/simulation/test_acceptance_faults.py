@@ -1,0 +1,257 @@
+"""Acceptance tests 8 to 14 of spec 1(e): aborts, reuse, pool limits, priorities, resets, timing, worker faults."""
+
+import msgspec
+import pytest
+
+from protocol.codec import pack
+from protocol.requests import FinishReason
+from services.scheduler.policies import ChunkedPolicy, SchedulerView
+from services.scheduler.request import RequestStatus
+from services.scheduler.scheduler import Limits, UnknownResult
+from services.scheduler.slots import Rows
+from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
+from tests.simulation.world import _RESULTS, World, params
+
+
+def test_8_abort_while_waiting() -> None:
+    world = World(Limits(1, 64, 64, 16, 4), 2)
+    kept, waiting = (world.add(prompt_of(8, seed=i), params(5)) for i in range(2))
+    world.dispatch()
+    assert world.stage(waiting) == "waiting"
+    world.abort(waiting)
+    world.drain()
+    assert (waiting.tokens, kept.finish is not None) == ([], True)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_8_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
+    world = World(Limits(4, 16, 128, 32, 4), depth)
+    stream = world.add(prompt_of(60), params(5))
+    world.dispatch()
+    assert world.stage(stream) == "prefill in flight"
+    world.abort(stream)
+    assert world.scheduler.kv.pool.num_free < 32, "the fence holds the blocks that the chunk still writes"
+    world.drain()
+    assert stream.tokens == []
+
+
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+def test_8_abort_with_several_steps_in_flight(depth: int) -> None:
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(30), params(50, eos=False))
+    world.step()
+    world.step()
+    world.dispatch()
+    assert len(world.engine.queue) == depth
+    before = len(stream.tokens)
+    world.abort(stream)
+    world.drain()
+    assert len(stream.tokens) == before
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_8_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -> None:
+    world = World(ROOMY, depth)
+    streams = [world.add(prompt_of(9, seed=i), params(3 + 20 * i, eos=False)) for i in range(5)]
+    while streams[0].finish is None:
+        world.step()
+    world.abort(streams[0], streams[1], streams[1])
+    world.engine.abort(0, [977])
+    world.engine.abort(7, [0])
+    world.dispatch()
+    world.abort(*streams)
+    world.drain()
+    assert streams[0].finish is not None
+    assert world.scheduler.counters["aborted"] == 4
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_8_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
+    """The last token has been processed in this turn, then the abort is read: a no-op."""
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(9), params(1))
+    world.dispatch()
+    world.complete()
+    world.engine.abort(stream.client, [stream.number])
+    world.drain()
+    assert stream.finish is not None
+    assert world.scheduler.counters["aborted"] == 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_9_the_same_number_again_while_the_old_request_is_in_flight(depth: int) -> None:
+    world = World(Limits(2, 64, 128, 32, 4), depth)
+    old = world.add(prompt_of(20), params(30, eos=False), number=5)
+    for _ in range(4):
+        world.step()
+    world.dispatch()
+    world.abort(old)
+    before = list(old.tokens)
+    new = world.add(prompt_of(20, seed=1), params(8, eos=False), number=5)
+    world.drain()
+    assert new.tokens == new.answer.tokens
+    assert old.tokens == before
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_10_a_request_that_needs_the_whole_pool(depth: int) -> None:
+    world = World(Limits(4, 64, 64, 8, 4), depth)
+    small = world.add(prompt_of(5, seed=1), params(20, eos=False))
+    whole = world.add(prompt_of(20), params(13, eos=False))
+    world.drain()
+    assert len(whole.tokens) == 13
+    assert small.finish is not None
+
+
+def test_10_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    world = World(Limits(4, 64, 64, 8, 4), 2)
+    never = world.add(prompt_of(20), params(14, eos=False))
+    world.drain()
+    assert never.finish is not None
+    assert never.finish.reason is FinishReason.INVALID
+    assert "33" in never.finish.message
+    assert "32" in never.finish.message
+
+
+class WorstFirst(ChunkedPolicy):
+    """Takes from the budget in the order opposite to rank, so that a victim may have been chosen before."""
+
+    def order(self, view: SchedulerView) -> Rows:
+        return view.slots[::-1]
+
+
+def test_11_a_victim_that_was_chosen_in_the_same_call_leaves_no_trace() -> None:
+    """Nothing is un-scheduled here: the choice is made again without the victim, then committed as a whole. Its budget
+    is available to others, and nobody can hit blocks that it would have written."""
+    world = World(Limits(4, 6, 16, 4, 4), 1, use_priority=True, policy=WorstFirst(4))
+    a = world.add(prompt_of(12), params(1, eos=False))
+    world.step()
+    b = world.add(prompt_of(12, seed=1), params(1, eos=False))
+    world.step()
+    assert (a.scheduled, b.scheduled) == (8, 2)
+    world.dispatch()
+    # Chosen first, the victim would have taken 4 of the 6 tokens and the last block.
+    assert (a.scheduled, b.scheduled) == (12, 2)
+    assert b.request is not None
+    assert b.request.status is RequestStatus.PREEMPTED
+    world.complete()
+    c = world.add(b.prompt, params(1, eos=False), priority=-1)
+    world.dispatch()
+    assert c.scheduled == 4
+    new, start, _ = entered(world, 2)
+    assert (new.num_prompt_tokens, start) == (12, 0), "no hit on the blocks the victim never wrote"
+    world.drain()
+
+
+@pytest.mark.parametrize("reset_running", [False, True])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_12_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool) -> None:
+    world = World(Limits(4, 32, 128, 64, 4), depth)
+    for i in range(6):
+        world.add(prompt_of(20 + i), params(15, eos=False))
+    for _ in range(3):
+        world.step()
+    for _ in range(3):
+        world.dispatch()
+        assert world.engine.queue.full
+        world.reset_prefix_cache(reset_running)
+        world.step()
+    world.drain()
+    assert (world.scheduler.counters["preemptions"] > 0) == reset_running
+    assert all(stream.tokens == stream.answer.tokens for stream in world.streams)
+
+
+SCHEDULE_MS, STEP_MS = 40, 50
+
+
+def _play_on_a_virtual_clock(depth: int) -> tuple[float, float]:
+    """(ms until the first token, ms per step afterwards), with a slow scheduler and a slow worker."""
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(10), params(40, eos=False))
+    now, worker_free, ends, arrivals = 0, 0, {}, []
+    while stream.open:
+        sent = world.dispatch()
+        now += SCHEDULE_MS * sent
+        for step_id in list(world.pending)[len(world.pending) - sent :]:
+            worker_free = ends[step_id] = max(worker_free, now) + STEP_MS
+        now = max(now, ends[next(iter(world.pending))])
+        arrivals.append(now)
+        world.complete()
+        world.publish()
+    world.drain()
+    return arrivals[0], (arrivals[30] - arrivals[10]) / 20
+
+
+def test_13_schedule_and_step_overlap_on_a_virtual_clock() -> None:
+    first_sync, per_step_sync = _play_on_a_virtual_clock(1)
+    first_async, per_step_async = _play_on_a_virtual_clock(2)
+    assert per_step_sync == SCHEDULE_MS + STEP_MS
+    assert per_step_async == STEP_MS
+    assert first_async <= first_sync + STEP_MS
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_14_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
+    """One request finishes with the result just before the fault, others run, wait, or wait for stale rows."""
+    world = World(Limits(2, 64, 128, 32, 4), depth, use_priority=True)
+    done = world.add(prompt_of(5), params(1, eos=False))
+    streams = [world.add(prompt_of(20, seed=i), params(30, eos=False)) for i in range(3)]
+    world.dispatch()
+    world.complete()
+    world.dispatch()
+    streams.append(world.add(prompt_of(8), params(5), priority=-1))
+    world.complete()
+    world.fail_all("RuntimeError: out of memory")
+    world.publish()
+    assert done.finish is not None
+    assert done.finish.reason is FinishReason.LENGTH
+    for stream in streams:
+        assert stream.finish is not None
+        assert stream.finish.reason is FinishReason.ERROR
+        assert stream.finish.message == "RuntimeError: out of memory"
+    world.checker.check_drained()
+    assert not world.engine.requests
+    for _ in range(len(world.pending)):  # what was still on its way belongs to nobody
+        world.expected_stale += 1
+        world.complete()
+    assert world.dispatch() == 0
+
+
+def test_14_a_fault_in_the_turn_in_which_a_request_finished() -> None:
+    """The finish is not yet published when everything fails: it keeps its own reason, and only one."""
+    world = World(ROOMY, 2)
+    done = world.add(prompt_of(5), params(1, eos=False))
+    other = world.add(prompt_of(6), params(9, eos=False))
+    world.dispatch()
+    world.complete()
+    world.fail_all("lost")
+    world.publish()
+    assert done.finish is not None
+    assert other.finish is not None
+    assert (done.finish.reason, other.finish.reason) == (FinishReason.LENGTH, FinishReason.ERROR)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": pack([1, 0])},
+        {"generations": pack([1, 2])},
+        {"counts": pack([1, 0])},
+        {"counts": pack([2, 1])},
+        {"counts": b""},
+        {"token_ids": pack([1])},
+        {"token_ids": b"\0\0\0\0\0\0\0"},
+        {"token_ids": pack([1, 64])},
+        {"token_ids": pack([-1, 3])},
+        {"slots": b"", "generations": b"", "counts": b"", "token_ids": b""},
+    ],
+)
+def test_14_a_result_that_does_not_match_its_plan_is_refused_whole(wrong: dict[str, bytes]) -> None:
+    world = World(ROOMY, 2)
+    streams = [world.add(prompt_of(5, seed=i), params(9, eos=False)) for i in range(2)]
+    world.dispatch()
+    result = _RESULTS.decode(world.pending[1])
+    with pytest.raises(UnknownResult):
+        world.engine.on_result(msgspec.structs.replace(result, **wrong))
+    world.publish()
+    assert [stream.tokens for stream in streams] == [[], []]
