@@ -12,7 +12,8 @@ class WaitingQueue:
     """Ordered by rank, so a preempted request stands before everything that arrived after it."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []
+        self._heap: list[int] = []
+        """Ranks of members, and of some that left: these go when they come to the top."""
         self._members: dict[int, Request] = {}
         self.num_tokens = 0
         """Tokens that wait to be computed: the bound on queued prompt tokens counts these."""
@@ -26,11 +27,10 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._members[request.rank] = request
-        heapq.heappush(self._heap, (request.rank, request))
+        heapq.heappush(self._heap, request.rank)
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Its entry in the heap goes when it comes to the top."""
         del self._members[request.rank]
         self.num_tokens -= len(request.token_ids)
 
@@ -41,20 +41,22 @@ class WaitingQueue:
 
     def head(self) -> Request | None:
         while self._heap:
-            request = self._heap[0][1]
-            if self._members.get(request.rank) is request:
+            request = self._members.get(self._heap[0])
+            if request is not None:
                 return request
             heapq.heappop(self._heap)
         return None
 
     def in_order(self) -> Iterator[Request]:
         """Walks the queue from its head, cheaply when the walk ends early. Members may be removed on the way."""
-        walked: list[tuple[int, Request]] = []
+        walked: list[int] = []
         try:
             while (request := self.head()) is not None:
-                walked.append(heapq.heappop(self._heap))
+                while self._heap and self._heap[0] == request.rank:  # more than once if it left and came back
+                    heapq.heappop(self._heap)
+                walked.append(request.rank)
                 yield request
         finally:
-            for item in walked:
-                if self._members.get(item[0]) is item[1]:
-                    heapq.heappush(self._heap, item)
+            for rank in walked:
+                if rank in self._members:
+                    heapq.heappush(self._heap, rank)

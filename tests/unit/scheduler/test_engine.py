@@ -1,0 +1,109 @@
+"""What the engine refuses, and what it forgets: whatever a frontend lets through, the shared loop goes on."""
+
+import pytest
+
+from protocol.codec import pack
+from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.sampling import SamplingParams
+from services.scheduler.engine import MAX_PRIORITY, EngineCore
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.scheduler import Limits, Scheduler
+
+LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
+
+
+def engine(**sizes: int) -> EngineCore:
+    return EngineCore(Scheduler(LIMITS, ChunkedPolicy()), depth=2, vocab_size=50, **sizes)
+
+
+def generate(
+    tokens: list[int], prompt: int | None = None, number: int = 0, priority: int = 0, **params: object
+) -> GenerateRequest:
+    sampling = SamplingParams(**({"max_tokens": 4} | params))  # type: ignore[arg-type]
+    return GenerateRequest(
+        number, pack(tokens), len(tokens) if prompt is None else prompt, sampling, priority
+    )
+
+
+def finishes(core: EngineCore) -> list[Finish]:
+    return [finish for _, outputs in core.take_outputs() for finish in outputs.finished]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (generate([]), "the prompt is empty"),
+        (generate([1, 2], prompt=3), "the prompt is empty"),
+        (generate([1, 50]), "between 0 and 49"),
+        (generate([1, -1]), "between 0 and 49"),
+        (generate([1] * 32), "32 tokens, but the context holds at most 31"),
+        (generate([1] * 21, max_tokens=5), "needs 25 tokens of KV cache, but it holds 24"),
+        (generate([1, 2, 3], prompt=1, max_tokens=2), "already delivered"),
+        (generate([1] * 20, prompt=5, max_tokens=2**31 - 1), "needs 31 tokens"),
+        (generate([1], stop_token_ids=(3, 50)), "stop_token_ids must lie between 0 and 49"),
+        (generate([1], min_tokens=2**31 - 1), "the context holds 32 tokens"),
+        (generate([1], priority=MAX_PRIORITY + 1), "priority must lie between"),
+    ],
+)
+def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, says: str) -> None:
+    core = engine()
+    core.add(0, generate([1, 2], number=9))
+    core.add(0, message)
+    (finish,) = finishes(core)
+    assert (finish.number, finish.reason) == (message.number, FinishReason.INVALID)
+    assert says in finish.message
+    assert [key[1] for key in core.requests] == [9]
+    assert len(core.dispatch()) == 2, "the other one is served"
+
+
+def test_bounded_queues_reject_and_say_so() -> None:
+    core = engine(max_num_queued_reqs=2, max_num_queued_tokens=100)
+    for number in range(3):
+        core.add(0, generate([1], number=number))
+    assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
+    core = engine(max_num_queued_tokens=10)
+    core.add(0, generate([1] * 8, number=0))
+    core.add(0, generate([1] * 3, number=1))
+    core.add(0, generate([1] * 2, number=2))
+    assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
+
+
+def test_an_open_number_cannot_be_used_twice_but_frontends_do_not_share_numbers() -> None:
+    core = engine()
+    core.add(0, generate([1]))
+    core.add(1, generate([1]))
+    with pytest.raises(ValueError, match="frontend 0 reused number 0"):
+        core.add(0, generate([2]))
+    core.abort(0, [0])
+    core.add(0, generate([2]))
+    assert set(core.requests) == {(0, 0), (1, 0)}
+
+
+def test_a_refusal_does_not_forget_an_open_request_of_the_same_number() -> None:
+    """Refused, and accepted on the second try before the refusal was published."""
+    core = engine()
+    core.add(0, generate([]))
+    core.add(0, generate([1]))
+    assert [finish.reason for finish in finishes(core)] == [FinishReason.INVALID]
+    core.abort(0, [0])
+    assert not core.has_requests
+
+
+def test_an_idle_engine_sends_nothing() -> None:
+    core = engine()
+    assert core.dispatch() == []
+    core.add(0, generate([1]))
+    core.abort(0, [0])
+    assert core.dispatch() == []
+    assert not core.has_requests
+
+
+def test_stats_name_what_runs_and_waits() -> None:
+    core = engine()
+    for number in range(3):
+        core.add(0, generate([number] * 5, number=number))
+    core.dispatch()
+    stats = core.stats()
+    assert (stats["num_requests_running"], stats["num_requests_waiting"]) == (2, 1)
+    assert stats["inflight_steps"] == 2
+    assert stats["kv_cache_usage_perc"] == pytest.approx(4 / 6)

@@ -1,0 +1,73 @@
+"""Token events grouped by frontend, in order for each request, a finish after its tokens."""
+
+import numpy as np
+
+from protocol.codec import unpack
+from protocol.requests import Finish, FinishReason
+from protocol.sampling import SamplingParams
+from services.scheduler.outputs import OutputBuffer
+from services.scheduler.request import Request
+
+Event = tuple[int, int, int, int]
+"""client, number, index, token"""
+
+
+def tokens(buffer: OutputBuffer, *events: Event) -> None:
+    clients, numbers, indices, token_ids = zip(*events, strict=True)
+    buffer.tokens(
+        np.array(clients, np.int32),
+        np.array(numbers, np.uint32),
+        np.array(indices, np.int32),
+        np.array(token_ids, np.int32),
+    )
+
+
+def taken(buffer: OutputBuffer) -> dict[int, list[tuple[int, int, int]]]:
+    return {
+        client: list(
+            zip(
+                np.frombuffer(message.numbers, "<u4").tolist(),
+                unpack(message.indices).tolist(),
+                unpack(message.token_ids).tolist(),
+                strict=True,
+            )
+        )
+        for client, message in buffer.take()
+    }
+
+
+def test_one_message_per_frontend_each_in_order() -> None:
+    buffer = OutputBuffer()
+    tokens(buffer, (2, 7, 0, 10), (0, 7, 3, 11), (2, 8, 0, 12), (1, 7, 0, 13), (0, 9, 1, 14))
+    tokens(buffer, (2, 7, 1, 20), (0, 7, 4, 21))
+    assert taken(buffer) == {
+        0: [(7, 3, 11), (9, 1, 14), (7, 4, 21)],
+        1: [(7, 0, 13)],
+        2: [(7, 0, 10), (8, 0, 12), (7, 1, 20)],
+    }
+    assert buffer.take() == []
+
+
+def test_numbers_use_all_32_bits() -> None:
+    buffer = OutputBuffer()
+    tokens(buffer, (0, 2**32 - 1, 0, 5))
+    late = Request(0, 2**31, np.zeros(1, np.int32), 1, SamplingParams(1), 1)
+    buffer.token(late, 4, 6)
+    assert taken(buffer) == {0: [(2**32 - 1, 0, 5), (2**31, 4, 6)]}
+
+
+def test_a_lost_frontend_gets_nothing_and_others_everything() -> None:
+    buffer = OutputBuffer()
+    tokens(buffer, (0, 1, 0, 5), (1, 1, 0, 6))
+    buffer.finish(0, Finish(1, FinishReason.STOP))
+    buffer.finish(1, Finish(1, FinishReason.LENGTH))
+    buffer.drop_client(0)
+    ((client, message),) = buffer.take()
+    assert (client, message.finished) == (1, [Finish(1, FinishReason.LENGTH)])
+
+
+def test_no_events_make_no_message() -> None:
+    buffer = OutputBuffer()
+    empty = np.empty(0, np.int32)
+    buffer.tokens(empty, empty.astype(np.uint32), empty, empty)
+    assert buffer.take() == []

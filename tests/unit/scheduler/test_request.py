@@ -1,0 +1,53 @@
+"""The transition table, ranks and the terminal message."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from services.scheduler.request import IllegalTransition, Request, RequestStatus
+
+WAITING, RUNNING, PREEMPTED, FINISHED = RequestStatus
+ALLOWED = {
+    (WAITING, RUNNING),
+    (WAITING, FINISHED),
+    (RUNNING, PREEMPTED),
+    (RUNNING, FINISHED),
+    (PREEMPTED, RUNNING),
+    (PREEMPTED, FINISHED),
+}
+
+
+def request(params: SamplingParams | None = None, rank: int = 1) -> Request:
+    return Request(0, 7, np.array([1, 2, 3], np.int32), 3, params or SamplingParams(4), rank)
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(RequestStatus, repeat=2)])
+def test_only_the_transitions_of_the_table_are_taken(before: RequestStatus, after: RequestStatus) -> None:
+    r = request()
+    r.status = before
+    if (before, after) in ALLOWED:
+        r.become(after)
+        assert r.status is after
+    else:
+        with pytest.raises(IllegalTransition, match=f"0/7: {before.name} -> {after.name}"):
+            r.become(after)
+        assert r.status is before
+
+
+def test_a_rank_orders_by_priority_then_arrival_also_below_zero() -> None:
+    pairs = [(-(2**20), 9), (-1, 2**41), (0, 1), (0, 2), (1, 0), (2**20, 3)]
+    ranks = [Request.rank_of(*pair) for pair in pairs]
+    assert ranks == sorted(ranks)
+    assert [Request.priority_of(rank) for rank in ranks] == [priority for priority, _ in pairs]
+    assert all(int(np.int64(rank)) == rank for rank in ranks)
+
+
+def test_a_client_stop_token_is_named_and_eos_is_not() -> None:
+    params = SamplingParams(4, eos_token_ids=(2,), stop_token_ids=(5,))
+    r = request(params)
+    assert r.finish_message(FinishReason.STOP, 5).stop_reason == 5
+    assert r.finish_message(FinishReason.STOP, 2).stop_reason is None
+    assert r.finish_message(FinishReason.LENGTH).stop_reason is None

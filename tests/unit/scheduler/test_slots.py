@@ -1,0 +1,72 @@
+"""A slot's life: assigned with every column reset, retired behind its fence, given away again."""
+
+import numpy as np
+import pytest
+
+from protocol.sampling import SamplingParams
+from services.scheduler.request import Request
+from services.scheduler.slots import DROP, FREE, LIVE, SlotTable
+
+
+def request(number: int, tokens: list[int], prompt: int | None = None, **params: object) -> Request:
+    array = np.array(tokens, np.int32)
+    sampling = SamplingParams(**({"max_tokens": 8} | params))  # type: ignore[arg-type]
+    return Request(0, number, array, len(tokens) if prompt is None else prompt, sampling, number)
+
+
+def test_the_next_owner_sees_no_column_of_the_last() -> None:
+    slots = SlotTable(1, 32)
+    slots.assign(request(1, [1, 2, 3], max_tokens=4, min_tokens=3, stop_token_ids=(5, 6, 7)), 32)
+    for column in (slots.computed, slots.inflight, slots.placeholders, slots.capacity, slots.last_step):
+        column[0] = 9
+    slots.retire(0, DROP)
+    slots.release(0)
+    slots.assign(request(2, [4], eos_token_ids=(2,)), 32)
+    fresh = SlotTable(1, 32)
+    fresh.assign(request(2, [4], eos_token_ids=(2,)), 32)
+    for name in (
+        "state",
+        "rank",
+        "number",
+        "prompt",
+        "tokens",
+        "computed",
+        "inflight",
+        "placeholders",
+        "limit",
+    ):
+        assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
+    for name in ("stops_from", "capacity", "next_commit", "last_step"):
+        assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
+    assert slots.stop_ids[0].tolist() == [2, -1, -1]
+    assert slots.generation[0] == 2
+
+
+def test_a_retired_request_gets_its_tokens_back() -> None:
+    slots = SlotTable(2, 32)
+    r = request(1, [1, 2, 3])
+    slot = slots.assign(r, 32)
+    slots.history[slot, 3:5] = 8, 9
+    slots.tokens[slot] = 5
+    slots.retire(slot, DROP)
+    slots.history[slot] = 0
+    assert (r.token_ids.tolist(), r.slot, int(slots.state[slot])) == ([1, 2, 3, 8, 9], -1, DROP)
+    assert slots.request(slot) is r, "late rows still find their request"
+    slots.release(slot)
+    assert int(slots.state[slot]) == FREE
+    with pytest.raises(KeyError, match="is free"):
+        slots.request(slot)
+
+
+def test_a_replayed_request_keeps_its_limits() -> None:
+    """Limits count from the original prompt, not from the tokens already delivered."""
+    slots = SlotTable(1, 32)
+    slot = slots.assign(request(1, [1, 2, 3, 4, 5], prompt=3, max_tokens=6, min_tokens=4), 32)
+    assert (int(slots.tokens[slot]), int(slots.limit[slot]), int(slots.stops_from[slot])) == (5, 9, 7)
+    assert int(slots.state[slot]) == LIVE
+
+
+def test_the_context_limits_a_request_before_max_tokens() -> None:
+    slots = SlotTable(1, 8)
+    slot = slots.assign(request(1, [1, 2, 3], max_tokens=100), 8)
+    assert int(slots.limit[slot]) == 8

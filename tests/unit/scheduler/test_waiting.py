@@ -1,0 +1,66 @@
+"""The waiting queue against a sorted list."""
+
+from random import Random
+
+import numpy as np
+
+from protocol.sampling import SamplingParams
+from services.scheduler.request import Request
+from services.scheduler.waiting import WaitingQueue
+
+
+def request(rank: int, tokens: int = 2) -> Request:
+    return Request(0, rank, np.zeros(tokens, np.int32), tokens, SamplingParams(4), rank)
+
+
+def test_order_is_by_rank_and_a_preempted_request_stands_before_later_ones() -> None:
+    queue = WaitingQueue()
+    first, second, third = request(1), request(2), request(3)
+    for r in (third, first, second):
+        queue.add(r)
+    assert list(queue) == list(queue.in_order()) == [first, second, third]
+    queue.remove(first)
+    assert queue.head() is second
+    queue.add(first)
+    assert queue.head() is first
+
+
+def test_a_walk_that_ends_early_loses_nobody() -> None:
+    queue = WaitingQueue()
+    requests = [request(rank) for rank in range(5)]
+    for r in requests:
+        queue.add(r)
+    for r in queue.in_order():
+        if r.rank == 1:
+            queue.remove(r)
+        if r.rank == 2:
+            break
+    assert list(queue.in_order()) == [requests[i] for i in (0, 2, 3, 4)]
+
+
+def test_a_late_token_grows_its_request_and_the_sum() -> None:
+    queue = WaitingQueue()
+    r = request(1, tokens=3)
+    queue.add(r)
+    queue.append_token(r, 9)
+    assert (r.token_ids.tolist(), queue.num_tokens) == ([0, 0, 0, 9], 4)
+    queue.remove(r)
+    assert (len(queue), queue.num_tokens, queue.head()) == (0, 0, None)
+
+
+def test_random_use_equals_a_sorted_list() -> None:
+    rng, queue, model = Random(3), WaitingQueue(), dict[int, Request]()
+    for rank in range(2_000):
+        r = request(rng.randrange(10**6) * 4096 + rank, tokens=rng.randint(1, 9))
+        queue.add(r)
+        model[r.rank] = r
+        for _ in range(rng.randint(0, 2)):
+            if model:
+                out = model.pop(rng.choice(list(model)) if rng.random() < 0.5 else min(model))
+                queue.remove(out)
+                if rng.random() < 0.2:
+                    queue.add(out)
+                    model[out.rank] = out
+        assert queue.head() is (model[min(model)] if model else None)
+        assert queue.num_tokens == sum(len(r.token_ids) for r in model.values())
+    assert list(queue.in_order()) == [model[rank] for rank in sorted(model)]
