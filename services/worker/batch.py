@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
 from protocol.steps import NewRequest, SchedulerOutput
 
 I32 = NDArray[np.int32]
@@ -34,14 +35,14 @@ class Rows:
     @classmethod
     def of(cls, step: SchedulerOutput) -> "Rows":
         """Raises: PlanError, when the columns differ in length."""
-        columns = [
-            np.frombuffer(c, np.int32) for c in (step.slots, step.generations, step.starts, step.counts)
-        ]
+        slots, generations, starts, counts = map(
+            unpack, (step.slots, step.generations, step.starts, step.counts)
+        )
         samples = np.frombuffer(step.samples, np.bool_)
-        lengths = [len(column) for column in columns] + [len(samples)]
+        lengths = [len(column) for column in (slots, generations, starts, counts, samples)]
         if len(set(lengths)) != 1:
             raise PlanError(f"step {step.step_id}: columns of {lengths} rows")
-        return cls(*columns, samples)
+        return cls(slots, generations, starts, counts, samples)
 
     @property
     def ends(self) -> I32:
@@ -61,7 +62,7 @@ class SlotTable:
         """Tokens known or promised: those the request came with and one per sampling row launched since."""
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
-        """Positions launched; the next row starts here. EMPTY until the first row, which a prefix hit may start later."""
+        """Positions launched; the next row starts here. EMPTY before the first row, which a prefix hit starts later."""
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
@@ -82,7 +83,7 @@ class SlotTable:
             PlanError: the plan names an empty or a taken slot, another generation, a position out of order, a token
                 or block count that does not add up. The worker cannot go on after it.
         """
-        self.release(np.frombuffer(step.released, np.int32))
+        self.release(unpack(step.released))
         for request in step.new:
             self._assign(request)
         self._append_blocks(
@@ -117,7 +118,7 @@ class SlotTable:
         self.computed[slot] = EMPTY
         self.num_blocks[slot] = 0
         self.block_table[slot] = 0
-        blocks = np.frombuffer(request.block_ids, np.int32)
+        blocks = unpack(request.block_ids)
         self._append_blocks(np.full(len(blocks), slot, np.int32), blocks)
         self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
         self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
@@ -144,7 +145,7 @@ class SlotTable:
     # -- checks --------------------------------------------------------------------------------------------------
 
     def _check_range(self, slots: I32) -> None:
-        if len(slots) and not (0 <= int(slots.min()) and int(slots.max()) < self.num_slots):
+        if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):
             raise PlanError(f"slots {slots.tolist()}: only 0 to {self.num_slots - 1} exist")
 
     def _check(self, rows: Rows) -> None:

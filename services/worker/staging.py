@@ -1,15 +1,15 @@
 """Host buffers that asynchronous copies read from: the one place that knows when such a buffer may be rewritten.
 
-The host-buffer rule (S3 (b) 6, S3-5): memory that is the source of a copy to the device may be rewritten only after that
-copy has finished. A `HostRing` holds one more set of buffers than steps can be in flight, and each set carries the
+The host-buffer rule (S3 (b) 6, S3-5): memory that is the source of a copy to the device may be rewritten only after
+that copy has finished. A `HostRing` holds one more set of buffers than steps can be in flight, and each set carries the
 event of the last copy that read it. Preparing a step is always
 
     inputs = ring.acquire()         # waits only if this very set is still being read
     ...write into inputs..., enqueue the copies
     ring.release(event)             # recorded after the last of these copies
 
-so launching a step never waits for the step before it (S3-3). What is immutable, such as the bytes of a message, needs no
-ring. A device that copies at once releases with `None`.
+so launching a step never waits for the step before it (S3-3). What is immutable, such as the bytes of a message,
+needs no ring. A device that copies at once releases with `None`.
 """
 
 from collections.abc import Callable

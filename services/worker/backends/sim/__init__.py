@@ -1,0 +1,3 @@
+from services.worker.backends.sim.runner import SimRunner
+
+__all__ = ["SimRunner"]

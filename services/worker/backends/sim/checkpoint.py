@@ -1,0 +1,60 @@
+"""The few facts of a checkpoint that the simulator needs, read from its JSON files; weights are never opened."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.checkpoint import CheckpointError, resolve
+from services.config import WorkerConfig
+from services.worker.runner import LoadError
+
+DEFAULT_VOCAB_SIZE = 32_000
+DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True)
+class Facts:
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    digest: str
+    """Hex digest of what was read."""
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> "Facts":
+        """Raises: LoadError, when the model is named but cannot be read."""
+        if config.sim_vocab_size and not config.model:
+            return cls._from({}, {}, config.sim_vocab_size)
+        try:
+            directory = resolve(config.model, config.revision)
+        except CheckpointError as error:
+            raise LoadError(str(error)) from error
+        model = _read(directory / "config.json")
+        if model is None:
+            raise LoadError(f"{directory} has no config.json; give a directory in Hugging Face format")
+        return cls._from(model, _read(directory / "generation_config.json") or {}, config.sim_vocab_size)
+
+    @classmethod
+    def _from(cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> "Facts":
+        eos = generation.get("eos_token_id", model.get("eos_token_id"))
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return cls(
+            vocab_size or int(model.get("vocab_size", DEFAULT_VOCAB_SIZE)),
+            int(model.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)),
+            tuple(int(token) for token in ids),
+            hashlib.sha256(json.dumps([model, vocab_size], sort_keys=True).encode()).hexdigest(),
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise LoadError(f"{path}: not a JSON object")
+    return data

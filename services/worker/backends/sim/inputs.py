@@ -1,0 +1,43 @@
+"""What a step's launch needs beside immutable data: columns that the host fills and the device copies (S3 (b) 6)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.backends.sim.device import Device
+from services.worker.batch import I32, Rows, SlotTable
+
+COLUMNS = ("slots", "starts", "counts", "top_k", "temperature", "top_p", "min_p", "seed", "block_table")
+
+
+class StepInputs:
+    """One set of buffers, on the host or on the device; the first `rows` rows are valid.
+
+    Columns int32[num_slots]: slots, starts, counts, top_k; float32: temperature, top_p, min_p; uint64: seed;
+    block_table int32[num_slots, blocks].
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.slots = np.zeros(num_slots, np.int32)
+        self.starts = np.zeros(num_slots, np.int32)
+        self.counts = np.zeros(num_slots, np.int32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.zeros(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.block_table: I32 = np.zeros((num_slots, max_blocks), np.int32)
+
+    def fill(self, rows: Rows, table: SlotTable, width: int) -> None:
+        """The host writes one step's columns, `width` blocks of each table."""
+        n = len(rows.slots)
+        self.slots[:n], self.starts[:n], self.counts[:n] = rows.slots, rows.starts, rows.counts
+        for name in ("top_k", "temperature", "top_p", "min_p", "seed"):
+            column: NDArray[np.generic] = getattr(self, name)
+            column[:n] = getattr(table, name)[rows.slots]
+        self.block_table[:n, :width] = table.block_table[rows.slots, :width]
+
+    def copy_to(self, device: Device, target: "StepInputs", rows: int, width: int) -> None:
+        """Enqueues the copies of one step."""
+        for name in COLUMNS:
+            part = (slice(rows), slice(width)) if name == "block_table" else slice(rows)
+            device.copy_in(getattr(target, name)[part], getattr(self, name)[part])

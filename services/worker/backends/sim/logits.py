@@ -1,0 +1,48 @@
+"""The simulated model: a logits row that is a function of the hash of everything before it.
+
+Each row has one top token, known without computing the row, and below it a long tail shaped like natural text (the
+weights of the other tokens fall off as one over their rank): greedy decoding is cheap and sampling has real entropy.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.noise import gumbel
+
+F32 = NDArray[np.float32]
+U64 = NDArray[np.uint64]
+EOS_EVERY = 64
+"""One row in so many has an EOS as its top token, where the model has one."""
+ROW = 0xFFFFFFFF
+"""The noise position that stands for a row of logits; no token has it."""
+
+
+def scramble(x: U64) -> U64:
+    """A full avalanche of 64 bits (the finaliser of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Logits:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.vocab_size = vocab_size
+        self._eos = np.array([token for token in eos_token_ids if token < vocab_size], np.int64)
+        self._ceiling = np.float32(np.log(vocab_size) + 1)
+
+    def top(self, hashes: U64) -> NDArray[np.int32]:
+        """int32[rows]: the argmax of each row, without the row."""
+        words = scramble(hashes)
+        top = (words % np.uint64(self.vocab_size)).astype(np.int32)
+        if len(self._eos):
+            draw = words >> np.uint64(32)
+            ends = draw % np.uint64(EOS_EVERY) == 0
+            top[ends] = self._eos[draw[ends] // np.uint64(EOS_EVERY) % np.uint64(len(self._eos))]
+        return top
+
+    def rows(self, hashes: U64) -> F32:
+        """float32[rows, vocab]"""
+        rows = gumbel(scramble(hashes), np.full(len(hashes), ROW, np.uint32), np.arange(self.vocab_size))
+        np.minimum(rows, self._ceiling, out=rows)
+        rows[np.arange(len(rows)), self.top(hashes)] = self._ceiling + np.float32(0.5)
+        return rows

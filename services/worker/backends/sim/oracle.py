@@ -1,0 +1,162 @@
+"""The device's side of the simulator: a KV cache that knows what should be in it.
+
+A KV position holds the hash of its sequence up to and including that position (spec 7). Each slot also keeps, apart
+from the cache, the hashes of the tokens it believes in. A step first writes the KV of all its rows and then reads, as a
+layered model does, so equal prompts may share blocks within a step (spec 0.7). What is read through the block table
+must be what the slot believes; anything else raises.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.backends.sim.hashing import SEED, U64, PrefixHash
+from services.worker.batch import I32, PlanError
+
+UNWRITTEN = np.uint64(0)
+
+
+class OracleError(PlanError):
+    """The KV cache, a position or a token is not what the request needs it to be."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's rows as the device sees them; int32[rows], block_table int32[rows, blocks]."""
+
+    slots: I32
+    starts: I32
+    counts: I32
+    block_table: I32
+
+    @property
+    def ends(self) -> I32:
+        return self.starts + self.counts
+
+
+class Oracle:
+    """KV cache and token history of one rank.
+
+    `full_check` reads a row's whole context in every step, as attention does; otherwise a step reads the position
+    before each row, everything that a prefix hit skipped, and one earlier block per row in turn.
+    """
+
+    def __init__(
+        self, num_slots: int, num_blocks: int, block_size: int, max_len: int, vocab_size: int,
+        full_check: bool = False,
+    ) -> None:  # fmt: skip
+        self.block_size, self.max_len, self.vocab_size = block_size, max_len, vocab_size
+        self.full_check = full_check
+        self.kv = np.full(num_blocks * block_size, UNWRITTEN, np.uint64)
+        self.history = np.zeros((num_slots, max_len), np.int32)
+        self.chain = np.zeros((num_slots, max_len + 1), np.uint64)
+        self.chain[:, 0] = SEED
+        self.chained = np.zeros(num_slots, np.int32)
+        """Tokens of each slot that `chain` covers."""
+        self._hash = PrefixHash(vocab_size, max_len)
+        self._turn = 0
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def enter(self, slot: int, tokens: I32) -> None:
+        """A request takes the slot, with all tokens it has."""
+        self._check_tokens(slot, tokens)
+        self.history[slot, : len(tokens)] = tokens
+        self.chained[slot] = 0
+
+    def append(self, slots: I32, positions: I32, tokens: I32) -> None:
+        """Sampled tokens become input; one beyond the context is nobody's."""
+        inside = positions < self.max_len
+        self.history[slots[inside], positions[inside]] = tokens[inside]
+
+    def _check_tokens(self, slot: int, tokens: I32) -> None:
+        bad = (tokens < 0) | (tokens >= self.vocab_size)
+        if bad.any():
+            at = int(bad.argmax())
+            raise OracleError(
+                f"slot {slot} position {at}: token {tokens[at]} is not among the {self.vocab_size} of the vocabulary"
+            )
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> U64:
+        """uint64[rows]: the hash of everything up to each row's last position.
+
+        Raises:
+            OracleError: names slot, position, block, the hash expected there and the one found.
+        """
+        skipped = self.chained[batch.slots]
+        self._believe(batch, skipped)
+        self._write(batch)
+        self._read(batch, skipped)
+        self._turn += 1
+        return self.chain[batch.slots, batch.ends]
+
+    def _believe(self, batch: Batch, have: I32) -> None:
+        """Extends each slot's own hashes to the end of its row."""
+        one = (batch.counts == 1) & (have == batch.starts)
+        slots, starts = batch.slots[one], batch.starts[one]
+        tokens = self.history[slots, starts]
+        self.chain[slots, starts + 1] = self._hash.step(self.chain[slots, starts], tokens)
+        for i in np.flatnonzero(~one).tolist():
+            slot, start, end = int(batch.slots[i]), int(have[i]), int(batch.starts[i] + batch.counts[i])
+            if start > batch.starts[i]:
+                raise OracleError(f"slot {slot}: position {batch.starts[i]} again, {start} are computed")
+            tokens = self.history[slot, start:end]
+            self.chain[slot, start + 1 : end + 1] = self._hash.chunk(self.chain[slot, start], tokens)
+        self.chained[batch.slots] = batch.ends
+
+    def _write(self, batch: Batch) -> None:
+        rows, positions = _spread(batch.starts, batch.counts)
+        blocks = batch.block_table[rows, positions // self.block_size]
+        self._check_owners(batch, rows, blocks)
+        at = blocks * self.block_size + positions % self.block_size
+        self.kv[at] = self.chain[batch.slots[rows], positions + 1]
+
+    def _check_owners(self, batch: Batch, rows: NDArray[np.int64], blocks: I32) -> None:
+        """No block may be written for two slots in one step."""
+        order = np.argsort(blocks, kind="stable")
+        same = blocks[order[1:]] == blocks[order[:-1]]
+        shared = same & (rows[order[1:]] != rows[order[:-1]])
+        if shared.any():
+            at = int(shared.argmax())
+            first, second = batch.slots[rows[order[at]]], batch.slots[rows[order[at + 1]]]
+            raise OracleError(f"slots {first} and {second} both write block {blocks[order[at]]} in one step")
+
+    def _read(self, batch: Batch, skipped: I32) -> None:
+        everything = np.arange(len(batch.slots))
+        before = everything[batch.starts > 0]
+        self._verify(batch, before, batch.starts[before] - 1)
+        full = batch.starts // self.block_size
+        some = everything[full > 0]
+        in_turn = (self._turn + batch.slots[some]) % full[some]
+        self._verify(batch, some, in_turn * self.block_size + self.block_size - 1)
+        unread = np.zeros_like(skipped) if self.full_check else skipped
+        lag = everything[batch.starts > unread]
+        if len(lag):
+            rows, positions = _spread(unread[lag], batch.starts[lag] - unread[lag])
+            self._verify(batch, lag[rows], positions)
+
+    def _verify(self, batch: Batch, rows: NDArray[np.int64], positions: I32) -> None:
+        """int[reads] each: the KV at `positions` of `rows` is what the slot believes."""
+        blocks = batch.block_table[rows, positions // self.block_size]
+        found = self.kv[blocks * self.block_size + positions % self.block_size]
+        expected = self.chain[batch.slots[rows], positions + 1]
+        wrong = found != expected
+        if wrong.any():
+            i = int(wrong.argmax())
+            state = "never written" if found[i] == UNWRITTEN else f"{found[i]:016x}"
+            raise OracleError(
+                f"slot {batch.slots[rows[i]]} position {positions[i]} block {blocks[i]}: "
+                f"expected {expected[i]:016x}, found {state}"
+            )
+
+
+def _spread(starts: I32, counts: I32) -> tuple[NDArray[np.int64], I32]:
+    """Rows and positions, one entry for each position of each row."""
+    rows = np.repeat(np.arange(len(starts)), counts)
+    if len(rows) == len(starts):
+        return rows, starts
+    offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, (starts[rows] + offsets).astype(np.int32)
