@@ -107,7 +107,8 @@ class EngineCore:
         return None
 
     def abort(self, client: int, numbers: list[int]) -> None:
-        """Unknown and finished numbers are ignored."""
+        """Unknown and finished numbers are ignored. Outputs were published before: a number may be used again at
+        once, and what the old request produced must not reach the new one."""
         for number in numbers:
             request = self.requests.pop((client, number), None)
             if request is not None and not request.finished:

@@ -263,7 +263,7 @@ class Scheduler:
         self.kv.register(row, np.array([hit + count], np.int32))
         self.slots.computed[slot] = hit
         if not request.num_preemptions:
-            request.num_cached_tokens = hit
+            request.num_cached_tokens = min(hit, request.num_prompt_tokens)
         self.kv.queries += len(tokens)
         self.kv.hits += hit
         self.running = np.insert(

@@ -5,6 +5,7 @@ from random import Random
 
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.oracle import reference
+from tests.simulation.policies import WhimsicalPolicy
 from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import Stream, World
 
@@ -15,9 +16,9 @@ MOST_ROUNDS = 5_000
 def play(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
     load = draw(seed)
-    world = World(
-        load.limits, depth, load.vocab, load.use_priority, ChunkedPolicy(load.threshold), trace=trace
-    )
+    policy = WhimsicalPolicy(seed) if load.whimsical else ChunkedPolicy(load.threshold)
+    world = World(load.limits, depth, load.vocab, load.use_priority, policy, trace)
+    world.coverage["whimsical policies"] += load.whimsical
     world.log(load)
     _Player(world, load, Random(f"{seed}/{depth}")).run()
     return world

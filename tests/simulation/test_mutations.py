@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from protocol.requests import FinishReason
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.block_pool import BlockPool
 from services.scheduler.kv_cache import KVCacheManager
@@ -190,7 +191,42 @@ def a_preempted_request_forgets_its_last_token(add: Any) -> Any:
     return broken
 
 
+def released_slots_are_not_told(free: Any) -> Any:
+    def broken(self: Scheduler, slot: int) -> None:
+        free(self, slot)
+        self._released.clear()
+
+    return broken
+
+
+def every_chunk_samples(add: Any) -> Any:
+    def broken(self: Ledger, step: Any) -> None:
+        step.samples[:] = True
+        add(self, step)
+
+    return broken
+
+
+def one_block_too_few(missing: Any) -> Any:
+    def broken(self: KVCacheManager, slots: Any, num_tokens: Any) -> Any:
+        return missing(self, slots, num_tokens - 1)
+
+    return broken
+
+
+def finished_twice(complete: Any) -> Any:
+    def broken(self: Scheduler, request: Any, token: int, stop: bool) -> None:
+        complete(self, request, token, stop)
+        self.outputs.finish(request.client, request.finish_message(FinishReason.LENGTH))
+
+    return broken
+
+
 FAULTS: list[Fault] = [
+    (Scheduler, "_free", released_slots_are_not_told),
+    (Scheduler, "_complete", finished_twice),
+    (Ledger, "add", every_chunk_samples),
+    (KVCacheManager, "missing", one_block_too_few),
     (Ledger, "names", no_fence),
     (Scheduler, "_leave", released_when_the_oldest_step_returns),
     (Scheduler, "_deliver_stale", stale_tokens_lost),

@@ -22,6 +22,7 @@ MUST_HAPPEN = [
     "replays",
     "numbers reused",
     "client drops",
+    "whimsical policies",
     "results out of order",
     "resets in flight: running=True",
     "resets in flight: running=False",

@@ -24,6 +24,8 @@ class Workload:
     limits: Limits
     threshold: int
     """long_prefill_token_threshold, 0: none."""
+    whimsical: bool
+    """Whether a policy of whims takes the place of the chunked one."""
     vocab: int
     use_priority: bool
     arrivals: list[Arrival]
@@ -57,6 +59,7 @@ def draw(seed: int) -> Workload:
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
+        whimsical=rng.random() < 0.15,
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
         arrivals=[_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))],

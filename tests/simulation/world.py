@@ -66,6 +66,8 @@ class Stream:
     scheduled: int = 0
     """Tokens scheduled over the request's life."""
     steps: int = 0
+    hit: int = 0
+    """Tokens found in the prefix cache when it was first scheduled."""
     request: Request | None = None
 
     @property
@@ -302,6 +304,7 @@ class World:
             rows = (step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist())
             for slot, start, count, samples in zip(*rows, strict=True):
                 stream = self._by_request[self.scheduler.slots.request(slot)]
+                stream.hit = start if not stream.steps else stream.hit
                 stream.scheduled += count
                 stream.steps += 1
                 self.coverage["prefix hits"] += start > 0 and slot in entering
@@ -369,9 +372,13 @@ class World:
 
     def _check_scheduled(self, name: str, stream: Stream, finish: Finish) -> None:
         """S1-6, exact at every depth; a stop that nobody could foresee costs at most one token per further step."""
+        if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
+            raise DeliveryError(
+                f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
+            )
         if finish.num_preemptions:
             return
-        exact = len(stream.prompt) + len(stream.tokens) - 1 - finish.num_cached_tokens
+        exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit
         slack = 0 if finish.reason is FinishReason.LENGTH else self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(
