@@ -59,7 +59,8 @@ class SlotTable:
         self.history = np.empty((num_slots, max_model_len), np.int32)
         """Token ids, `tokens` of them valid per row. Pages are touched only where tokens are."""
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int32)
-        """[num_slots, widest set in use]: EOS and stop tokens, padded with NO_TOKEN."""
+        """[num_slots, widest set in use]: EOS and stop tokens, padded with NO_TOKEN. Each step compares this wide."""
+        self._num_stop_ids = column()
         self.owner: list[Request | None] = [None] * num_slots
         self.free = deque(range(num_slots))
 
@@ -89,6 +90,7 @@ class SlotTable:
         if len(ids) > self.stop_ids.shape[1]:
             extra = np.full((self.num_slots, len(ids) - self.stop_ids.shape[1]), NO_TOKEN, np.int32)
             self.stop_ids = np.hstack((self.stop_ids, extra))
+        self._num_stop_ids[slot] = len(ids)
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(ids)] = ids
 
@@ -104,6 +106,10 @@ class SlotTable:
         self.state[slot] = FREE
         self.owner[slot] = None
         self.free.append(slot)
+        self._num_stop_ids[slot] = 0
+        widest = max(1, int(self._num_stop_ids.max()))
+        if widest < self.stop_ids.shape[1]:
+            self.stop_ids = np.ascontiguousarray(self.stop_ids[:, :widest])
 
     def request(self, slot: int) -> Request:
         request = self.owner[slot]

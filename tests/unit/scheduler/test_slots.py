@@ -38,7 +38,7 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
     for name in ("stops_from", "capacity", "next_commit", "last_step"):
         assert getattr(slots, name)[0] == getattr(fresh, name)[0], name
-    assert slots.stop_ids[0].tolist() == [2, -1, -1]
+    assert slots.stop_ids[0].tolist() == [2]
     assert slots.generation[0] == 2
 
 
@@ -70,3 +70,16 @@ def test_the_context_limits_a_request_before_max_tokens() -> None:
     slots = SlotTable(1, 8)
     slot = slots.assign(request(1, [1, 2, 3], max_tokens=100), 8)
     assert int(slots.limit[slot]) == 8
+
+
+def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left() -> None:
+    slots = SlotTable(3, 32)
+    slots.assign(request(1, [1], stop_token_ids=(7, 8)), 32)
+    wide = slots.assign(request(2, [1], stop_token_ids=tuple(range(1000))), 32)
+    assert slots.stop_ids.shape == (3, 1000)
+    slots.retire(wide, DROP)
+    slots.release(wide)
+    assert slots.stop_ids.shape == (3, 2)
+    assert slots.stop_ids[0].tolist() == [7, 8]
+    slots.assign(request(3, [1], eos_token_ids=(2,)), 32)
+    assert slots.stop_ids.tolist()[2] == [2, -1]
