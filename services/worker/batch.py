@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.rows import StepRows
 from protocol.steps import NewRequest, SchedulerOutput
 
 I32 = NDArray[np.int32]
@@ -31,18 +32,6 @@ class Rows:
     starts: I32
     counts: I32
     samples: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, step: SchedulerOutput) -> "Rows":
-        """Raises: PlanError, when the columns differ in length."""
-        slots, generations, starts, counts = map(
-            unpack, (step.slots, step.generations, step.starts, step.counts)
-        )
-        samples = np.frombuffer(step.samples, np.bool_)
-        lengths = [len(column) for column in (slots, generations, starts, counts, samples)]
-        if len(set(lengths)) != 1:
-            raise PlanError(f"step {step.step_id}: columns of {lengths} rows")
-        return cls(slots, generations, starts, counts, samples)
 
     @property
     def ends(self) -> I32:
@@ -82,14 +71,14 @@ class SlotTable:
         Raises:
             PlanError: the plan names an empty or a taken slot, another generation, a position out of order, a token
                 or block count that does not add up. The worker cannot go on after it.
+            ProtocolError: a column is malformed.
         """
-        self.release(unpack(step.released))
+        plan = StepRows.of(step)
+        self.release(plan.released)
         for request in step.new:
             self._assign(request)
-        self._append_blocks(
-            np.frombuffer(step.block_slots, np.int32), np.frombuffer(step.block_ids, np.int32)
-        )
-        rows = Rows.of(step)
+        self._append_blocks(plan.block_slots, plan.block_ids)
+        rows = Rows(*plan[:5])
         self._check(rows)
         self.computed[rows.slots] = rows.ends
         self.num_tokens[rows.slots] += rows.samples
@@ -127,8 +116,6 @@ class SlotTable:
         self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
 
     def _append_blocks(self, slots: I32, blocks: I32) -> None:
-        if len(slots) != len(blocks):
-            raise PlanError(f"{len(slots)} slots get {len(blocks)} blocks")
         if not len(slots):
             return
         self._check_range(slots)
@@ -160,7 +147,7 @@ class SlotTable:
         )  # fmt: skip
         first = computed == EMPTY
         self._refuse(
-            rows, (rows.counts < 1) | (rows.starts < 0) | (~first & (rows.starts != computed)),
+            rows, ~first & (rows.starts != computed),
             "{count} positions from {start}, but {computed} are computed",
             start=rows.starts, count=rows.counts, computed=computed,
         )  # fmt: skip
