@@ -1,6 +1,7 @@
 """Runs one service in this process. Each service's code is imported here and only when it is the one to run."""
 
 import logging
+import signal
 from collections.abc import Callable
 
 from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoint
@@ -32,6 +33,9 @@ def start(config: ServiceConfig) -> int:
         log.error("%s", " ".join(str(error).split()))
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
+    finally:  # it is ending: a signal that comes only now has nothing left to stop
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return 1
 
 

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -127,6 +128,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     peer = os.environ.get("RUNAHEAD_BENCH_VLLM")
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}
