@@ -1,5 +1,6 @@
 """What stands before every route, as pure ASGI: keys, body size, request ids. Decided from the scope alone."""
 
+import asyncio
 import hashlib
 import hmac
 import uuid
@@ -12,6 +13,8 @@ from services.frontend.errors import APIError
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Everything else needs a key where keys are configured."""
 MAX_HEADERS = 100
+STALL_TIMEOUT = 30.0
+"""Seconds that a client may leave its answer unread; then it counts as gone, and its request is aborted."""
 
 
 def _digest(text: bytes) -> bytes:
@@ -19,8 +22,11 @@ def _digest(text: bytes) -> bytes:
 
 
 class Guards:
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, stall_timeout: float = STALL_TIMEOUT
+    ) -> None:
         self._app = app
+        self._stall_timeout = stall_timeout
         self._keys = [_digest(key.encode()) for key in api_keys]
         self._max_body = max_body_bytes
 
@@ -35,7 +41,8 @@ class Guards:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message.setdefault("headers", []).append((b"x-request-id", request_id))
-            await send(message)
+            async with asyncio.timeout(self._stall_timeout):
+                await send(message)  # waits while the connection's buffer is full
 
         refusal = self._refusal(scope, headers)
         if refusal is not None:
