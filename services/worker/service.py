@@ -1,26 +1,22 @@
-"""The worker process: receives plans, runs them, and sends results from a thread of its own.
-
-The main thread never waits for a host copy: the output thread does, and sends. Results and failures go through one
-queue, so they leave in the order of launch (S3-2).
-"""
+"""The worker process: sockets, signals and the clock around `Session` and a `ModelRunner`. It holds no rules."""
 
 import logging
 import os
-import queue
 import signal
 import socket
-import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
-import msgspec.structs
 import numpy as np
+import zmq
 
 from protocol.codec import Decoder, ProtocolError, pack, unpack
+from protocol.fields import MAX_TEXT
 from protocol.membership import (
     Assignment,
     GroupMessage,
-    Heartbeat,
     InitializeCache,
     LoadFailed,
     LoadProgress,
@@ -29,82 +25,28 @@ from protocol.membership import (
     Shutdown,
 )
 from protocol.sampling import SamplingParams
-from protocol.steps import (
-    GrammarOutput,
-    ModelRunnerOutput,
-    NewRequest,
-    ReleaseSlots,
-    SchedulerOutput,
-    StepFault,
-    StepMessage,
-)
+from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.worker.backends.registry import create
-from services.worker.runner import LoadError, ModelRunner, Output
+from services.worker.results import Launched, Repeat, Results, fault
+from services.worker.runner import LoadError, ModelRunner
+from services.worker.session import Execute, Phase, Resend, Sample, Session
 
 log = logging.getLogger("runahead.worker")
+T = TypeVar("T")
 
 EXIT_MODEL, EXIT_REFUSED, EXIT_LOST, EXIT_FAULT = 3, 4, 5, 6
-EPOCH = 1
-"""The only one there is until a group can be formed again."""
-HEARTBEAT_INTERVAL = 1.0
-"""Seconds."""
 CONNECT_TIMEOUT = 60.0
 """Seconds to wait for a scheduler."""
-
-
-@dataclass(frozen=True)
-class _Launched:
-    step_id: int
-    output: Output
-
-
-class Outputs(threading.Thread):
-    """The output thread: waits for host copies, sends results, and a heartbeat when there is nothing else to say."""
-
-    def __init__(self, endpoint: str, name: str) -> None:
-        super().__init__(name="outputs", daemon=True)
-        self._endpoint, self._name = endpoint, name
-        self._queue: queue.SimpleQueue[_Launched | StepFault | None] = queue.SimpleQueue()
-        self._last_ended, self._last_step = 0.0, 0
-        self.failed = threading.Event()
-        self.connected = threading.Event()
-
-    def put(self, item: _Launched | StepFault | None) -> None:
-        self._queue.put(item)
-
-    def run(self) -> None:
-        client = Client(self._endpoint)
-        try:
-            client.handshake("worker-results", self._name, CONNECT_TIMEOUT)
-            self.connected.set()
-            while (message := self._next()) is not None and not self.failed.is_set():
-                client.send(message)
-                if isinstance(message, StepFault):
-                    self.failed.set()
-        except (PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout) as error:
-            log.error("results cannot be sent: %s", error)
-            self.failed.set()
-        finally:
-            client.close()
-
-    def _next(self) -> ModelRunnerOutput | StepFault | Heartbeat | None:
-        try:
-            item = self._queue.get(timeout=HEARTBEAT_INTERVAL)
-        except queue.Empty:
-            return Heartbeat(EPOCH, self._last_step)
-        return self._result(item) if isinstance(item, _Launched) else item
-
-    def _result(self, launched: _Launched) -> ModelRunnerOutput | StepFault:
-        try:
-            result = launched.output.get()
-        except Exception as error:  # whatever a device may raise belongs to its step
-            log.exception("step %d failed on its way to the host", launched.step_id)
-            return StepFault(EPOCH, launched.step_id, f"{type(error).__name__}: {error}")
-        idle = max(0.0, result.started - self._last_ended) if self._last_ended else 0.0
-        self._last_ended, self._last_step = result.ended, result.step_id
-        return msgspec.structs.replace(result, idle=idle)
+LOOK_UP_INTERVAL = 1.0
+"""Seconds between two looks at the output thread while nothing arrives."""
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two messages about loading."""
+DRAIN_TIMEOUT = 10.0
+"""Seconds that steps in flight have to end when the worker leaves."""
+LINGER_MS = 2000
+"""What was sent last may take so long to leave."""
 
 
 class Worker:
@@ -113,97 +55,143 @@ class Worker:
     def __init__(self, config: WorkerConfig, runner: ModelRunner) -> None:
         self._config = config
         self._runner = runner
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
-        self._client = Client(config.scheduler_endpoint)
-        self._outputs = Outputs(config.scheduler_endpoint, self._name)
+        self._session = Session()
+        self._client = _client(config.scheduler_endpoint)
+        self._results = Results(_client(config.scheduler_endpoint))
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
-        self._last_step = 0
-        self._waiting: SchedulerOutput | None = None
-        """A step whose forward pass is launched and whose sampling waits for its grammar."""
+        self._waited = 0.0
+        """Seconds spent in receive since the last plan, with no step waiting for its grammar."""
+        self._next_progress = 0.0
+        self.sockets_closed = False
 
     def run(self) -> int:
-        """Returns the exit status. Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout"""
-        try:
-            self._client.handshake("worker", self._name, CONNECT_TIMEOUT)
-            self._client.send(
-                Register(self._config.backend, self._config.model, socket.gethostname(), os.getpid())
-            )
-            self._outputs.start()
-            while not self._outputs.failed.is_set():
-                frame = self._client.receive(HEARTBEAT_INTERVAL)
-                if frame is not None and not self._handle(frame):
-                    return 0
-            return EXIT_FAULT
-        finally:
-            self._outputs.put(None)
-            if self._outputs.is_alive():
-                self._outputs.join(10)
-            self._runner.shutdown()
-            self._client.close()
+        """Returns the exit status: 0 or EXIT_FAULT.
 
-    def _handle(self, frame: bytes) -> bool:
-        """False: the scheduler sent us away."""
-        match self._decoder.decode(frame):
-            case Assignment() as assignment:
-                self._load(assignment)
-            case InitializeCache() as init:
-                self._runner.init_kv_cache(init)
-                self._canary()
-                self._client.send(Ready(EPOCH))
-                log.info("ready")
+        Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
+        """
+        try:
+            name, host = f"{socket.gethostname()}:{os.getpid()}", socket.gethostname()
+            self._client.handshake("worker", name, CONNECT_TIMEOUT)
+            self._results.handshake(name, CONNECT_TIMEOUT)
+            self._client.send(Register(self._config.backend, self._config.model, host, os.getpid()))
+            while self._session.phase not in (Phase.LEAVING, Phase.FAILED):
+                frame = self._receive()
+                if frame is not None:
+                    self._handle(frame)
+                if self._results.failed.is_set():
+                    self._session.failed()
+            return EXIT_FAULT if self._session.phase is Phase.FAILED else 0
+        finally:
+            self._client.close()
+            self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
+            if not self.sockets_closed:
+                log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
+            self._runner.shutdown()
+
+    def _receive(self) -> bytes | None:
+        frame = self._client.take()
+        if frame is None:
+            began = time.monotonic()
+            frame = self._client.receive(LOOK_UP_INTERVAL)
+            if self._session.phase is Phase.SERVING:
+                self._waited += time.monotonic() - began
+        return frame
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            action = self._session.on(self._decoder.decode(frame))
+        except ProtocolError as error:
+            log.warning("bad message from the scheduler: %s", error)
+            return
+        match action:
+            case Assignment():
+                self._load(action)
+            case InitializeCache():
+                self._initialize(action)
             case Shutdown(reason=reason):
-                log.info("leaving: %s", reason)
-                return False
-            case message:
-                self._step(message)
-        return True
+                log.info("leaving: %s", reason or "the scheduler says so")
+            case Resend(step_id=step_id):
+                self._results.put(Repeat(step_id))
+            case StepFault():
+                log.error("%s", action.error)
+                self._results.put(action)
+            case Execute() | Sample() | ReleaseSlots():
+                self._compute(action)
+
+    # -- start-up ------------------------------------------------------------------------------------------------
 
     def _load(self, assignment: Assignment) -> None:
-        try:
-            loaded = self._runner.load(
-                assignment, lambda phase, fraction: self._client.send(LoadProgress(phase, fraction))
-            )
-        except LoadError as error:
-            self._client.send(LoadFailed(str(error)))
-            raise
+        self._results.start(assignment.epoch)
+        loaded = self._attempt(lambda: self._runner.load(assignment, self._progress))
+        log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
         self._client.send(loaded)
+        self._session.loaded()
+
+    def _progress(self, phase: str, fraction: float) -> None:
+        now = time.monotonic()
+        if now >= self._next_progress or fraction >= 1:
+            self._next_progress = now + PROGRESS_INTERVAL
+            self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction))))
+
+    def _initialize(self, init: InitializeCache) -> None:
+        self._attempt(lambda: self._runner.init_kv_cache(init))
+        self._attempt(self._canary)
+        self._client.send(Ready(self._session.epoch))
+        self._session.ready()
+        log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """Raises: LoadError, after the scheduler was told, for whatever keeps this worker from serving."""
+        try:
+            return work()
+        except (PeerGone, PeerSlow):
+            raise
+        except LoadError as error:
+            failure = error
+        except Exception as error:
+            log.exception("the model cannot be served")
+            failure = LoadError(f"{type(error).__name__}: {error}")
+        self._client.send(LoadFailed(" ".join(str(failure).split())[:MAX_TEXT]))
+        raise failure
 
     def _canary(self) -> None:
-        """One step through forward and sampling, and out again, before anybody waits for one."""
+        """One step through forward and sampling, and out again, before anybody waits for one; leaves no pending
+        state and an empty slot (S3-4)."""
         zero, one = pack([0]), pack([1])
         request = NewRequest(0, 1, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
         self._runner.execute_model(SchedulerOutput(0, 0, zero, one, zero, one, b"\1", [request]))
         self._runner.sample_tokens(None).get()
         self._runner.release(np.zeros(1, np.int32))
 
-    def _step(self, message: StepMessage) -> None:
-        step_id = self._last_step
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, action: Execute | Sample | ReleaseSlots) -> None:
+        step_id = self._session.last_step
         try:
-            match message:
-                case SchedulerOutput():
-                    step_id = message.step_id
-                    if step_id != self._last_step + 1:
-                        raise ProtocolError(
-                            f"step {step_id} arrived, step {self._last_step + 1} was expected"
-                        )
-                    self._runner.execute_model(message)
-                    self._last_step = step_id
-                    self._waiting = message
-                    if not message.has_structured_output_requests:
+            match action:
+                case Execute(step=step):
+                    self._runner.execute_model(step)
+                    if not step.has_structured_output_requests:
                         self._sample(None)
-                case GrammarOutput():
-                    self._sample(message)
-                case ReleaseSlots():
-                    self._runner.release(unpack(message.slots))
+                case Sample(grammar=grammar):
+                    self._sample(grammar)
+                case ReleaseSlots(slots=slots):
+                    self._runner.release(unpack(slots))
         except Exception as error:  # whatever compute may raise takes the place of this step's result
             log.exception("step %d failed", step_id)
-            self._outputs.put(StepFault(EPOCH, step_id, f"{type(error).__name__}: {error}"))
+            self._results.put(fault(self._session.epoch, step_id, error))
+            self._session.failed()
 
     def _sample(self, grammar: GrammarOutput | None) -> None:
-        step, self._waiting = self._waiting, None
-        if step is None:
-            raise ProtocolError("a grammar arrived, but no step waits for one")
-        self._outputs.put(_Launched(step.step_id, self._runner.sample_tokens(grammar)))
+        output = self._runner.sample_tokens(grammar)
+        self._results.put(Launched(self._session.last_step, output, self._waited))
+        self._waited = 0.0
+
+
+def _client(endpoint: str) -> Client:
+    client = Client(endpoint)
+    client.socket.linger = LINGER_MS  # a fault is the last thing a worker says, and must arrive
+    return client
 
 
 def _leave(_: int, __: FrameType | None) -> None:
@@ -215,14 +203,18 @@ def run(config: WorkerConfig) -> int:
     5, the scheduler is gone; 6, a step failed."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    worker = Worker(config, create(config))
     try:
-        return Worker(config, create(config)).run()
+        return worker.run()
     except LoadError as error:
         log.error("%s", error)
         return EXIT_MODEL
     except HandshakeRefused as error:
         log.error("the scheduler refused this worker: %s", error)
         return EXIT_REFUSED
-    except (PeerGone, PeerSlow, HandshakeTimeout, ProtocolError) as error:
+    except (PeerGone, PeerSlow, HandshakeTimeout) as error:
         log.error("the scheduler is lost: %s", error)
         return EXIT_LOST
+    finally:
+        if worker.sockets_closed:
+            zmq.Context.instance().term()  # waits until the last words have left

@@ -1,0 +1,142 @@
+"""What leaves a worker beside its registration: results from the output thread, heartbeats from a thread of their own.
+
+Results, faults and repetitions go through one queue, so they leave in the order of launch (S3-2). The executing thread
+never waits for a host copy; the output thread does. Both threads share one connection under a lock, so a heartbeat
+leaves although a step takes long.
+"""
+
+import logging
+import queue
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec.structs
+
+from protocol.fields import MAX_TEXT
+from protocol.membership import Heartbeat
+from protocol.steps import ModelRunnerOutput, StepFault, StepResult
+from protocol.transport import Client, PeerGone, PeerSlow
+from services.worker.runner import Output
+
+log = logging.getLogger("runahead.worker")
+
+HEARTBEAT_INTERVAL = 1.0
+"""Seconds."""
+RESULTS_KEPT = 16
+"""A step can be asked for again as long as its result is among the last so many."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose result is on its way to the host."""
+
+    step_id: int
+    output: Output
+    waited: float
+    """Seconds that the executing thread waited for this plan with none queued."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    step_id: int
+
+
+def fault(epoch: int, step_id: int, error: Exception) -> StepFault:
+    """Type and text of the exception, no longer than a message may be."""
+    return StepFault(epoch, step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
+
+
+class Results:
+    """Owns `client` and two threads between `start` and `close`. After a fault nothing more is sent."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Launched | StepFault | Repeat | None] = queue.SimpleQueue()
+        self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
+        self._last_ended = 0.0
+        self._epoch, self._last_step = 0, 0
+        self._closing = threading.Event()
+        self.failed = threading.Event()
+        """A fault has left, or nothing can be sent any more."""
+        self._threads = [
+            threading.Thread(target=self._send_results, name="outputs", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
+        ]
+
+    def handshake(self, name: str, timeout: float) -> None:
+        """Raises: HandshakeRefused, HandshakeTimeout"""
+        self._client.handshake("worker-results", name, timeout)
+
+    def start(self, epoch: int) -> None:
+        self._epoch = epoch
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, item: Launched | StepFault | Repeat) -> None:
+        self._queue.put(item)
+
+    def close(self, timeout: float) -> bool:
+        """Sends what is queued, then ends the threads. False: they did not end within `timeout` seconds."""
+        self._queue.put(None)
+        self._closing.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended:
+            self._client.close()
+        return ended
+
+    # -- the output thread ---------------------------------------------------------------------------------------
+
+    def _send_results(self) -> None:
+        while not self.failed.is_set() and (item := self._queue.get()) is not None:
+            message = self._message(item)
+            if message is None:
+                continue
+            self._send(message)
+            if isinstance(message, StepFault):
+                self.failed.set()
+
+    def _message(self, item: Launched | StepFault | Repeat) -> StepResult | None:
+        match item:
+            case StepFault():
+                return item
+            case Launched():
+                return self._result(item)
+            case Repeat(step_id=step_id) if step_id in self._kept:
+                return self._kept[step_id]
+            case Repeat(step_id=step_id):
+                text = f"step {step_id} is asked for again, but only the last {RESULTS_KEPT} results are kept"
+                return StepFault(self._epoch, step_id, text)
+
+    def _result(self, launched: Launched) -> StepResult:
+        try:
+            result = launched.output.get()
+        except Exception as error:  # whatever a device may raise belongs to its step
+            log.exception("step %d failed on its way to the host", launched.step_id)
+            return fault(self._epoch, launched.step_id, error)
+        # The device has nothing to do while both hold: no plan is queued, and the step before has ended.
+        pause = result.started - self._last_ended if self._last_ended else 0.0
+        result = msgspec.structs.replace(result, idle=max(0.0, min(pause, launched.waited)))
+        self._last_ended, self._last_step = result.ended, result.step_id
+        self._kept[result.step_id] = result
+        if len(self._kept) > RESULTS_KEPT:
+            self._kept.popitem(last=False)
+        return result
+
+    def _send(self, message: StepResult | Heartbeat) -> None:
+        try:
+            with self._lock:
+                self._client.send(message)
+        except (PeerGone, PeerSlow) as error:
+            log.error("nothing can be sent to the scheduler: %s", error)
+            self.failed.set()
+
+    # -- the heartbeat thread ------------------------------------------------------------------------------------
+
+    def _send_heartbeats(self) -> None:
+        while not self._closing.wait(HEARTBEAT_INTERVAL) and not self.failed.is_set():
+            self._send(Heartbeat(self._epoch, self._last_step))

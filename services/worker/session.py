@@ -1,0 +1,155 @@
+"""A worker's life as a state machine without I/O: the scheduler's messages in, what to do out.
+
+    REGISTERED   ── Assignment ──►       LOADING       (weights; ends with `loaded`)
+    LOADED       ── InitializeCache ──►  INITIALIZING  (cache and canary step; ends with `ready`)
+    SERVING     ◄── plan, grammar ──►    SAMPLING      (a forward pass waits for its grammar)
+    any          ── Shutdown ──►         LEAVING
+    any          ── failed ──►           FAILED        (nothing more is executed)
+
+Steps are executed in order, each exactly once: the next one runs, a repeated one is answered with its cached result, a
+gap is a fault (S3-2). What belongs to another epoch is ignored and counted. A message that has no place in the current
+phase is a `ProtocolError` and changes nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar
+
+from protocol.codec import ProtocolError
+from protocol.membership import Assignment, GroupMessage, InitializeCache, Shutdown
+from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
+
+
+class Phase(Enum):
+    REGISTERED = auto()
+    LOADING = auto()
+    LOADED = auto()
+    INITIALIZING = auto()
+    SERVING = auto()
+    SAMPLING = auto()
+    LEAVING = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True)
+class Execute:
+    """Launch the forward pass of the next step, and its sampling too unless that waits for a grammar."""
+
+    step: SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample the step that waits, with its grammar."""
+
+    grammar: GrammarOutput
+
+
+@dataclass(frozen=True)
+class Resend:
+    """Answer a repeated step with the result it had."""
+
+    step_id: int
+
+
+Action = Assignment | InitializeCache | Shutdown | ReleaseSlots | Execute | Sample | Resend | StepFault
+"""Messages of the group mean what they say; a `StepFault` is to be sent, after which the worker leaves."""
+
+
+class Session:
+    def __init__(self) -> None:
+        self.phase = Phase.REGISTERED
+        self.epoch = 0
+        self.last_step = 0
+        """The last step that was handed out for execution."""
+        self.ignored = 0
+        """Messages of another epoch, and late grammars."""
+
+    # -- what the shell reports ----------------------------------------------------------------------------------
+
+    def loaded(self) -> None:
+        self._move(Phase.LOADING, Phase.LOADED)
+
+    def ready(self) -> None:
+        self._move(Phase.INITIALIZING, Phase.SERVING)
+
+    def failed(self) -> None:
+        """A step failed: whatever arrives from now on is refused by not being executed."""
+        self.phase = Phase.FAILED
+
+    def _move(self, before: Phase, after: Phase) -> None:
+        if self.phase is not before:
+            raise ProtocolError(f"{after.name} cannot follow {self.phase.name}")
+        self.phase = after
+
+    # -- what arrives --------------------------------------------------------------------------------------------
+
+    def on(self, message: StepMessage | GroupMessage) -> Action | None:
+        """What to do, or None. Raises: ProtocolError, for a message out of place."""
+        if self.phase in (Phase.FAILED, Phase.LEAVING):
+            return None
+        handle = self._TABLE.get((self.phase, type(message)))
+        if isinstance(message, Shutdown):
+            self.phase = Phase.LEAVING
+            return message
+        if handle is None:
+            raise ProtocolError(f"{type(message).__name__} has no place while {self.phase.name}")
+        if isinstance(message, StepMessage) and message.epoch != self.epoch:
+            self.ignored += 1
+            return None
+        return handle(self, message)
+
+    def _on_assignment(self, message: Assignment) -> Action:
+        self.phase, self.epoch = Phase.LOADING, message.epoch
+        return message
+
+    def _on_initialize(self, message: InitializeCache) -> Action:
+        self.phase = Phase.INITIALIZING
+        return message
+
+    def _on_step(self, step: SchedulerOutput) -> Action:
+        if step.step_id <= self.last_step:
+            return Resend(step.step_id)
+        expected = self.last_step + 1
+        if step.step_id != expected:
+            return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")
+        if self.phase is Phase.SAMPLING:
+            return self._fault(
+                step.step_id, f"step {step.step_id} arrived, but step {self.last_step} waits for its grammar"
+            )
+        self.last_step = step.step_id
+        if step.has_structured_output_requests:
+            self.phase = Phase.SAMPLING
+        return Execute(step)
+
+    def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
+        if grammar.step_id < self.last_step or (
+            self.phase is Phase.SERVING and grammar.step_id == self.last_step
+        ):
+            self.ignored += 1  # the repetition of one that was used
+            return None
+        if self.phase is Phase.SERVING or grammar.step_id != self.last_step:
+            return self._fault(
+                grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived"
+            )
+        self.phase = Phase.SERVING
+        return Sample(grammar)
+
+    def _on_release(self, message: ReleaseSlots) -> Action:
+        return message
+
+    def _fault(self, step_id: int, error: str) -> StepFault:
+        self.phase = Phase.FAILED
+        return StepFault(self.epoch, step_id, error)
+
+    _TABLE: ClassVar[dict[tuple[Phase, type], Callable[..., Action | None]]] = {
+        (Phase.REGISTERED, Assignment): _on_assignment,
+        (Phase.LOADED, InitializeCache): _on_initialize,
+        (Phase.SERVING, SchedulerOutput): _on_step,
+        (Phase.SAMPLING, SchedulerOutput): _on_step,
+        (Phase.SERVING, GrammarOutput): _on_grammar,
+        (Phase.SAMPLING, GrammarOutput): _on_grammar,
+        (Phase.SERVING, ReleaseSlots): _on_release,
+        (Phase.SAMPLING, ReleaseSlots): _on_release,
+    }
