@@ -19,7 +19,16 @@ import zmq
 from protocol.codec import Decoder, ProtocolError
 from protocol.handshake import Hello
 from protocol.membership import Register, Shutdown, WorkerMessage
-from protocol.requests import AbortRequest, ClientMessage, EnginePhase, EngineState, GenerateRequest
+from protocol.requests import (
+    AbortRequest,
+    ClientMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    RequestOutputs,
+)
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 from services.config import SchedulerConfig
@@ -121,12 +130,14 @@ class Service:
                 self.clients.count_error(peer, error)
 
     def _on_client_message(self, client: int, message: GenerateRequest | AbortRequest) -> None:
-        if self.engine is None:
-            return
         match message:
-            case GenerateRequest():
+            case GenerateRequest() if self.engine is None or self._draining:
+                why = "the engine is shutting down" if self._draining else "the engine is not ready"
+                finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
+                self._send_to_client(client, RequestOutputs(b"", b"", b"", [finish]))
+            case GenerateRequest() if self.engine is not None:
                 self.engine.add(client, message)
-            case AbortRequest():
+            case AbortRequest() if self.engine is not None:
                 self.engine.abort(client, message.numbers)
 
     def _read_workers(self) -> None:
@@ -202,10 +213,14 @@ class Service:
         if self.engine is None:
             return
         for client, outputs in self.engine.take_outputs():
-            try:
-                self.clients.send(self._client_peers[client], outputs)
-            except (PeerGone, PeerSlow) as error:
-                log.warning("frontend %d is lost, its requests are aborted: %s", client, error)
+            self._send_to_client(client, outputs)
+
+    def _send_to_client(self, client: int, outputs: RequestOutputs) -> None:
+        try:
+            self.clients.send(self._client_peers[client], outputs)
+        except (PeerGone, PeerSlow) as error:
+            log.warning("frontend %d is lost, its requests are aborted: %s", client, error)
+            if self.engine is not None:
                 self.engine.drop_client(client)
 
     def _state(self) -> EngineState:

@@ -1,15 +1,18 @@
 """The running services: the scheduler is one step ahead at depth two, never at depth one, and answers are the same."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from protocol.requests import FinishReason
+from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import EngineClient, engine
+from services.config import WorkerConfig
+from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine, spawn
 
-SIM = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1000}
+SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
+"""Steps long enough that a busy machine does not blur who came first."""
 
 
 def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -> tuple[EngineClient, Path]:
@@ -56,3 +59,54 @@ def test_answers_survive_a_pool_that_preempts(tmp_path: Path, depth: int) -> Non
     tight, _ = run_load(tmp_path / "tight", depth, num_gpu_blocks_override=24, max_model_len=256)
     assert sum(finish.num_preemptions for finish in tight.finished.values()) > 0
     assert tight.tokens == ample.tokens
+
+
+def test_draining_scheduler_finishes_what_runs_and_rejects_what_comes(tmp_path: Path) -> None:
+    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        client.generate(1, list(range(40)), SamplingParams(max_tokens=200, temperature=0.0))
+        while not client.tokens[1]:
+            client.receive()
+        running.scheduler.send_signal(signal.SIGTERM)
+        while client.state is None or client.state.phase is not EnginePhase.DRAINING:
+            client.receive()
+        client.generate(2, list(range(40)), SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait_finished(1, 2)
+        assert (client.finished[1].reason, len(client.tokens[1])) == (FinishReason.LENGTH, 200)
+        assert (client.finished[2].reason, client.tokens[2]) == (FinishReason.REJECTED, [])
+        client.close()
+        assert (running.scheduler.wait(PATIENCE), running.worker.wait(PATIENCE)) == (0, 0)
+
+
+def test_second_worker_is_refused_by_name_and_the_scheduler_serves_on(tmp_path: Path) -> None:
+    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        second = spawn(
+            "worker", WorkerConfig.model_validate({**SIM, "scheduler_endpoint": f"ipc://{tmp_path}/w"})
+        )
+        _, log = second.communicate(timeout=PATIENCE)
+        assert second.returncode != 0
+        assert "the group is complete" in log
+        client.generate(1, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait_finished(1)
+        assert len(client.tokens[1]) == 5
+        client.close()
+
+
+def test_lost_frontend_s_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
+    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
+        first, second = (EngineClient(running.client_endpoint) for _ in range(2))
+        for client in (first, second):
+            client.wait_ready()
+            client.generate(1, list(range(40)), SamplingParams(max_tokens=300, temperature=0.0))
+        while not first.tokens[1]:
+            first.receive()
+        first.close()
+        second.wait_finished(1)
+        assert len(second.tokens[1]) == 300
+        while second.state is None or second.state.stats["num_requests_running"]:
+            second.receive()
+        assert second.state.stats["kv_cache_usage_perc"] == 0
+        second.close()
