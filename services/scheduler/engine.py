@@ -5,6 +5,8 @@ fills the batch queue: filling it has priority over reading results. Aborts that
 before it.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from protocol.codec import pack, unpack
@@ -130,21 +132,20 @@ class EngineCore:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self) -> list[StepMessage]:
-        """Schedules until the queue is full or nothing more can be scheduled; what to send, in order.
+    def dispatch(self) -> Iterator[StepMessage]:
+        """Schedules until the queue is full or nothing more can be scheduled. Each message is to be sent as it comes,
+        before the next step is formed.
 
         Raises: StallError
         """
-        messages: list[StepMessage] = []
         while not self.queue.full:
             planned = self._schedule()
             if planned is None:
                 break
             self.queue.push(planned[0])
-            messages.append(planned[1])
+            yield planned[1]
         if not self.queue and (release := self.scheduler.take_releases()) is not None:
-            messages.append(release)
-        return messages
+            yield release
 
     def _schedule(self) -> tuple[InflightStep, StepMessage] | None:
         scheduler = self.scheduler

@@ -32,7 +32,7 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 from services.config import SchedulerConfig
-from services.scheduler.engine import EngineCore
+from services.scheduler.engine import EngineCore, StallError
 from services.scheduler.group import WorkerGroup, WorkerLost
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.scheduler import Scheduler, UnknownResult
@@ -81,7 +81,7 @@ class Service:
                     self._send()
             self._tell_workers(Shutdown("the scheduler is stopping"))
             return 0
-        except (WorkerLost, UnknownResult, PeerGone) as error:
+        except (WorkerLost, UnknownResult, StallError, PeerGone) as error:
             return self._fail(str(error))
         finally:
             self.clients.close()

@@ -53,7 +53,7 @@ def test_a_request_that_cannot_be_served_ends_alone(message: GenerateRequest, sa
     assert (finish.number, finish.reason) == (message.number, FinishReason.INVALID)
     assert says in finish.message
     assert [key[1] for key in core.requests] == [9]
-    assert len(core.dispatch()) == 2, "the other one is served"
+    assert len(list(core.dispatch())) == 2, "the other one is served"
 
 
 def test_bounded_queues_reject_and_say_so() -> None:
@@ -91,10 +91,10 @@ def test_a_refusal_does_not_forget_an_open_request_of_the_same_number() -> None:
 
 def test_an_idle_engine_sends_nothing() -> None:
     core = engine()
-    assert core.dispatch() == []
+    assert list(core.dispatch()) == []
     core.add(0, generate([1]))
     core.abort(0, [0])
-    assert core.dispatch() == []
+    assert list(core.dispatch()) == []
     assert not core.has_requests
 
 
@@ -102,7 +102,7 @@ def test_stats_name_what_runs_and_waits() -> None:
     core = engine()
     for number in range(3):
         core.add(0, generate([number] * 5, number=number))
-    core.dispatch()
+    list(core.dispatch())
     stats = core.stats()
     assert (stats["num_requests_running"], stats["num_requests_waiting"]) == (2, 1)
     assert stats["inflight_steps"] == 2
