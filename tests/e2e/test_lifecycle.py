@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from services.checkpoint import DEMO_MODEL
@@ -94,11 +95,23 @@ def test_killed_supervisor_leaves_no_process() -> None:
         wait_until(lambda: not any(map(is_alive, server.services.values())), "its services are gone")
 
 
-def test_signal_while_loading_is_an_orderly_stop() -> None:
+def has_children(server: Server) -> bool:
+    return len(psutil.Process(server.process.pid).children()) == 3
+
+
+def frontend_speaks(server: Server) -> bool:
+    assert server.process.poll() is None, server.log.read_text()
+    return "frontend" in server.log.read_text()
+
+
+@pytest.mark.parametrize("moment", [has_children, frontend_speaks])
+def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[Server], bool]) -> None:
     with serving(wait=False) as server:
-        wait_until(lambda: "scheduler" in server.log.read_text(), "the first service speaks")
+        wait_until(lambda: moment(server), "it is on its way")
+        children = psutil.Process(server.process.pid).children()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log.read_text()
+        assert not any(map(is_alive, children))
         assert list(server.runtime.iterdir()) == []
 
 
