@@ -49,7 +49,9 @@ class Oracle:
         self.block_size, self.max_len, self.vocab_size = block_size, max_len, vocab_size
         self.full_check = full_check
         self.kv = np.full(num_blocks * block_size, UNWRITTEN, np.uint64)
-        self.history = np.zeros((num_slots, max_len), np.int32)
+        self._history = np.zeros((num_slots, max_len), np.int32)
+        """Token id + 1; 0 where no token is known, so that untouched pages stay untouched."""
+        self._extent = np.zeros(num_slots, np.int32)
         self.chain = np.zeros((num_slots, max_len + 1), np.uint64)
         self.chain[:, 0] = SEED
         self.chained = np.zeros(num_slots, np.int32)
@@ -62,13 +64,25 @@ class Oracle:
     def enter(self, slot: int, tokens: I32) -> None:
         """A request takes the slot, with all tokens it has."""
         self._check_tokens(slot, tokens)
-        self.history[slot, : len(tokens)] = tokens
+        self._history[slot, : len(tokens)] = tokens + 1
+        self._history[slot, len(tokens) : self._extent[slot]] = 0
+        self._extent[slot] = len(tokens)
         self.chained[slot] = 0
 
     def append(self, slots: I32, positions: I32, tokens: I32) -> None:
         """Sampled tokens become input; one beyond the context is nobody's."""
         inside = positions < self.max_len
-        self.history[slots[inside], positions[inside]] = tokens[inside]
+        slots, positions = slots[inside], positions[inside]
+        self._history[slots, positions] = tokens[inside] + 1
+        self._extent[slots] = positions + 1
+
+    def _tokens(self, slots: I32 | int, positions: I32 | slice) -> I32:
+        """The ids there. Raises: OracleError, where none is known: an unknown id must never be an index (S3-7)."""
+        stored = self._history[slots, positions]
+        if not stored.all():
+            missing = np.broadcast_to(slots, stored.shape)[stored == 0][0]
+            raise OracleError(f"slot {missing}: a token is computed before it was sampled")
+        return stored - 1
 
     def _check_tokens(self, slot: int, tokens: I32) -> None:
         bad = (tokens < 0) | (tokens >= self.vocab_size)
@@ -97,13 +111,13 @@ class Oracle:
         """Extends each slot's own hashes to the end of its row."""
         one = (batch.counts == 1) & (have == batch.starts)
         slots, starts = batch.slots[one], batch.starts[one]
-        tokens = self.history[slots, starts]
+        tokens = self._tokens(slots, starts)
         self.chain[slots, starts + 1] = self._hash.step(self.chain[slots, starts], tokens)
         for i in np.flatnonzero(~one).tolist():
             slot, start, end = int(batch.slots[i]), int(have[i]), int(batch.starts[i] + batch.counts[i])
             if start > batch.starts[i]:
                 raise OracleError(f"slot {slot}: position {batch.starts[i]} again, {start} are computed")
-            tokens = self.history[slot, start:end]
+            tokens = self._tokens(slot, slice(start, end))
             self.chain[slot, start + 1 : end + 1] = self._hash.chunk(self.chain[slot, start], tokens)
         self.chained[batch.slots] = batch.ends
 

@@ -1,0 +1,141 @@
+"""The scheduler's side of a step in a few lines: requests, blocks and plans for a runner under test."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from protocol.codec import pack, unpack
+from protocol.membership import Assignment, InitializeCache
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
+from services.config import WorkerConfig
+from services.worker.backends.sim import SimRunner
+
+BLOCK, SLOTS, BLOCKS, CONTEXT, VOCAB = 4, 8, 256, 128, 97
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+
+
+def sampled(seed: int, **params: object) -> SamplingParams:
+    values: dict[str, object] = {"max_tokens": 64, "temperature": 1.0, "seed": seed} | params
+    return SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def sim_runner(**options: object) -> SimRunner:
+    """A loaded runner of the sizes above that takes no time."""
+    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_step_ms=0, sim_prefill_token_us=0)
+    runner = SimRunner(config, **{"full_check": True, **options})  # type: ignore[arg-type]
+    loaded = runner.load(Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT), lambda *_: None)
+    assert loaded.simulated
+    assert loaded.vocab_size == VOCAB
+    runner.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
+    return runner
+
+
+@dataclass
+class Request:
+    """What the scheduler knows: `known` counts the tokens confirmed or promised."""
+
+    slot: int
+    generation: int
+    prompt: list[int]
+    params: SamplingParams
+    blocks: list[int]
+    start: int = 0
+    known: int = 0
+    outputs: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.known = len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Positions up to the last token known or promised."""
+        return self.known - self.start
+
+
+class Plans:
+    """Builds correct plans; tests that need a wrong one change the request or the plan."""
+
+    def __init__(self) -> None:
+        self._free_blocks = list(range(BLOCKS - 1, 0, -1))
+        self._free_slots = list(range(SLOTS))
+        self._generations = [0] * SLOTS
+        self._entering: list[Request] = []
+        self._released: list[int] = []
+        self.step_id = 0
+
+    def admit(
+        self, prompt: list[int], params: SamplingParams = GREEDY, hit: int = 0, share: Request | None = None
+    ) -> Request:
+        """A request that enters with the next plan; the first `hit` positions are the KV of `share`."""
+        slot = self._free_slots.pop(0)
+        self._generations[slot] += 1
+        blocks = share.blocks[: hit // BLOCK] if share else []
+        request = Request(slot, self._generations[slot], prompt, params, list(blocks), start=hit)
+        self._grow(request, len(prompt))
+        self._entering.append(request)
+        return request
+
+    def leave(self, request: Request) -> None:
+        """Released with the next plan; the slot is the last one to be given away again."""
+        self._released.append(request.slot)
+        self._free_slots.append(request.slot)
+
+    def _grow(self, request: Request, positions: int) -> list[int]:
+        fresh = []
+        while len(request.blocks) * BLOCK < positions:
+            fresh.append(self._free_blocks.pop())
+            request.blocks.append(fresh[-1])
+        return fresh
+
+    def step(self, *rows: Request | tuple[Request, int], grammar: bool = False) -> SchedulerOutput:
+        """Rows in the order given; a request alone computes all it can."""
+        self.step_id += 1
+        entering, self._entering = self._entering, []
+        new = [
+            NewRequest(
+                r.slot, r.generation, pack(r.prompt), len(r.prompt), pack(r.blocks), r.params
+            )
+            for r in entering
+        ]  # fmt: skip
+        columns: list[tuple[int, int, int, int, int]] = []
+        growth: list[tuple[int, int]] = []
+        for row in rows:
+            request, count = row if isinstance(row, tuple) else (row, row.left)
+            growth += [(request.slot, block) for block in self._grow(request, request.start + count)]
+            samples = count == request.left
+            columns.append((request.slot, request.generation, request.start, count, samples))
+            request.start += count
+            request.known += samples
+        slots, generations, starts, counts, samples_column = (
+            zip(*columns, strict=True) if columns else [()] * 5
+        )
+        released, self._released = self._released, []
+        return SchedulerOutput(
+            1, self.step_id, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples_column), new,
+            pack([slot for slot, _ in growth]), pack([block for _, block in growth]), pack(released), grammar,
+        )  # fmt: skip
+
+
+def run(runner: SimRunner, plan: SchedulerOutput) -> dict[int, int]:
+    """One step, synchronously: the token of each sampled slot."""
+    runner.execute_model(plan)
+    return tokens(runner.sample_tokens(None).get())
+
+
+def tokens(result: ModelRunnerOutput) -> dict[int, int]:
+    assert unpack(result.counts).tolist() == [1] * (len(result.slots) // 4)
+    return dict(zip(unpack(result.slots).tolist(), unpack(result.token_ids).tolist(), strict=True))
+
+
+def alone(prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    """What a request must produce in any company: one at a time, one step in flight."""
+    runner, plans = sim_runner(), Plans()
+    request = plans.admit(prompt, params)
+    outputs = [run(runner, plans.step(request))[request.slot] for _ in range(count)]
+    runner.shutdown()
+    return outputs
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
