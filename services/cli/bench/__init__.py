@@ -44,6 +44,6 @@ def _print(result: dict[str, object]) -> None:
     table = Table("figure", "value", title=f"{result['model_id']} at {result['base_url']}")
     table.columns[1].justify = "right"
     for name, value in result.items():
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     Console().print(table)
