@@ -59,7 +59,8 @@ class Results:
         self._epoch, self._last_step = 0, 0
         self._closing = threading.Event()
         self.failed = threading.Event()
-        """A fault has left, or nothing can be sent any more."""
+        """A fault has left, or nothing can be sent any more: then `lost` says why."""
+        self.lost: PeerGone | PeerSlow | None = None
         self._threads = [
             threading.Thread(target=self._send_results, name="outputs", daemon=True),
             threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
@@ -132,7 +133,7 @@ class Results:
             with self._lock:
                 self._client.send(message)
         except (PeerGone, PeerSlow) as error:
-            log.error("nothing can be sent to the scheduler: %s", error)
+            self.lost = error
             self.failed.set()
 
     # -- the heartbeat thread ------------------------------------------------------------------------------------

@@ -70,23 +70,29 @@ class Worker:
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
         try:
-            name, host = f"{socket.gethostname()}:{os.getpid()}", socket.gethostname()
-            self._client.handshake("worker", name, CONNECT_TIMEOUT)
-            self._results.handshake(name, CONNECT_TIMEOUT)
-            self._client.send(Register(self._config.backend, self._config.model, host, os.getpid()))
+            self._register()
             while self._session.phase not in (Phase.LEAVING, Phase.FAILED):
                 frame = self._receive()
                 if frame is not None:
                     self._handle(frame)
                 if self._results.failed.is_set():
                     self._session.failed()
-            return EXIT_FAULT if self._session.phase is Phase.FAILED else 0
         finally:
             self._client.close()
             self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
             self._runner.shutdown()
+        if self._results.lost is not None:
+            raise self._results.lost
+        faulted = self._session.phase is Phase.FAILED or self._results.failed.is_set()
+        return EXIT_FAULT if faulted else 0
+
+    def _register(self) -> None:
+        host, pid = socket.gethostname(), os.getpid()
+        self._client.handshake("worker", f"{host}:{pid}", CONNECT_TIMEOUT)
+        self._results.handshake(f"{host}:{pid}", CONNECT_TIMEOUT)
+        self._client.send(Register(self._config.backend, self._config.model, host, pid))
 
     def _receive(self) -> bytes | None:
         frame = self._client.take()

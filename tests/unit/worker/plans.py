@@ -20,9 +20,9 @@ def sampled(seed: int, **params: object) -> SamplingParams:
     return SamplingParams(**values)  # type: ignore[arg-type]
 
 
-def sim_runner(**options: object) -> SimRunner:
-    """A loaded runner of the sizes above that takes no time."""
-    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_step_ms=0, sim_prefill_token_us=0)
+def sim_runner(step_ms: float = 0.0, **options: object) -> SimRunner:
+    """A loaded runner of the sizes above that takes `step_ms` for any step."""
+    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_step_ms=step_ms, sim_prefill_token_us=0)
     runner = SimRunner(config, **{"full_check": True, **options})  # type: ignore[arg-type]
     loaded = runner.load(Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT), lambda *_: None)
     assert loaded.simulated

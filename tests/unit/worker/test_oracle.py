@@ -10,8 +10,19 @@ from protocol.codec import pack, unpack
 from services.worker.backends.sim.oracle import OracleError
 from services.worker.batch import PlanError
 from tests.unit.worker.plans import (
-    BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, VOCAB, Plans, alone, prompt, run, sampled, sim_runner,
-)  # fmt: skip
+    BLOCK,
+    BLOCKS,
+    CONTEXT,
+    GREEDY,
+    SLOTS,
+    VOCAB,
+    Plans,
+    alone,
+    prompt,
+    run,
+    sampled,
+    sim_runner,
+)
 
 
 class Running:
@@ -72,8 +83,8 @@ def test_a_later_request_reads_the_prefix_that_an_earlier_one_left() -> None:
     first = plans.admit(prompt(3, 14))
     run(runner, plans.step(first))
     plans.leave(first)
-    second = plans.admit(prompt(3, 12) + [5, 6, 7], hit=12, share=first)
-    assert run(runner, plans.step(second))[second.slot] == alone(prompt(3, 12) + [5, 6, 7], GREEDY, 1)[0]
+    second = plans.admit([*prompt(3, 12), 5, 6, 7], hit=12, share=first)
+    assert run(runner, plans.step(second))[second.slot] == alone([*prompt(3, 12), 5, 6, 7], GREEDY, 1)[0]
 
 
 def test_resumed_with_its_outputs_a_request_goes_on_as_if_nothing_was() -> None:
@@ -102,8 +113,7 @@ def test_a_wrong_block_is_found_in_turn_without_the_full_check() -> None:
     running = Running(full_check=False)
     running.runner._table.block_table[running.a.slot, 0] = running.b.blocks[0]
     with pytest.raises(OracleError, match=rf"slot {running.a.slot} position 3 block {running.b.blocks[0]}"):
-        for _ in range(8):
-            running.step()
+        [running.step() for _ in range(8)]
 
 
 def test_swapped_rows(running: Running) -> None:
@@ -260,7 +270,7 @@ def _too_long(running: Running) -> None:
         (_short_table, "slot 2: ends at 9, but its blocks hold 8"),
         (_too_long, f"slot 2: {CONTEXT + 1} tokens, the context holds 1 to {CONTEXT}"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_that_contradicts_the_batch(
     running: Running, fault: Callable[[Running], None], text: str
 ) -> None:

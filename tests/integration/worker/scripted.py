@@ -1,0 +1,130 @@
+"""A tiny scripted scheduler on a real socket: it says what a test tells it to and remembers what the worker said."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from protocol.codec import Decoder
+from protocol.handshake import Hello
+from protocol.membership import (
+    Assignment,
+    Heartbeat,
+    InitializeCache,
+    Loaded,
+    LoadProgress,
+    Ready,
+    Register,
+    WorkerMessage,
+)
+from protocol.steps import ModelRunnerOutput, StepFault, StepResult
+from protocol.transport import Server
+from services.config import WorkerConfig
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
+
+PATIENCE = 60.0
+EPOCH = 1
+SIM = {"backend": "sim", "sim_vocab_size": VOCAB, "sim_step_ms": 0.0, "sim_prefill_token_us": 0.0}
+
+
+class ScriptedScheduler:
+    def __init__(self, endpoint: str, roles: tuple[str, ...] = ("worker", "worker-results")) -> None:
+        self._server = Server(endpoint, roles)
+        self._decoder: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
+        self.worker = b""
+        self.heard: list[msgspec.Struct] = []
+        """Everything but heartbeats, in order of arrival."""
+        self.heartbeats: list[Heartbeat] = []
+
+    def listen(self) -> msgspec.Struct:
+        """The next message that is not a heartbeat."""
+        while True:
+            while (received := self._server.receive()) is None:
+                assert self._server.socket.poll(1000 * PATIENCE), "the worker is silent"
+            peer, frame = received
+            if isinstance(frame, Hello):
+                continue
+            message = self._decoder.decode(frame)
+            if isinstance(message, Heartbeat):
+                self.heartbeats.append(message)
+                continue
+            if isinstance(message, Register):
+                self.worker = peer
+            self.heard.append(message)
+            return message
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        for message in messages:
+            self._server.send(self.worker, message)
+
+    def send_raw(self, frame: bytes) -> None:
+        self._server.socket.send_multipart((self.worker, frame))
+
+    def registered(self) -> Register:
+        message = self.listen()
+        assert isinstance(message, Register)
+        return message
+
+    def assign(self) -> None:
+        self.send(Assignment(EPOCH, 0, 1, BLOCK, SLOTS, 512, CONTEXT))
+
+    def serve(self) -> Loaded:
+        """Takes the worker from its registration to Ready."""
+        self.registered()
+        self.assign()
+        while not isinstance(loaded := self.listen(), Loaded):
+            assert isinstance(loaded, LoadProgress)
+        self.send(InitializeCache(BLOCKS, CONTEXT))
+        assert self.listen() == Ready(EPOCH)
+        return loaded
+
+    def results(self, count: int) -> list[ModelRunnerOutput | StepFault]:
+        results = [self.listen() for _ in range(count)]
+        assert all(isinstance(result, ModelRunnerOutput | StepFault) for result in results)
+        return results  # type: ignore[return-value]
+
+    def wait_heartbeat(self) -> Heartbeat:
+        """The next one; nothing else may arrive."""
+        before = len(self.heartbeats)
+        while len(self.heartbeats) == before:
+            assert self._server.socket.poll(1000 * PATIENCE), "the worker is silent"
+            received = self._server.receive()
+            assert received is not None
+            message = self._decoder.decode(received[1])  # type: ignore[arg-type]
+            assert isinstance(message, Heartbeat)
+            self.heartbeats.append(message)
+        return self.heartbeats[-1]
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@contextmanager
+def worker_process(directory: Path, **values: object) -> Iterator[subprocess.Popen[str]]:
+    """A real worker process; whatever happens, it does not stay."""
+    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
+    code = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
+        "from services.config import WorkerConfig\n"
+        "from services.worker.service import run\n"
+        "sys.exit(run(WorkerConfig.model_validate_json(sys.argv[1])))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, config.model_dump_json()], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def exit_status(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Waits for the worker's own end: its status and what it wrote."""
+    _, text = process.communicate(timeout=PATIENCE)
+    return process.returncode, text

@@ -1,0 +1,340 @@
+"""The worker's service on real ipc sockets: what it says, in which order, and how it leaves (3(e)5, 3(e)6)."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.codec import pack
+from protocol.membership import Heartbeat, InitializeCache, LoadFailed, LoadProgress, Ready, Shutdown
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault
+from services.config import WorkerConfig
+from services.worker.backends.sim import SimRunner
+from services.worker.results import RESULTS_KEPT
+from services.worker.service import EXIT_FAULT, Worker
+from tests.integration.worker.scripted import (
+    EPOCH,
+    PATIENCE,
+    SIM,
+    ScriptedScheduler,
+    exit_status,
+    worker_process,
+)
+from tests.unit.worker.fake_device import FakeDevice
+from tests.unit.worker.plans import GREEDY, VOCAB, Plans, alone, prompt, sampled, tokens
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
+    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w")
+    yield scheduler
+    scheduler.close()
+
+
+def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
+    return [result.step_id for result in results]
+
+
+# -- serving -----------------------------------------------------------------------------------------------------
+
+
+def test_from_registration_to_orderly_end(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    """The canary ran, and the first real answer is right (3(e)5); steps sent ahead are answered in order (S3-2)."""
+    with worker_process(tmp_path) as process:
+        loaded = scheduler.serve()
+        assert (loaded.simulated, loaded.vocab_size) == (True, VOCAB)
+        assert any(isinstance(message, LoadProgress) for message in scheduler.heard)
+        plans = Plans()
+        a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 9), sampled(4))
+        scheduler.send(*(plans.step(a, b) for _ in range(5)))
+        results = scheduler.results(5)
+        assert step_ids(results) == [1, 2, 3, 4, 5]
+        assert [tokens(r)[a.slot] for r in results] == alone(prompt(1, 6), GREEDY, 5)
+        assert [tokens(r)[b.slot] for r in results] == alone(prompt(2, 9), sampled(4), 5)
+        assert all(0 < r.started <= r.ended for r in results)
+        assert results[0].idle == 0
+        scheduler.send(ReleaseSlots(EPOCH, pack([a.slot, b.slot])), Shutdown("enough"))
+        status, text = exit_status(process)
+        assert status == 0
+        assert "leaving: enough" in text
+
+
+def test_prompts_are_not_logged(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit([91, 92, 93, 94])
+        scheduler.send(plans.step(request))
+        scheduler.results(1)
+        scheduler.send(Shutdown())
+        _, text = exit_status(process)
+        assert "91" not in text.replace(str(process.pid), "")
+        assert len(text.splitlines()) < 10
+
+
+def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    """Nothing is queued between these steps, so the device idles from the end of one to the start of the next; the
+    times a result carries say how long."""
+    with worker_process(tmp_path, sim_step_ms=20.0):
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        results = []
+        for _ in range(3):
+            scheduler.send(plans.step(request))
+            results += scheduler.results(1)
+        for before, after in pairwise(results):
+            assert 0 < after.idle <= after.started - before.ended
+
+
+def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path, sim_step_ms=250.0):
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        scheduler.send(*(plans.step(request) for _ in range(4)))
+        results = scheduler.results(4)
+        assert [result.idle for result in results] == [0.0] * 4
+        assert [after.started for after in results[1:]] == [before.ended for before in results[:-1]]
+
+
+def test_heartbeats_leave_although_a_step_takes_long(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path, sim_step_ms=60_000.0, sim_prefill_token_us=0.0) as process:
+        scheduler.registered()
+        scheduler.assign()
+        while not isinstance(scheduler.listen(), LoadProgress):
+            pass
+        scheduler.listen()
+        scheduler.send(InitializeCache(16, 64))  # its canary step takes a minute
+        first, second = scheduler.wait_heartbeat(), scheduler.wait_heartbeat()
+        assert first == second == Heartbeat(EPOCH, 0)
+        process.kill()
+
+
+def test_a_repeated_step_gets_its_cached_result(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path):
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        steps = [plans.step(request) for _ in range(3)]
+        scheduler.send(*steps, steps[1], plans.step(request))
+        first, second, third, again, fourth = scheduler.results(5)
+        assert again == second
+        assert step_ids([first, third, fourth]) == [1, 3, 4]
+
+
+def test_a_step_from_long_ago_is_a_fault(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        steps = [plans.step(request) for _ in range(RESULTS_KEPT + 1)]
+        scheduler.send(*steps, steps[0])
+        fault = scheduler.results(RESULTS_KEPT + 2)[-1]
+        assert isinstance(fault, StepFault)
+        assert fault.error == "step 1 is asked for again, but only the last 16 results are kept"
+        assert exit_status(process)[0] == EXIT_FAULT
+
+
+def test_other_epochs_and_bad_frames_cost_nothing(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        plan = plans.step(request)
+        scheduler.send(msgspec.structs.replace(plan, epoch=EPOCH + 1), GrammarOutput(EPOCH + 1, 1, b"", b""))
+        scheduler.send_raw(b"\xc1 no message")
+        scheduler.send_raw(b"")
+        scheduler.send(InitializeCache(16, 64), plan)
+        (result,) = scheduler.results(1)
+        assert tokens(result) == {request.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
+        scheduler.send(Shutdown())
+        status, text = exit_status(process)
+        assert status == 0
+        assert text.count("bad message from the scheduler") == 3
+        assert "InitializeCache has no place while SERVING" in text
+
+
+def test_sampling_waits_for_the_grammar(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path):
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        words = -(-VOCAB // 32)
+        only_five = pack([1 << 5] + [0] * (words - 1))
+        plan = plans.step(request, grammar=True)
+        scheduler.send(plan)
+        scheduler.wait_heartbeat()  # time goes by, but no result comes
+        assert not any(isinstance(message, ModelRunnerOutput) for message in scheduler.heard)
+        scheduler.send(GrammarOutput(EPOCH, 1, pack([request.slot]), only_five), plans.step(request))
+        first, second = scheduler.results(2)
+        assert tokens(first) == {request.slot: 5}
+        assert second.step_id == 2
+
+
+# -- faults: the right error, in the right step's place, and nothing after it ----------------------------------------
+
+
+def _wrong_generation(plans: Plans) -> list[msgspec.Struct]:
+    """Execute fails on the host."""
+    request = plans.admit(prompt(1, 6))
+    good, bad = plans.step(request), plans.step(request)
+    return [good, msgspec.structs.replace(bad, generations=pack([7])), plans.step(request)]
+
+
+def _short_bitmask(plans: Plans) -> list[msgspec.Struct]:
+    """Sampling fails on the host."""
+    request = plans.admit(prompt(1, 6))
+    good, bad = plans.step(request), plans.step(request, grammar=True)
+    return [good, bad, GrammarOutput(EPOCH, 2, pack([request.slot]), pack([1])), plans.step(request)]
+
+
+def _token_outside_the_vocabulary(plans: Plans) -> list[msgspec.Struct]:
+    """The device fails; the output thread learns of it."""
+    request = plans.admit(prompt(1, 6))
+    good = plans.step(request)
+    return [good, plans.step(request, plans.admit([VOCAB])), plans.step(request)]
+
+
+def _gap(plans: Plans) -> list[msgspec.Struct]:
+    request = plans.admit(prompt(1, 6))
+    good = plans.step(request)
+    plans.step_id += 1
+    late = plans.step(request)
+    return [good, late, plans.step(request)]
+
+
+@pytest.mark.parametrize(
+    ("script", "step_id", "text"),
+    [
+        (_wrong_generation, 2, "PlanError: slot 0: row of generation 7, the slot has 1"),
+        (_short_bitmask, 2, "ValueError: "),
+        (_token_outside_the_vocabulary, 2, f"OracleError: slot 1 position 0: token {VOCAB} is not among"),
+        (_gap, 3, "step 3 arrived, but step 2 is next"),
+    ],
+)  # fmt: skip
+def test_a_failed_step(scheduler: ScriptedScheduler, tmp_path: Path, script, step_id: int, text: str) -> None:  # type: ignore[no-untyped-def]
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        scheduler.send(*script(Plans()))
+        good, fault = scheduler.results(2)
+        assert isinstance(good, ModelRunnerOutput)
+        assert isinstance(fault, StepFault)
+        assert (fault.epoch, fault.step_id) == (EPOCH, step_id)
+        assert fault.error.startswith(text)
+        status, log = exit_status(process)
+        assert status == EXIT_FAULT
+        assert fault.error in log
+        assert scheduler.heard[-1] is fault
+
+
+def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    """The output thread's own failure, on a FAKE device: the step before is answered, the one after is not."""
+    device = FakeDevice()
+    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{tmp_path}/w"})
+    worker = Worker(config, SimRunner(config, lambda: device, full_check=True))
+    status: list[int] = []
+    thread = threading.Thread(target=lambda: status.append(worker.run()))
+    thread.start()
+    try:
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        scheduler.send(plans.step(request))
+        scheduler.results(1)
+        device.failing_copy = OSError("the copy failed")
+        scheduler.send(plans.step(request), plans.step(request))
+        (fault,) = scheduler.results(1)
+        assert fault == StepFault(EPOCH, 2, "OSError: the copy failed")
+    finally:
+        scheduler.send(Shutdown())
+        thread.join(PATIENCE)
+    assert status == [EXIT_FAULT]
+    assert scheduler.heard[-1] is fault
+    assert not device.violations
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(scheduler: ScriptedScheduler, tmp_path: Path, number: int) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        process.send_signal(number)
+        status, text = exit_status(process)
+        assert status == 0
+        assert "Traceback" not in text
+
+
+def test_steps_in_flight_are_answered_before_it_leaves(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path, sim_step_ms=100.0) as process:
+        scheduler.serve()
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        scheduler.send(plans.step(request), plans.step(request), Shutdown())
+        assert step_ids(scheduler.results(2)) == [1, 2]
+        assert exit_status(process)[0] == 0
+
+
+def test_a_lost_scheduler_ends_it(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        scheduler.close()
+        status, text = exit_status(process)
+        assert status == 5
+        assert "the scheduler is lost" in text
+
+
+def test_a_refused_worker_says_why(tmp_path: Path) -> None:
+    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w", roles=("frontend",))
+    try:
+        with worker_process(tmp_path) as process:
+            while process.poll() is None:
+                scheduler._server.socket.poll(50)
+                assert scheduler._server.receive() is None
+            status, text = exit_status(process)
+            assert status == 4
+            assert "a 'worker' is not expected here" in text
+    finally:
+        scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"sim_vocab_size": 0, "model": "/no/such/model"}, "no such model directory: /no/such/model"),
+        ({"kv_cache_memory_bytes": 1}, "holds no KV block; one takes 32"),
+    ],
+)
+def test_a_model_that_cannot_be_served(
+    scheduler: ScriptedScheduler, tmp_path: Path, values, text: str
+) -> None:  # type: ignore[no-untyped-def]
+    with worker_process(tmp_path, **values) as process:
+        scheduler.registered()
+        scheduler.assign()
+        failed = scheduler.listen()
+        assert isinstance(failed, LoadFailed)
+        assert text in failed.error
+        assert "\n" not in failed.error
+        status, log = exit_status(process)
+        assert status == 3
+        assert "Traceback" not in log
+
+
+def test_a_cache_that_cannot_be_allocated(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    """Whatever fails before Ready is one line to the scheduler."""
+    with worker_process(tmp_path) as process:
+        scheduler.registered()
+        scheduler.assign()
+        while isinstance(scheduler.listen(), LoadProgress):
+            pass
+        scheduler.send(InitializeCache(2**31 - 1, 64))
+        while isinstance(failed := scheduler.listen(), Ready | LoadProgress):
+            pass
+        assert isinstance(failed, LoadFailed)
+        assert exit_status(process)[0] == 3

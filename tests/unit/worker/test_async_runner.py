@@ -1,0 +1,326 @@
+"""The runner on a FAKE asynchronous device: invariants S3-1 to S3-8 and the acceptance tests of spec 3(e)."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack
+from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput
+from services.worker.backends.sim import SimRunner
+from services.worker.backends.sim import device as sim_device
+from services.worker.backends.sim.oracle import OracleError
+from services.worker.runner import Output
+from services.worker.staging import MAX_STEPS_IN_FLIGHT, CopyEvent, HostRing
+from tests.unit.worker.fake_device import POISON, FakeDevice
+from tests.unit.worker.plans import (
+    BLOCK,
+    GREEDY,
+    VOCAB,
+    Plans,
+    Request,
+    alone,
+    prompt,
+    run,
+    sampled,
+    sim_runner,
+    tokens,
+)
+
+
+class AsyncRunner:
+    """A runner, its fake device, and plans for it."""
+
+    def __init__(self) -> None:
+        self.device, self.plans = FakeDevice(), Plans()
+        self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
+
+    def launch(self, *rows: Request | tuple[Request, int]) -> Output:
+        self.runner.execute_model(self.plans.step(*rows))
+        return self.runner.sample_tokens(None)
+
+
+@pytest.fixture
+def host() -> Iterator[AsyncRunner]:
+    host = AsyncRunner()
+    yield host
+    host.runner.shutdown()
+
+
+def test_launching_never_waits_for_the_step_before(host: AsyncRunner) -> None:
+    """S3-3, 3(e)1: with the device standing still, as many steps are launched as can be in flight."""
+    request = host.plans.admit(prompt(1, 6))
+    host.device.compute.gate.clear()
+    outputs = [host.launch(request) for _ in range(MAX_STEPS_IN_FLIGHT)]
+    assert [what for what, _ in host.device.log] == ["launch"] * len(host.device.log)
+    host.device.compute.gate.set()
+    got = [tokens(output.get())[request.slot] for output in outputs]
+    assert got == alone(prompt(1, 6), GREEDY, MAX_STEPS_IN_FLIGHT)
+    assert not host.device.violations
+
+
+class Clock:
+    """A VIRTUAL clock in place of the simulated device's."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("host_ms", "device_ms"), [(2.0, 5.0), (5.0, 2.0)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_host_and_device_overlap(
+    monkeypatch: pytest.MonkeyPatch, host_ms: float, device_ms: float, depth: int
+) -> None:
+    """3(e)1: two steps in flight cost the longer of host and device, one costs the sum."""
+    clock, steps = Clock(), 20
+    monkeypatch.setattr(sim_device, "time", clock)
+    runner, plans = sim_runner(step_ms=device_ms), Plans()
+    request = plans.admit(prompt(1, 6))
+    in_flight: deque[Output] = deque()
+    results = []
+    began = clock.now
+    for _ in range(steps):
+        clock.now += host_ms / 1e3
+        runner.execute_model(plans.step(request))
+        in_flight.append(runner.sample_tokens(None))
+        if len(in_flight) == depth:
+            results.append(in_flight.popleft().get())
+    results += [output.get() for output in in_flight]
+    sum_, longer = host_ms + device_ms, max(host_ms, device_ms)
+    expected = steps * sum_ if depth == 1 else (steps - 1) * longer + sum_
+    assert 1e3 * (clock.now - began) == pytest.approx(expected)
+    gaps = [after.started - before.ended for before, after in pairwise(results)]
+    assert max(gaps) == pytest.approx((host_ms if depth == 1 else max(0, host_ms - device_ms)) / 1e3)
+
+
+def test_a_result_does_not_see_what_later_plans_do(host: AsyncRunner) -> None:
+    """S3-1: the next plan releases the slot, gives it away, and reorders the rows, before the result is read."""
+    a, b = host.plans.admit(prompt(1, 6), sampled(3)), host.plans.admit(prompt(2, 7), sampled(4, top_k=3))
+    host.device.compute.gate.clear()
+    host.device.results.gate.clear()
+    first = host.launch(a, b)
+    host.plans.leave(a)
+    host.plans._free_slots.remove(a.slot)
+    host.plans._free_slots.insert(0, a.slot)
+    c = host.plans.admit(prompt(3, 9), GREEDY)
+    assert c.slot == a.slot
+    second = host.launch(c, b)
+    host.device.compute.gate.set()
+    host.device.results.gate.set()
+    assert tokens(first.get()) == {
+        a.slot: alone(prompt(1, 6), sampled(3), 1)[0],
+        b.slot: alone(prompt(2, 7), sampled(4, top_k=3), 1)[0],
+    }
+    assert tokens(second.get())[c.slot] == alone(prompt(3, 9), GREEDY, 1)[0]
+
+
+def test_min_tokens_are_those_of_the_launch(host: AsyncRunner) -> None:
+    """S3-1: the ban that holds for a step is not the one of the slot's next owner."""
+    free = alone(prompt(1, 6), GREEDY, 1)[0]
+    bound = SamplingParams(max_tokens=8, temperature=0.0, min_tokens=2, stop_token_ids=(free,))
+    host.device.compute.gate.clear()
+    a = host.plans.admit(prompt(1, 6), bound)
+    first = host.launch(a)
+    host.plans.leave(a)
+    host.plans._free_slots.remove(a.slot)
+    host.plans._free_slots.insert(0, a.slot)
+    second = host.launch(host.plans.admit(prompt(1, 6), GREEDY))
+    host.device.compute.gate.set()
+    assert tokens(first.get())[a.slot] == alone(prompt(1, 6), bound, 1)[0] != free
+    assert tokens(second.get())[a.slot] == free
+
+
+def test_results_come_in_the_order_of_launch(host: AsyncRunner) -> None:
+    """S3-2"""
+    request = host.plans.admit(prompt(1, 6))
+    outputs = [host.launch(request) for _ in range(5)]
+    assert [output.get().step_id for output in outputs] == [1, 2, 3, 4, 5]
+
+
+def test_host_buffers_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
+    """S3-5, 3(e)2: copies are pending while the next steps are prepared, with other rows in other places."""
+    requests = [host.plans.admit(prompt(seed, 5 + seed), sampled(seed)) for seed in range(4)]
+    host.device.compute.gate.clear()
+    outputs = []
+    for turn in range(6):
+        order = requests[turn % 4 :] + requests[: turn % 4]
+        outputs.append(host.launch(*order[: 4 - turn % 2]))
+    host.device.compute.gate.set()
+    results = [tokens(output.get()) for output in outputs]
+    for seed, request in enumerate(requests):
+        got = [result[request.slot] for result in results if request.slot in result]
+        assert got == alone(prompt(seed, 5 + seed), sampled(seed), len(got))
+    assert not host.device.violations
+
+
+class ForgetfulRing(HostRing):  # type: ignore[type-arg]
+    """One set of buffers, and no events: what S3-5 forbids."""
+
+    def __init__(self, make) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(make, size=1)
+
+    def release(self, event: CopyEvent | None) -> None:
+        super().release(None)
+
+
+def test_the_device_notices_a_rewritten_host_buffer(host: AsyncRunner) -> None:
+    """The proof that the test above can fail."""
+    staged = host.runner._ring.acquire()
+    host.runner._ring = ForgetfulRing(lambda: staged)
+    a, b = host.plans.admit(prompt(1, 6)), host.plans.admit(prompt(2, 9))
+    host.device.compute.gate.clear()
+    first = host.launch(a, b)
+    second = host.launch(b, a)
+    host.device.compute.gate.set()
+    with pytest.raises(OracleError):
+        first.get()
+    with pytest.raises(OracleError):
+        second.get()
+    assert host.device.violations
+
+
+def test_sampled_ids_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
+    """S3-8: copies to the host are held back while later steps sample."""
+    requests = [host.plans.admit(prompt(seed, 6)) for seed in range(3)]
+    host.device.results.gate.clear()
+    outputs = [host.launch(*requests) for _ in range(4)]
+    host.device.compute.put(lambda: None).synchronize()  # all four steps have sampled
+    assert all((output.ids == POISON).all() for output in outputs)  # type: ignore[attr-defined]
+    host.device.results.gate.set()
+    results = [tokens(output.get()) for output in outputs]
+    for seed, request in enumerate(requests):
+        assert [result[request.slot] for result in results] == alone(prompt(seed, 6), GREEDY, 4)
+    assert not host.device.violations
+
+
+def test_sampling_rows_yield_one_token_and_others_none(host: AsyncRunner) -> None:
+    """S3-6"""
+    a, b = host.plans.admit(prompt(1, 3 * BLOCK)), host.plans.admit(prompt(2, 5))
+    outputs = [
+        host.launch((a, BLOCK), b),
+        host.launch(b, (a, BLOCK)),
+        host.launch((a, BLOCK), b),
+        host.launch(a),
+    ]
+    assert [set(tokens(o.get())) for o in outputs] == [{b.slot}, {b.slot}, {a.slot, b.slot}, {a.slot}]
+
+
+def test_an_unknown_token_is_never_an_index(host: AsyncRunner) -> None:
+    """S3-7: feedback that is lost raises, in the step that needs it, instead of reading another token's row."""
+    request = host.plans.admit(prompt(1, 6))
+    first = host.launch(request)
+    first.get()
+    host.runner._oracle._history[request.slot, request.start] = 0
+    with pytest.raises(OracleError, match="before it was sampled"):
+        host.launch(request).get()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, MAX_STEPS_IN_FLIGHT])
+def test_rows_that_join_leave_skip_and_reorder_get_their_own_feedback(host: AsyncRunner, depth: int) -> None:
+    """3(e)3, 3(e)7: a random batch in every step, results read late; each request answers as if it were alone."""
+    rng = np.random.default_rng(depth)
+    running: dict[int, Request] = {}
+    prompts: dict[int, tuple[list[int], SamplingParams]] = {}
+    got: dict[int, list[int]] = {}
+    in_flight: deque[tuple[Output, dict[int, int]]] = deque()
+    for step in range(80):
+        if len(running) < 5 and rng.random() < 0.4 and host.plans._free_slots:
+            params = sampled(step) if rng.random() < 0.5 else GREEDY
+            prompts[step] = (prompt(step, int(rng.integers(1, 14))), params)
+            running[step], got[step] = host.plans.admit(*prompts[step]), []
+        done = [n for n, r in running.items() if r.known - len(prompts[n][0]) >= 9]
+        for n in done:
+            if not any(running[n].slot in rows for _, rows in in_flight):  # the fence (spec 0.7)
+                host.plans.leave(running.pop(n))
+        candidates = [n for n in running if n not in done]
+        chosen = [int(n) for n in rng.permutation(candidates)[: rng.integers(0, 5)]]
+        if chosen:
+            rows = [(running[n], int(rng.integers(1, running[n].left + 1))) for n in chosen]
+            in_flight.append((host.launch(*rows), {running[n].slot: n for n in chosen}))
+        while in_flight and (len(in_flight) >= depth or not chosen):
+            output, names = in_flight.popleft()
+            for slot, token in tokens(output.get()).items():
+                got[names[slot]].append(token)
+    finished = [n for n, out in got.items() if len(out) >= 9]
+    assert len(finished) > 3
+    for n, out in got.items():
+        assert out == alone(*prompts[n], len(out))
+    assert not host.device.violations
+
+
+def test_a_canary_changes_no_answer(host: AsyncRunner) -> None:
+    """3(e)5, S3-4: after a warm-up step through both calls, nothing is pending and the first answer is right."""
+    warm_up = host.plans.admit([0])
+    host.launch(warm_up).get()
+    host.runner.release(np.array([warm_up.slot], np.int32))
+    assert host.runner._pending is None
+    host.plans._free_slots.insert(0, warm_up.slot)
+    request = host.plans.admit(prompt(1, 6))
+    assert tokens(host.launch(request).get()) == {warm_up.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
+
+
+def test_a_warm_up_that_only_executes_is_noticed(host: AsyncRunner) -> None:
+    """S3-4: the pending state raises instead of leaking into the next step."""
+    request = host.plans.admit(prompt(1, 6))
+    host.runner.execute_model(host.plans.step(request))
+    with pytest.raises(RuntimeError, match="never sampled"):
+        host.runner.execute_model(host.plans.step(request))
+
+
+def test_a_forward_pass_that_fails_on_the_device_is_that_steps_error(host: AsyncRunner) -> None:
+    """3(e)6: launched steps before it are untouched, those after it are void."""
+    a = host.plans.admit(prompt(1, 6))
+    host.device.compute.gate.clear()
+    first = host.launch(a)
+    broken = host.plans.admit([VOCAB])
+    second, third = host.launch(a, broken), host.launch(a)
+    host.device.compute.gate.set()
+    assert tokens(first.get()) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
+    for output in (second, third):
+        with pytest.raises(OracleError, match=f"token {VOCAB} is not among"):
+            output.get()
+
+
+def test_a_copy_that_fails_is_that_steps_error(host: AsyncRunner) -> None:
+    """3(e)6"""
+    a = host.plans.admit(prompt(1, 6))
+    first = host.launch(a)
+    host.device.failing_copy = OSError("the copy failed")
+    second = host.launch(a)
+    assert first.get().step_id == 1
+    with pytest.raises(OSError, match="the copy failed"):
+        second.get()
+
+
+def test_a_grammar_is_applied_to_its_own_rows(host: AsyncRunner) -> None:
+    """Two rows, one constrained to a single token; the bitmask names slots, in whatever order."""
+    a, b = host.plans.admit(prompt(1, 6)), host.plans.admit(prompt(2, 6))
+    mask = np.zeros(-(-VOCAB // 32), np.int32)
+    mask[1] = 1 << 9
+    plan = host.plans.step(a, b, grammar=True)
+    host.runner.execute_model(plan)
+    output = host.runner.sample_tokens(GrammarOutput(1, plan.step_id, pack([b.slot]), mask.tobytes()))
+    assert tokens(output.get()) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0], b.slot: 41}
+
+
+def test_a_foreign_grammar_is_refused(host: AsyncRunner) -> None:
+    plan = host.plans.step(host.plans.admit(prompt(1, 6)), grammar=True)
+    host.runner.execute_model(plan)
+    with pytest.raises(RuntimeError, match="step 1 needs its own grammar"):
+        host.runner.sample_tokens(GrammarOutput(1, 9, b"", b""))
+
+
+def test_the_simulated_device_answers_as_the_fake_one(host: AsyncRunner) -> None:
+    runner, plans = sim_runner(), Plans()
+    a, b = plans.admit(prompt(1, 6), sampled(5)), host.plans.admit(prompt(1, 6), sampled(5))
+    for _ in range(5):
+        assert run(runner, plans.step(a)) == tokens(host.launch(b).get())

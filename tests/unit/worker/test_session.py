@@ -1,0 +1,123 @@
+"""A worker's phases: what may arrive when, and what it makes the worker do."""
+
+import pytest
+
+from protocol.codec import ProtocolError
+from protocol.membership import Assignment, InitializeCache, Shutdown
+from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
+from services.worker.session import Execute, Phase, Resend, Sample, Session
+
+ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
+INIT = InitializeCache(10, 64)
+
+
+def plan(step_id: int, epoch: int = 3, grammar: bool = False) -> SchedulerOutput:
+    return SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", has_structured_output_requests=grammar)
+
+
+def grammar(step_id: int, epoch: int = 3) -> GrammarOutput:
+    return GrammarOutput(epoch, step_id, b"", b"")
+
+
+@pytest.fixture
+def session() -> Session:
+    """Serving, epoch 3, no step yet."""
+    session = Session()
+    assert session.on(ASSIGNMENT) is ASSIGNMENT
+    session.loaded()
+    assert session.on(INIT) is INIT
+    session.ready()
+    return session
+
+
+def test_steps_run_in_order(session: Session) -> None:
+    for step_id in (1, 2, 3):
+        action = session.on(plan(step_id))
+        assert action == Execute(plan(step_id))
+    assert session.last_step == 3
+
+
+def test_a_repeated_step_is_answered_again_and_not_run(session: Session) -> None:
+    session.on(plan(1))
+    session.on(plan(2))
+    assert session.on(plan(1)) == Resend(1)
+    assert session.on(plan(2)) == Resend(2)
+    assert session.last_step == 2
+
+
+def test_a_gap_is_a_fault_that_names_both_numbers(session: Session) -> None:
+    session.on(plan(1))
+    assert session.on(plan(3)) == StepFault(3, 3, "step 3 arrived, but step 2 is next")
+    assert session.on(plan(2)) is None
+    assert session.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("message", [plan(1, epoch=2), grammar(1, epoch=4), ReleaseSlots(2, b"")])
+def test_another_epoch_is_ignored_and_counted(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+    assert session.on(message) is None
+    assert (session.ignored, session.phase, session.last_step) == (1, Phase.SERVING, 0)
+
+
+def test_sampling_waits_for_the_grammar(session: Session) -> None:
+    assert session.on(plan(1, grammar=True)) == Execute(plan(1, grammar=True))
+    assert session.phase is Phase.SAMPLING
+    assert session.on(ReleaseSlots(3, b"")) == ReleaseSlots(3, b"")
+    assert session.on(grammar(1)) == Sample(grammar(1))
+    assert session.on(plan(2)) == Execute(plan(2))
+
+
+def test_a_step_before_the_grammar_of_the_last_is_a_fault(session: Session) -> None:
+    session.on(plan(1, grammar=True))
+    assert session.on(plan(2)) == StepFault(3, 2, "step 2 arrived, but step 1 waits for its grammar")
+
+
+def test_a_repeated_grammar_is_ignored(session: Session) -> None:
+    session.on(plan(1, grammar=True))
+    session.on(grammar(1))
+    assert session.on(grammar(1)) is None
+    session.on(plan(2, grammar=True))
+    assert session.on(grammar(1)) is None
+    assert session.ignored == 2
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_a_grammar_of_the_future_is_a_fault(session: Session, waiting: bool) -> None:
+    session.on(plan(1, grammar=waiting))
+    assert session.on(grammar(2)) == StepFault(3, 2, "a grammar for step 2, which has not arrived")
+
+
+@pytest.mark.parametrize("message", [INIT, plan(1), grammar(1), ReleaseSlots(0, b"")])
+def test_before_the_assignment_nothing_else_has_a_place(message) -> None:  # type: ignore[no-untyped-def]
+    session = Session()
+    with pytest.raises(ProtocolError, match=f"{type(message).__name__} has no place while REGISTERED"):
+        session.on(message)
+    assert session.phase is Phase.REGISTERED
+
+
+@pytest.mark.parametrize("message", [ASSIGNMENT, INIT])
+def test_while_serving_the_group_does_not_change(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ProtocolError, match="no place while SERVING"):
+        session.on(message)
+    assert session.on(plan(1)) == Execute(plan(1))
+
+
+def test_shutdown_is_heard_in_every_phase(session: Session) -> None:
+    for it in (Session(), session):
+        assert it.on(Shutdown("enough")) == Shutdown("enough")
+        assert it.phase is Phase.LEAVING
+        assert it.on(plan(1)) is None
+
+
+def test_after_a_failure_nothing_runs(session: Session) -> None:
+    session.on(plan(1))
+    session.failed()
+    assert session.on(plan(2)) is None
+    assert session.on(Shutdown()) is None
+    assert session.phase is Phase.FAILED
+
+
+def test_loading_and_initialising_end_once(session: Session) -> None:
+    with pytest.raises(ProtocolError):
+        session.loaded()
+    with pytest.raises(ProtocolError):
+        session.ready()
