@@ -119,6 +119,9 @@ class FrontendConfig(ServiceConfig):
         default_factory=list, description="keys that clients must present as bearer tokens"
     )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body, bytes")
+    max_open_requests: int = Field(
+        4096, ge=1, description="most requests open in one frontend; more are refused with 429"
+    )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto: the checkpoint's sampling defaults; vllm: none"
     )

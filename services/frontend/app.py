@@ -1,37 +1,42 @@
 """The routes."""
 
-import asyncio
-import json
 import time
-from typing import Any, TypeGuard, TypeVar
+import uuid
+from collections.abc import Awaitable
+from typing import Any
 
-import pydantic
+import msgspec
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from protocol.requests import EnginePhase
-from services.frontend.errors import RETRY_AFTER, APIError, invalid
+from services.frontend.engine_client import EngineClient
+from services.frontend.errors import RETRY_AFTER, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.dialects import ChatDialect, CompletionDialect
-from services.frontend.openai.parameters import refuse_unserved, sampling_params
+from services.frontend.openai.dialects import ChatDialect, CompletionDialect, Dialect
+from services.frontend.openai.event_stream import EventStream
+from services.frontend.openai.generation import Generation
+from services.frontend.openai.parameters import sampling_params
+from services.frontend.openai.parsing import parse
+from services.frontend.openai.prompts import Prompts
 from services.frontend.openai.schemas import ChatRequest, CompletionRequest
-from services.frontend.openai.serving import Dialect, Serving
-
-B = TypeVar("B", CompletionRequest, ChatRequest)
-BODY_TIMEOUT = 30.0
-"""Seconds a client may take to send its body."""
 
 
-def build(model: ServedModel, serving: Serving, metrics: Metrics) -> FastAPI:
-    app = FastAPI(title="Runahead", docs_url=None, redoc_url=None)
-    engine = serving.engine
-    started = int(time.time())
+def build(model: ServedModel, engine: EngineClient) -> FastAPI:
+    app = FastAPI(title="Runahead", docs_url=None, redoc_url=None, openapi_url=None)
+    metrics = Metrics(engine, model.names[0])
+    _add_errors(app)
+    _add_probes(app, engine, metrics)
+    _add_models(app, engine, model)
+    _Answers(app, engine, model, metrics)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Whatever goes wrong has OpenAI's body."""
 
     @app.exception_handler(APIError)
     async def on_api_error(_: HTTPRequest, error: APIError) -> Response:
@@ -41,10 +46,12 @@ def build(model: ServedModel, serving: Serving, metrics: Metrics) -> FastAPI:
     async def on_http_error(_: HTTPRequest, error: HTTPException) -> Response:
         return APIError(error.status_code, str(error.detail)).response()
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: HTTPRequest, __: RequestValidationError) -> Response:
-        return invalid("the request is not valid").response()
+    @app.exception_handler(Exception)
+    async def on_bug(_: HTTPRequest, __: Exception) -> Response:
+        return APIError(500, "an internal error occurred; the log has its details").response()
 
+
+def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     @app.get("/livez")
     async def livez() -> Response:
         return JSONResponse({"status": "alive"})
@@ -52,122 +59,111 @@ def build(model: ServedModel, serving: Serving, metrics: Metrics) -> FastAPI:
     @app.get("/readyz")
     @app.get("/health")
     async def readyz() -> Response:
-        phase = EnginePhase.DRAINING if engine.draining else engine.state.phase
-        body = {"phase": phase.name.lower(), "detail": engine.state.detail, "progress": engine.state.progress}
+        state = engine.state
+        phase = EnginePhase.DRAINING if engine.draining else state.phase
+        body = {"phase": phase.name.lower(), "detail": state.detail, "progress": state.progress}
         return JSONResponse(body, 200 if engine.ready else 503, None if engine.ready else RETRY_AFTER)
 
     @app.get("/metrics")
     async def render_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+
+def _add_models(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
+    common = {"object": "model", "created": int(time.time()), "owned_by": "runahead"}
+
     @app.get("/v1/models")
     async def models() -> Response:
         length = engine.state.max_model_len or None
-        entries = [
-            {
-                "id": name,
-                "object": "model",
-                "created": started,
-                "owned_by": "runahead",
-                "max_model_len": length,
-            }
-            for name in model.names
-        ]
-        return JSONResponse({"object": "list", "data": entries})
+        data = [{"id": name, **common, "max_model_len": length} for name in model.names]
+        return JSONResponse({"object": "list", "data": data})
 
-    @app.post("/v1/completions")
-    async def completions(http: HTTPRequest) -> Response:
-        body = await _parse(http, CompletionRequest)
-        prompts = await run_in_threadpool(_prompts, body, model, engine.state.vocab_size)
-        return await _serve(http, body, prompts, CompletionDialect())
 
-    @app.post("/v1/chat/completions")
-    async def chat(http: HTTPRequest) -> Response:
-        body = await _parse(http, ChatRequest)
-        messages = [message.plain() for message in body.messages]
-        prompt = await run_in_threadpool(
-            lambda: model.tokenizer.encode_rendered(model.template.render(messages))
-        )
-        return await _serve(http, body, [prompt], ChatDialect())
+class _Answers:
+    """The routes that generate."""
 
-    async def _serve(
-        http: HTTPRequest, body: CompletionRequest | ChatRequest, prompts: list[list[int]], dialect: Dialect
-    ) -> Response:
-        if body.model is not None and body.model not in model.names:
+    def __init__(self, app: FastAPI, engine: EngineClient, model: ServedModel, metrics: Metrics) -> None:
+        self._engine = engine
+        self._model = model
+        self._metrics = metrics
+        self._prompts = Prompts(model)
+
+        @app.post("/v1/completions")
+        async def completions(http: HTTPRequest) -> Response:
+            return await self._counted(self._complete(http))
+
+        @app.post("/v1/chat/completions")
+        async def chat(http: HTTPRequest) -> Response:
+            return await self._counted(self._chat(http))
+
+    async def _counted(self, answer: Awaitable[Response]) -> Response:
+        """Every request is counted once, at its end."""
+        try:
+            response = await answer
+        except Exception as error:
+            self._metrics.on_request(error.status if isinstance(error, APIError) else 500)
+            raise
+        if not isinstance(response, EventStream):
+            self._metrics.on_request(response.status_code)
+        return response
+
+    async def _complete(self, http: HTTPRequest) -> Response:
+        body = await parse(http, CompletionRequest)
+        self._check(body)
+        state = self._engine.state
+        prompts = await self._prompts.of_completion(body, state.vocab_size, state.max_model_len)
+        return await self._answer(http, body, prompts, CompletionDialect())
+
+    async def _chat(self, http: HTTPRequest) -> Response:
+        body = await parse(http, ChatRequest)
+        self._check(body)
+        state = self._engine.state
+        prompt = await self._prompts.of_chat(body, state.vocab_size, state.max_model_len)
+        return await self._answer(http, body, [prompt], ChatDialect())
+
+    def _check(self, body: CompletionRequest | ChatRequest) -> None:
+        """Raises: APIError"""
+        if body.model is not None and body.model not in self._model.names:
             raise APIError(404, f"the model {body.model!r} does not exist", "model", "model_not_found")
-        if not engine.ready:
-            raise APIError(503, f"the engine is not ready: {engine.state.detail}")
-        state = engine.state
+        self._engine.check_ready()
+
+    async def _answer(
+        self,
+        http: HTTPRequest,
+        body: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        dialect: Dialect,
+    ) -> Response:
+        """The whole answer, or its stream once the first event has decided the status. Raises: APIError"""
+        state = self._engine.state
+        name, tenant, salt = http.state.request_id, http.state.tenant, body.cache_salt or ""
+        salt = f"{tenant}/{salt}" if tenant else salt  # who holds another key learns nothing from cache hits
         params = [
-            sampling_params(body, model.defaults, len(prompt), state.max_model_len, state.vocab_size)
+            sampling_params(body, self._model.defaults, len(prompt), state.max_model_len, state.vocab_size)
             for prompt in prompts
         ]
-        name = http.state.request_id
-        choices = serving.submit(
-            prompts, params, body.stops(), body.priority or 0, body.cache_salt or "", name
-        )
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return await serving.respond(http, choices, dialect, model.names[0], bool(body.stream), usage)
-
-    return app
-
-
-async def _parse(http: HTTPRequest, kind: type[B]) -> B:
-    """Raises: APIError, naming what is wrong with the body."""
-    try:
-        raw = await asyncio.wait_for(http.body(), BODY_TIMEOUT)
-    except TimeoutError:
-        raise APIError(408, "the request body did not arrive in time") from None
-    except ClientDisconnect:
-        raise APIError(499, "the client closed the connection") from None
-    try:
-        content: Any = json.loads(raw, parse_constant=_no_constant)
-        json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise invalid(f"the request body is not valid JSON: {text:.200}") from None
-    if not isinstance(content, dict):
-        raise invalid("the request body must be a JSON object")
-    try:
-        body = kind.model_validate(content)
-    except pydantic.ValidationError as error:
-        raise _named(error) from None
-    refuse_unserved(body)
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options is only allowed when stream is true", "stream_options")
-    return body
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _named(error: pydantic.ValidationError) -> APIError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(
-        str(part)
-        for part in first["loc"]
-        if not str(part).startswith(("constrained", "list[", "str", "union"))
-    )
-    param = str(first["loc"][0]) if first["loc"] else None
-    return invalid(f"{where}: {first['msg']}" if where else first["msg"], param)
-
-
-def _prompts(body: CompletionRequest, model: ServedModel, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt. Raises: APIError"""
-    given = body.prompt
-    several = [given] if isinstance(given, str) or _are_ids(given) else given
-    prompts = [
-        list(prompt) if _are_ids(prompt) else model.tokenizer.encode(str(prompt)) if prompt else []
-        for prompt in several
-    ]
-    if not prompts:
-        raise invalid("the prompt is empty", "prompt")
-    outside = next((token for prompt in prompts for token in prompt if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise invalid(f"prompt: token {outside} is not between 0 and {vocab_size - 1}", "prompt")
-    return prompts
-
-
-def _are_ids(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], int)
+        generation = Generation(self._engine, self._metrics)
+        try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                generation.submit(
+                    self._model.tokenizer, prompt, wanted, body.stops(), body.priority or 0, salt, name
+                )
+            generation.watch(http.receive)
+            head: dict[str, Any] = {
+                "id": f"{dialect.prefix}-{uuid.uuid4().hex}",
+                "object": dialect.chunk_object if body.stream else dialect.object,
+                "created": int(time.time()),
+                "model": body.model or self._model.names[0],
+            }
+            if body.stream:
+                with_usage = body.stream_options is not None and body.stream_options.include_usage
+                first = await generation.advance()
+                return EventStream(generation, first, dialect, head, with_usage, self._metrics)
+            await generation.run()
+        except BaseException:
+            generation.close()
+            raise
+        generation.close()
+        choices = [dialect.choice(c.index, "".join(c.pieces), c.finish, c.stop) for c in generation.choices]
+        answer = {**head, "choices": choices, "usage": generation.usage()}
+        return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,37 +1,61 @@
 """Messages to a prompt, with the checkpoint's own jinja template. A template never comes from a request."""
 
-import datetime
-import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
 
 from services.checkpoint import CheckpointError
+from services.frontend import template_trial
 from services.frontend.errors import invalid
+from services.frontend.template_sandbox import Refusal, Sandbox, TemplateLimit
 from services.frontend.tokenizer import read_json
 
-MAX_RENDERED = 8 * 1024 * 1024
-"""Characters a rendered prompt may have."""
+RENDER_SECONDS = 1.0
+"""Most time for the messages of one request."""
+TRIAL_PATIENCE = 60.0
+"""Seconds until a trial that neither ends nor is ended by its own limits counts as failed."""
 
 
 def find_template(directory: Path, override: str | None) -> str | None:
     """From `--chat-template`, chat_template.jinja, or tokenizer_config.json. Raises: CheckpointError"""
-    if override is not None:
+    file = Path(override) if override is not None else directory / "chat_template.jinja"
+    if override is not None or file.is_file():
         try:
-            return Path(override).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise CheckpointError(f"--chat-template {override} cannot be read: {error}") from None
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            flag = f"--chat-template {override}" if override is not None else str(file)
+            raise CheckpointError(f"{flag} cannot be read: {error}") from None
     template = read_json(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def try_out(text: str, special: dict[str, str]) -> None:
+    """Renders a template in a process that can be ended.
+
+    Raises: CheckpointError, when the template is broken or would not end.
+    """
+    command = [sys.executable, "-P", "-m", template_trial.__name__]
+    job = msgspec.json.encode({"template": text, "special": special})
+    try:
+        trial = subprocess.run(
+            command, input=job, stdout=subprocess.PIPE, timeout=TRIAL_PATIENCE, check=False
+        )
+        ended, output = trial.returncode == 0, trial.stdout
+    except subprocess.TimeoutExpired:
+        ended, output = False, b""
+    if not ended:
+        what = output.decode(errors="replace").strip() or (
+            f"it took more than {template_trial.SECONDS} s or {template_trial.MEGABYTES} MB "
+            "for a short conversation"
+        )
+        raise CheckpointError(f"the chat template is broken: {what}; give another with --chat-template")
 
 
 class ChatTemplate:
@@ -39,16 +63,11 @@ class ChatTemplate:
 
     def __init__(self, text: str | None, special: dict[str, str]) -> None:
         """Raises: CheckpointError, if the text is no template."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
         self._special = special
+        self._sandbox = Sandbox()
         try:
-            self._template = environment.from_string(text) if text is not None else None
-        except jinja2.TemplateError as error:
+            self._template = self._sandbox.from_string(text) if text is not None else None
+        except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(f"the chat template is broken: {error}") from None
 
     def render(self, messages: list[dict[str, Any]]) -> str:
@@ -57,26 +76,11 @@ class ChatTemplate:
             raise invalid(
                 "this model has no chat template; use /v1/completions or start with --chat-template"
             )
-        parts: list[str] = []
-        size = 0
         try:
-            for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, tools=None, **self._special
-            ):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_RENDERED:
-                    raise invalid("the conversation is too long", "messages")
-        except jinja2.TemplateError as error:
+            return self._sandbox.render(self._template, messages, self._special, RENDER_SECONDS)
+        except Refusal as error:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        except TemplateLimit as error:
+            raise invalid(f"the conversation is too long: {error}", "messages") from None
+        except Exception:  # templates index, add and divide whatever the messages hold
             raise invalid("the chat template cannot be applied to these messages", "messages") from None
-        return "".join(parts)
-
-
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections import deque
+from dataclasses import dataclass
 
 from protocol.codec import Decoder, ProtocolError, pack
 from protocol.requests import (
@@ -25,39 +25,49 @@ from services.frontend.errors import APIError
 log = logging.getLogger("runahead.frontend")
 
 NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds until the scheduler is dialled afresh."""
+REDIAL_INTERVAL = 0.2
+"""Seconds after a lost connection."""
+
+Event = tuple[int, int] | Finish | APIError
+"""Of one request: a token as (index in the output, id), or its end."""
 
 
-class RequestStream:
-    """Tokens of one request in the order of their arrival; the last event is its `Finish` or an error."""
+class Inbox:
+    """What has arrived for the choices of one HTTP request; its one reader wakes once, however much that is."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self._events: deque[tuple[int, int] | Finish | APIError] = deque()
+    def __init__(self) -> None:
+        self._events: list[tuple[int, Event]] = []
         self._wake: asyncio.Future[None] | None = None
-        self.ended = False
 
-    def put(self, event: tuple[int, int] | Finish | APIError) -> None:
-        self._events.append(event)
-        self.ended = self.ended or not isinstance(event, tuple)
+    def put(self, choice: int, event: Event) -> None:
+        self._events.append((choice, event))
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def take(self) -> list[tuple[int, int] | Finish]:
-        """Everything that is there, at least one event. Raises: APIError, when the engine is lost"""
+    async def take(self) -> list[tuple[int, Event]]:
+        """Everything that is there, at least one (choice, event), in order of arrival."""
         while not self._events:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        taken: list[tuple[int, int] | Finish] = []
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, APIError):
-                raise event
-            taken.append(event)
+        taken, self._events = self._events, []
         return taken
 
 
+@dataclass(frozen=True, slots=True)
+class RequestStream:
+    """An open request: where its events go."""
+
+    number: int
+    inbox: Inbox
+    choice: int
+
+
 class EngineClient:
-    def __init__(self, endpoint: str, max_open_requests: int = 4096) -> None:
+    """One connection to the scheduler, and the requests that are open on it."""
+
+    def __init__(self, endpoint: str, max_open_requests: int) -> None:
         self._endpoint = endpoint
         self._max_open = max_open_requests
         self._client: AsyncClient | None = None
@@ -66,21 +76,34 @@ class EngineClient:
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
         self.state = NOT_CONNECTED
         self.draining = False
+        self.bad_messages = 0
 
     @property
     def ready(self) -> bool:
-        return self.state.phase is EnginePhase.READY and not self.draining
+        """Whether new requests are taken."""
+        return self._client is not None and self.state.phase is EnginePhase.READY and not self.draining
 
     @property
     def num_open(self) -> int:
         return len(self._streams)
 
+    def check_ready(self) -> None:
+        """Raises: APIError, with the reason"""
+        if self.draining:
+            raise APIError(503, "the server is stopping; no new requests are taken")
+        if not self.ready:
+            reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
+            raise APIError(503, f"the engine is not ready: {reason}")
+
     async def run(self) -> None:
-        """Connects and reads until cancelled. A lost scheduler ends the open requests and is dialled again."""
+        """Connects and reads until cancelled. A lost scheduler ends the open requests and is dialled again.
+
+        Raises: HandshakeRefused
+        """
         while True:
             client = AsyncClient(self._endpoint)
             try:
-                await client.handshake("frontend", f"pid {os.getpid()}", timeout=5.0)
+                await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
                 self._client = client
                 while True:
                     self._on_frame(await client.receive())
@@ -88,18 +111,21 @@ class EngineClient:
                 continue
             except PeerGone as error:
                 log.warning("%s", error)
-                self._lose()
+                if self.state.phase is not EnginePhase.FAILED:
+                    self.state = NOT_CONNECTED
+                self._client = None
+                self.fail_all(APIError(503, "the engine is gone; the request was not completed"))
             finally:
                 self._client = None
                 client.close()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(REDIAL_INTERVAL)
 
-    def _lose(self) -> None:
-        if self.state.phase is not EnginePhase.FAILED:
-            self.state = NOT_CONNECTED
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(APIError(503, "the engine is gone; the request was not completed"))
+    def fail_all(self, error: APIError) -> None:
+        """Ends every open request with `error`."""
+        streams = list(self._streams.values())
+        self.abort(streams)
+        for stream in streams:
+            stream.inbox.put(stream.choice, error)
 
     def _on_frame(self, frame: bytes) -> None:
         try:
@@ -109,31 +135,36 @@ class EngineClient:
                 return
             rows = OutputRows.of(message)
         except ProtocolError as error:
+            self.bad_messages += 1
             log.warning("bad message from the scheduler: %s", error)
             return
         streams = self._streams
-        for number, index, token in zip(
-            rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist(), strict=True
-        ):
-            stream = streams.get(number)
-            if stream is not None:
-                stream.put((index, token))
+        columns = rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist()
+        for number, index, token in zip(*columns, strict=True):
+            if (stream := streams.get(number)) is not None:
+                stream.inbox.put(stream.choice, (index, token))
         for finish in message.finished:
-            stream = streams.pop(finish.number, None)
-            if stream is not None:
-                stream.put(finish)
+            if (stream := streams.pop(finish.number, None)) is not None:
+                stream.inbox.put(stream.choice, finish)
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, priority: int, cache_salt: str, request_id: str
+        self,
+        inbox: Inbox,
+        choice: int,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int,
+        cache_salt: str,
+        request_id: str,
     ) -> RequestStream:
-        """Raises: APIError, when the engine cannot take a request now."""
-        if not self.ready or self._client is None:
-            raise APIError(
-                503, f"the engine is not ready: {self.state.detail or self.state.phase.name.lower()}"
-            )
-        if len(self._streams) >= self._max_open:
-            raise APIError(429, "too many open requests; try again later")
-        stream = RequestStream(next(self._numbers) & 0xFFFFFFFF)
+        """Sends a request; its events will arrive in `inbox` under `choice`, the last is its end.
+
+        Raises: APIError, when the engine cannot take a request now.
+        """
+        self.check_ready()
+        if self._client is None or len(self._streams) >= self._max_open:
+            raise APIError(429, f"{self._max_open} requests are open already; try again later")
+        stream = RequestStream(self._next_number(), inbox, choice)
         message = GenerateRequest(
             stream.number, pack(prompt), len(prompt), params, priority, cache_salt, request_id
         )
@@ -144,11 +175,17 @@ class EngineClient:
         self._streams[stream.number] = stream
         return stream
 
+    def _next_number(self) -> int:
+        """uint32, and none that is still open after four billion others."""
+        while (number := next(self._numbers) & 0xFFFFFFFF) in self._streams:
+            pass
+        return number
+
     def abort(self, streams: list[RequestStream]) -> None:
-        """Whoever waited has left, or has all it wanted."""
+        """Whoever waited has left, or has all it wanted. What has ended already is ignored."""
         numbers = [s.number for s in streams if self._streams.pop(s.number, None) is not None]
         if numbers and self._client is not None:
             try:
                 self._client.send(AbortRequest(numbers))
             except (PeerGone, PeerSlow) as error:
-                log.warning("abort was not sent: %s", error)
+                log.warning("an abort was not sent: %s", error)

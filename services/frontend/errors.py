@@ -12,6 +12,9 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 RETRY_AFTER = {"retry-after": "1"}
+"""Seconds, for 429 and 503."""
+GONE = 499
+"""The client left; nobody reads this status but the metrics."""
 
 
 class APIError(Exception):
@@ -30,9 +33,12 @@ class APIError(Exception):
         )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
     def response(self) -> Response:
         headers = RETRY_AFTER if self.status in (429, 503) else None
-        return Response(msgspec.json.encode(self.body()), self.status, headers, "application/json")
+        return Response(self.encoded(), self.status, headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None) -> APIError:

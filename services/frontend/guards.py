@@ -1,8 +1,8 @@
 """What stands before every route, as pure ASGI: keys, body size, request ids. Decided from the scope alone."""
 
-import asyncio
 import hashlib
 import hmac
+import re
 import uuid
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from services.frontend.errors import APIError
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Everything else needs a key where keys are configured."""
 MAX_HEADERS = 100
-STALL_TIMEOUT = 30.0
-"""Seconds that a client may leave its answer unread; then it counts as gone, and its request is aborted."""
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+"""What a client may call its request: printable, without spaces, for it goes into logs."""
 
 
 def _digest(text: bytes) -> bytes:
@@ -22,49 +22,51 @@ def _digest(text: bytes) -> bytes:
 
 
 class Guards:
-    def __init__(
-        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, stall_timeout: float = STALL_TIMEOUT
-    ) -> None:
+    """Sets `state.request_id`, and `state.tenant`: who presented the key, "" where no keys are configured."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
-        self._stall_timeout = stall_timeout
         self._keys = [_digest(key.encode()) for key in api_keys]
         self._max_body = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no websockets, no lifespan: nothing to guard, nothing to serve
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")[:128] or uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode("latin-1")
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message.setdefault("headers", []).append((b"x-request-id", request_id))
-            async with asyncio.timeout(self._stall_timeout):
-                await send(message)  # waits while the connection's buffer is full
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
 
-        refusal = self._refusal(scope, headers)
+        tenant = self._tenant(headers)
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), tenant=tenant or "")
+        refusal = self._refusal(scope, headers, tenant)
         if refusal is not None:
             await refusal.response()(scope, receive, send_with_id)
             return
         await self._app(scope, self._bounded(receive), send_with_id)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> APIError | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], tenant: str | None) -> APIError | None:
         if len(scope["headers"]) > MAX_HEADERS:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._authorized(headers):
+        if tenant is None and scope["path"] not in OPEN_PATHS:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._max_body:
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             return self._too_large()
         return None
 
-    def _authorized(self, headers: dict[bytes, bytes]) -> bool:
+    def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
+        """Which key was presented; None for none of ours. Every key is compared, whichever matches."""
+        if not self._keys:
+            return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return digest.hex()[:16] if any(matches) and scheme.lower() == b"bearer" else None
 
     def _too_large(self) -> APIError:
         return APIError(413, f"the request body is larger than {self._max_body} bytes")

@@ -1,85 +1,73 @@
-"""Figures for Prometheus, under vLLM's suffixes with our prefix."""
+"""Figures for Prometheus: vLLM's names, labels and buckets with our prefix."""
 
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.engine_client import EngineClient
+from services.frontend.errors import GONE
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+         2560)  # fmt: skip
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
-    from services.frontend.openai.serving import Choice
-
-_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
-)
 _GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps"}
+_LABELS = ("model_name", "engine")
 
 
 class _Engine(Collector):
     """What the scheduler last reported."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, labels: tuple[str, str]) -> None:
         self._engine = engine
+        self._labels = labels
 
-    def collect(self) -> "Iterator[Metric]":
+    def collect(self) -> Iterator[Metric]:
         for name, value in self._engine.state.stats.items():
-            if name in _GAUGES:
-                yield GaugeMetricFamily(f"runahead:{name}", f"{name} of the engine", value)
-            else:
-                yield CounterMetricFamily(
-                    f"runahead:{name.removesuffix('_total')}", f"{name} of the engine", value
-                )
+            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+            family = kind(f"runahead:{name.removesuffix('_total')}", f"{name} of the engine", labels=_LABELS)
+            family.add_metric(self._labels, value)
+            yield family
 
 
 class Metrics:
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Engine(engine))
-        self._success = Counter(
-            "runahead:request_success", "finished answers", ("finished_reason",), registry=self._registry
-        )
+        labels = (model, "0")
+        self._registry.register(_Engine(engine, labels))
 
-        def seconds(name: str, text: str) -> Histogram:
-            return Histogram(f"runahead:{name}_seconds", text, buckets=_BUCKETS, registry=self._registry)
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(f"runahead:{name}", text, (*_LABELS, *more), registry=self._registry)
 
-        self._ttft = seconds("time_to_first_token", "seconds from a request to its first token")
-        self._itl = seconds("inter_token_latency", "seconds between two tokens of an answer")
-        self._e2e = seconds("e2e_request_latency", "seconds from a request to its end")
+        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            whole = Histogram(
+                f"runahead:{name}_seconds", text, _LABELS, buckets=buckets, registry=self._registry
+            )
+            return whole.labels(*labels)
 
-    def on_token(self, choice: "Choice") -> None:
-        now = time.monotonic()
-        if choice.last_token is None:
-            self._ttft.observe(now - choice.started)
-        else:
-            self._itl.observe(now - choice.last_token)
-        choice.last_token = now
+        self._labels = labels
+        self._success = counter("request_success", "answers that ended well", "finished_reason")
+        self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
+        self._duplicates = counter("duplicate_tokens_dropped", "tokens that were delivered before")
+        self.ttft = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
+        self.itl = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
+        self.e2e = seconds("e2e_request_latency", "seconds from a request to its end", _E2E)
 
-    def on_finish(self, choice: "Choice") -> None:
-        self._success.labels(choice.finish or "abort").inc()
-        self._e2e.observe(time.monotonic() - choice.started)
+    def on_answer(self, finish: str, seconds: float, duplicates: int) -> None:
+        """One choice has ended by itself."""
+        self._success.labels(*self._labels, finish).inc()
+        self.e2e.observe(seconds)
+        if duplicates:
+            self._duplicates.labels(*self._labels).inc(duplicates)
+
+    def on_request(self, code: int) -> None:
+        """An HTTP request for an answer has ended; `code` is what was, or in a stream would have been, its status."""
+        outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
+        outcome = outcomes.get(code, "failed" if code >= 500 else "invalid")
+        self._requests.labels(*self._labels, outcome, str(code)).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.checkpoint import resolve
 from services.config import FrontendConfig
-from services.frontend.chat_template import ChatTemplate, find_template
+from services.frontend.chat_template import ChatTemplate, find_template, try_out
 from services.frontend.openai.parameters import Defaults
 from services.frontend.tokenizer import Tokenizer
 
@@ -13,6 +13,7 @@ from services.frontend.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class ServedModel:
     names: list[str]
+    """What the API answers to; the first is what answers say."""
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: Defaults
@@ -23,7 +24,10 @@ class ServedModel:
         directory = resolve(config.model, config.revision)
         source = resolve(config.tokenizer, None) if config.tokenizer else directory
         tokenizer = Tokenizer(source)
-        template = ChatTemplate(find_template(source, config.chat_template), tokenizer.special)
+        text = find_template(source, config.chat_template)
+        template = ChatTemplate(text, tokenizer.special)
         defaults = Defaults.read(directory, tokenizer.eos_token_id, config.generation_config == "auto")
+        if text is not None:
+            try_out(text, tokenizer.special)
         name = config.model if config.model and not Path(config.model).is_dir() else directory.resolve().name
         return cls(config.served_model_name or [name], tokenizer, template, defaults)

@@ -4,91 +4,128 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
+from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
 from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.frontend.app import build
+from services.frontend.connection import Connection
 from services.frontend.engine_client import EngineClient
+from services.frontend.errors import APIError
 from services.frontend.guards import Guards
-from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.serving import Serving
 
 log = logging.getLogger("runahead.frontend")
 
 EXIT_MODEL = 3
 EXIT_REFUSED = 4
+MAX_HEAD_BYTES = 65_536
+"""Of a request line and its headers."""
+KEEP_ALIVE_SECONDS = 5
+"""An idle connection stays open for this long."""
+DRAIN_INTERVAL = 0.05
+"""Seconds between two looks at whether answers are still open."""
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: the first drains, the second stops at once."""
-
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours."""
         yield
 
 
-async def _serve(config: FrontendConfig, model: ServedModel) -> int:
-    engine = EngineClient(config.scheduler_endpoint)
-    metrics = Metrics(engine)
-    app = build(model, Serving(engine, model.tokenizer, metrics), metrics)
-    server = _Server(
-        uvicorn.Config(
-            Guards(app, config.api_key, config.max_body_bytes),
-            host=config.host,
-            port=config.port,
-            http="h11",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            h11_max_incomplete_event_size=65_536,
+class Service:
+    def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket) -> None:
+        self._listener = listener
+        self.engine = EngineClient(config.scheduler_endpoint, config.max_open_requests)
+        app = Guards(build(model, self.engine), config.api_key, config.max_body_bytes)
+        self.server = _Server(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                loop="none",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            )
         )
-    )
+        self._drain: asyncio.Task[None] | None = None
 
-    def on_signal() -> None:
-        if engine.draining:
-            server.force_exit = server.should_exit = True
+    async def run(self) -> int:
+        """Serves until told to stop. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.on_signal)
+        connection = asyncio.create_task(self.engine.run())
+        serving = asyncio.create_task(self.server.serve([self._listener]))
+        await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
+        self.server.should_exit = True
+        try:
+            await serving
+            if connection.done():
+                await connection
+        except HandshakeRefused as error:
+            log.error("the scheduler refused this frontend: %s", error)
+            return EXIT_REFUSED
+        finally:
+            connection.cancel()
+            await asyncio.wait({connection})
+        return 0
+
+    def on_signal(self) -> None:
+        """The first signal drains: not ready at once, open answers finish. The second ends them."""
+        if self._drain is None:
+            log.info("draining: %d open requests finish, new ones are refused", self.engine.num_open)
+            self.engine.draining = True
+            self._drain = asyncio.get_running_loop().create_task(self._exit_when_drained())
             return
-        engine.draining = True
-        log.info("draining: open requests finish, new ones are refused")
-        server.should_exit = True
+        log.info("stopping now")
+        self.engine.fail_all(APIError(503, "the server was stopped; the request was not completed"))
+        self.server.should_exit = self.server.force_exit = True
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    connection = asyncio.create_task(engine.run())
-    serving = asyncio.create_task(server.serve())
-    done, _ = await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if connection in done and isinstance(error := connection.exception(), HandshakeRefused):
-        log.error("the scheduler refused this frontend: %s", error)
-        server.should_exit = True
-        await serving
-        return EXIT_REFUSED
-    await asyncio.gather(*done)
-    connection.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await connection
-    return 0
+    async def _exit_when_drained(self) -> None:
+        """Meanwhile the port stays open: probes and new requests are told that this server is leaving."""
+        while self.engine.num_open:  # noqa: ASYNC110  only now, so that a request's end need not tell anyone
+            await asyncio.sleep(DRAIN_INTERVAL)
+        self.server.should_exit = True  # it waits for the last bytes of each answer
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises: OSError, naming the address"""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}"
+        ) from None
+    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])
+    return listener
 
 
 def run(config: FrontendConfig) -> int:
     """One frontend until it is told to stop. Returns the exit status: 0, 3 for a model that cannot be served, 4 when
-    the scheduler refused it."""
+    the scheduler refused it.
+
+    Raises: OSError, when the port is taken.
+    """
     try:
         model = ServedModel.load(config)
     except CheckpointError as error:
         log.error("%s", error)
         return EXIT_MODEL
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        return runner.run(_serve(config, model))
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
+    with (
+        listen(config.host, config.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(Service(config, model, listener).run())

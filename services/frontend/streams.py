@@ -28,7 +28,7 @@ class StopFilter:
             at, _, self.matched = min(found)
             certain, self._held = self._held[:at], ""
             return certain
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        keep = max(map(self._overlap, self._stops))
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return certain
 
@@ -47,9 +47,11 @@ class StopFilter:
 class Answer:
     """Assembles one choice."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: list[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: list[str], min_tokens: int = 0) -> None:
+        """`stops` are looked for in the text of the tokens after the first `min_tokens`."""
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops)
+        self._min_tokens = min_tokens
         self.num_tokens = 0
         self.duplicates = 0
 
@@ -71,7 +73,7 @@ class Answer:
             raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
         self.num_tokens += 1
         text = self._detokenizer.push(token_id)
-        return self._filter.push(text) if text else ""
+        return self._filter.push(text) if text and self.num_tokens > self._min_tokens else text
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""

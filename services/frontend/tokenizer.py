@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers.decoders import DecodeStream
 
 from services.checkpoint import CheckpointError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -16,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
@@ -24,6 +26,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Tokenizer:
+    """Safe to share between threads."""
+
     def __init__(self, directory: Path) -> None:
         """Raises: CheckpointError"""
         file = directory / "tokenizer.json"
@@ -38,20 +42,25 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         config = read_json(directory / "tokenizer_config.json")
-        self.special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (token := config.get(name))
-        }
+        self.special = _special_tokens(read_json(directory / "special_tokens_map.json") | config)
         """Texts of the special tokens that a chat template may use."""
-        self.eos_token_id = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
-        bos = self._tokenizer.token_to_id(self.special.get("bos_token", ""))
-        adds = self._tokenizer.encode("a").ids[:1]
-        self._bos = [bos] if config.get("add_bos_token") and bos is not None and adds != [bos] else []
+        self.eos_token_id: int | None = self._id("eos_token")
+        # As transformers: a configuration that speaks of BOS or EOS replaces the tokenizer's own post-processor.
+        self._decides = "add_bos_token" in config or "add_eos_token" in config
+        bos = [self._id("bos_token")] if config.get("add_bos_token") else []
+        eos = [self.eos_token_id] if config.get("add_eos_token") else []
+        self._before, self._after = ([i for i in ids if i is not None] for ids in (bos, eos))
+        self.max_token_chars = _max_token_chars(self._tokenizer)
+        """No token stands for more characters of the text; 0 where that cannot be known."""
+
+    def _id(self, name: str) -> int | None:
+        token_id = self._tokenizer.token_to_id(self.special.get(name, ""))
+        return None if token_id is None else int(token_id)
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt, with the special tokens the checkpoint puts around one."""
-        return self._bos + list(self._tokenizer.encode(text).ids)
+        ids = list(self._tokenizer.encode(text, add_special_tokens=not self._decides).ids)
+        return [*self._before, *ids, *self._after]
 
     def encode_rendered(self, text: str) -> list[int]:
         """The output of a chat template, which has written its special tokens itself."""
@@ -61,28 +70,86 @@ class Tokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def stream(self, prompt: list[int]) -> "Detokenizer":
-        return Detokenizer(self._tokenizer, prompt)
+        return Detokenizer(self, prompt)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {name: config.get(name) for name in _SPECIAL}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def _max_token_chars(tokenizer: HFTokenizer) -> int:
+    """0 where a token may stand for any amount of text: unknown words, stripped whitespace, other normalizers."""
+    layout = json.loads(tokenizer.to_str())
+    model, added = layout["model"], layout["added_tokens"]
+    names = {
+        part["type"]
+        for section in ("normalizer", "pre_tokenizer")
+        if (top := layout.get(section))
+        for part in (top, *(top.get("normalizers") or top.get("pretokenizers") or ()))
+    }
+    normalizes = bool(layout.get("normalizer"))
+    covers_all_bytes = model["type"] == "BPE" and (model.get("byte_fallback") or "ByteLevel" in names)
+    known = _HARMLESS_NORMALIZERS | {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+    if not covers_all_bytes or names - known or any(t["lstrip"] or t["rstrip"] for t in added):
+        return 0
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    return longest * (3 if normalizes else 1)  # composition makes one character of up to three
 
 
 class Detokenizer:
-    """Tokens of one answer to text, piece by piece; never half a character."""
+    """Tokens of one answer to text, piece by piece; never half a character.
 
-    def __init__(self, tokenizer: HFTokenizer, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=prompt[-8:], skip_special_tokens=True)
-        self._pending: list[int] = []
+    A character's bytes may be spread over up to four tokens, and what a token looks like may depend on the one
+    before it. So each piece is the difference of two decodings of a small window that begins with what came before.
+    """
+
+    _MAX_BYTES = 4
+    """Of one character in UTF-8, hence also the most tokens it is spread over."""
+    _MAX_WINDOW = 32
+    """Tokens, so that a text without an end of a character costs no more than others."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._decode = tokenizer.decode
+        self._window = prompt[-8:]
+        self._shown = self._decode(self._window)
+        if self._shown.endswith(
+            "\ufffd"
+        ):  # the prompt ends inside a character, which is not ours to complete
+            self._window, self._shown = [], ""
+        self._num_context = len(self._window)
 
     def push(self, token_id: int) -> str:
         """The text that has become certain with this token; "" while a character is incomplete."""
-        self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer, token_id)
-        if text is None:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith("\ufffd"):
+            return self._push_damaged(text)
+        piece = text[len(self._shown) :]
+        if piece:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._shown = self._decode(self._window)
+        elif len(self._window) > self._MAX_WINDOW:
+            self._window.pop()  # one of many that show nothing, such as special tokens
+        return piece
+
+    def _push_damaged(self, text: str) -> str:
+        """Bytes that are no character, or not yet one: only those that cannot begin one any more are certain."""
+        if len(self._window) - self._num_context < self._MAX_BYTES:
             return ""
-        self._pending.clear()
-        return str(text)
+        open_end = min(len(text) - len(text.rstrip("\ufffd")), self._MAX_BYTES - 1)
+        piece = text[len(self._shown) : len(text) - open_end]
+        self._shown += piece
+        if len(self._window) > self._MAX_WINDOW:
+            self._window, self._num_context = self._window[-8:], 0
+            text = self._decode(self._window)
+            self._shown = text[: len(text) - open_end]
+        return piece
 
     def flush(self) -> str:
         """What is left when no more tokens come: an incomplete character shows as U+FFFD."""
-        text = str(self._tokenizer.decode(self._pending, skip_special_tokens=True)) if self._pending else ""
-        self._pending.clear()
-        return text
+        piece = self._decode(self._window)[len(self._shown) :]
+        self._shown += piece
+        return piece

@@ -1,6 +1,25 @@
 """How completions and chat answers look on the wire."""
 
-from typing import Any
+from typing import Any, Protocol
+
+
+class Dialect(Protocol):
+    prefix: str
+    """Of answer ids."""
+    object: str
+    chunk_object: str
+
+    def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
+        """A whole answer."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream says before any text."""
+        ...
+
+    def delta(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
+        """A piece of a stream; `finish` and `stop` are None but in the last."""
+        ...
 
 
 class CompletionDialect:
@@ -9,7 +28,7 @@ class CompletionDialect:
     def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
     delta = choice
@@ -20,15 +39,10 @@ class ChatDialect:
 
     def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": finish,
-            "stop_reason": stop,
-        }
+        ending = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+        return {"index": index, "message": message, **ending}
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 

@@ -1,13 +1,12 @@
 """Keys, sizes and request ids, decided from the ASGI scope before any route sees the request."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from services.frontend.errors import APIError
 from services.frontend.guards import Guards
@@ -68,20 +67,10 @@ async def test_body_larger_than_allowed_is_413_announced_or_not() -> None:
 async def test_request_id_comes_back_or_is_made() -> None:
     async with guarded([]) as client:
         assert (await client.get("/", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        for bad in ("two words", "x" * 129, ""):
+            assert (await client.get("/", headers={"x-request-id": bad})).headers["x-request-id"] != bad
         first, second = [(await client.get("/")).headers["x-request-id"] for _ in range(2)]
         assert first != second
-
-
-async def test_client_that_never_reads_counts_as_gone() -> None:
-    async def stalled(_: Message) -> None:
-        await asyncio.Event().wait()
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
-    with pytest.raises(TimeoutError):
-        await Guards(echo, [], 1000, stall_timeout=0.01)(scope, receive, stalled)
 
 
 async def test_too_many_headers_are_refused() -> None:

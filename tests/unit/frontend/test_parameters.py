@@ -6,9 +6,10 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from services.checkpoint import CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters import Defaults, refuse_unserved, sampling_params
-from services.frontend.openai.schemas import NEUTRAL, ChatRequest, CompletionRequest
+from services.frontend.openai.schemas import NEUTRAL, NEUTRAL_IN_MESSAGE, ChatRequest, CompletionRequest
 
 NONE = Defaults({}, (2,))
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -76,6 +77,7 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("n", 2), ("n", True),
         ("best_of", 2), ("echo", True), ("suffix", "!"), ("logprobs", 3), ("top_logprobs", 1), ("prompt_logprobs", 0),
         ("presence_penalty", 0.5), ("frequency_penalty", -1), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}), ("tools", [{}]), ("tool_choice", "required"),
@@ -84,21 +86,52 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
     ],
 )  # fmt: skip
 def test_unserved_parameter_is_refused_by_name(name: str, value: object) -> None:
+    body = CompletionRequest.model_validate({"prompt": "x", name: value})
     with pytest.raises(APIError, match=name) as refused:
-        refuse_unserved(CompletionRequest.model_validate({"prompt": "x", name: value}))
+        refuse_unserved(body.model_extra or {})
     assert refused.value.param == name
+
+
+def test_answer_of_the_official_client_may_come_back_as_a_message_but_tool_calls_may_not() -> None:
+    said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    message = ChatRequest.model_validate({"messages": [said]}).messages[0]
+    refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, "messages.0.")
+    called = ChatRequest.model_validate({"messages": [{**said, "tool_calls": [{"id": "1"}]}]}).messages[0]
+    with pytest.raises(APIError, match=r"messages\.0\.tool_calls") as refused:
+        refuse_unserved(called.model_extra or {}, NEUTRAL_IN_MESSAGE, "messages.0.")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"temperature": "hot"}, {"temperature": -1}, {"top_p": 7}, {"top_k": True, "min_p": 3}, {"eos_token_id": "2"},
+        {"eos_token_id": [2, -1]}, {"eos_token_id": 2**40}, {"eos_token_id": True},
+    ],
+)  # fmt: skip
+def test_defaults_that_cannot_be_served_are_refused_at_start(
+    tmp_path: Path, content: dict[str, object]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="generation_config"):
+        Defaults.read(tmp_path, None, True)
+
+
+def test_eos_ids_beyond_the_logits_are_left_out() -> None:
+    assert params({}, Defaults({}, (2, 5000))).eos_token_ids == (2,)
 
 
 def test_neutral_values_of_unserved_parameters_pass() -> None:
     for name, values in NEUTRAL.items():
         for value in (*values, None):
-            refuse_unserved(CompletionRequest.model_validate({"prompt": "x", name: value}))
+            body = CompletionRequest.model_validate({"prompt": "x", name: value})
+            refuse_unserved(body.model_extra or {})
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"n": 2}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.1}, {"max_tokens": 0},
+        {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.1}, {"max_tokens": 0},
         {"max_tokens": 1.5}, {"max_tokens": 2**40}, {"stop": ["x"] * 17}, {"stop": "x" * 257}, {"prompt": [-1]},
         {"prompt": [2**31]}, {"prompt": ["x"] * 65}, {"prompt": [[1], "x"]}, {"prompt": {"a": 1}}, {"prompt": None},
         {"seed": 2**64}, {"stop_token_ids": list(range(129))}, {"priority": 2**30}, {"stream": "yes"}, {"min_p": 2},

@@ -1,0 +1,106 @@
+"""The jinja environment of chat templates: what transformers offers to them, with bounds on time and output."""
+
+import datetime
+import json
+import threading
+import time
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_RENDERED = 8 * 1024 * 1024
+"""Characters a rendered prompt may have."""
+
+
+class Refusal(jinja2.TemplateError):
+    """The template's own `raise_exception`; its text is fit for the client's eyes."""
+
+
+class TemplateLimit(Exception):
+    """The template wrote too much or ran for too long."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model said, for those who train; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja's own form
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Reaches no attribute that leads out of the template, and looks at the clock at each access and call."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
+        self._limits = threading.local()
+
+    def render(
+        self,
+        template: jinja2.Template,
+        messages: list[dict[str, Any]],
+        special: dict[str, str],
+        seconds: float,
+    ) -> str:
+        """The prompt that asks for the assistant's next message.
+
+        Raises: Refusal, TemplateLimit, and whatever an expression in the template raises
+        """
+        parts: list[str] = []
+        size = 0
+        self._limits.deadline = time.monotonic() + seconds
+        try:
+            for part in template.generate(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+            ):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED:
+                    raise TemplateLimit(f"more than {MAX_RENDERED} characters")
+                self._check_time()
+        finally:
+            self._limits.deadline = None
+        return "".join(parts)
+
+    def _check_time(self) -> None:
+        deadline = getattr(self._limits, "deadline", None)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TemplateLimit("rendering it takes too long")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._check_time()
+        return super().getitem(obj, argument)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in jinja
+        __self._check_time()
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: nothing is escaped for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise Refusal(message)
