@@ -22,7 +22,7 @@ def mixed_requests(model: str, count: int) -> list[dict[str, Any]]:
         request: dict[str, Any] = {
             "model": model,
             "prompt": TEXT[: rng.choice([20, 80, 200])] + f"Number {number % 7}:",
-            "max_tokens": rng.randrange(4, 64),
+            "max_tokens": rng.randrange(4, 40),
             "temperature": rng.choice([0.0, 0.7, 1.0]),
             "top_p": rng.choice([1.0, 0.9]),
             "seed": number,

@@ -13,6 +13,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import Server, is_alive, serving, wait_until
@@ -22,9 +23,8 @@ SLOW_SIM = ("--backend", "sim", "--sim-step-ms", "20")
 STREAMS, TOKENS = 64, 64
 
 
-async def open_streams(server: Server, count: int, tokens: int) -> list[Any]:
+async def open_streams(client: AsyncOpenAI, count: int, tokens: int) -> list[Any]:
     """`count` running streams, each past its first token."""
-    client = server.async_client()
     model = (await client.models.list()).data[0].id
 
     async def one(number: int) -> Any:
@@ -46,14 +46,15 @@ async def usage(stream: Any) -> int:
 
 async def test_sigterm_lets_every_stream_finish_and_refuses_new_ones() -> None:
     with serving(*SLOW_SIM) as server:
-        streams = await open_streams(server, STREAMS, TOKENS)
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/readyz")[0] in (503, 0), "it is not ready any more")
-        with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
-            await open_streams(server, 1, 1)
-        assert await asyncio.gather(*map(usage, streams)) == [TOKENS] * STREAMS
-        assert server.wait() == 0, server.log.read_text()
-        server.assert_nothing_is_left()
+        async with server.async_client() as client:
+            streams = await open_streams(client, STREAMS, TOKENS)
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/readyz")[0] in (503, 0), "it is not ready any more")
+            with pytest.raises((openai.APIStatusError, openai.APIConnectionError)):
+                await open_streams(client, 1, 1)
+            assert await asyncio.gather(*map(usage, streams)) == [TOKENS] * STREAMS
+            assert server.wait() == 0, server.log.read_text()
+            server.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -66,26 +67,28 @@ def test_idle_server_stops_on_one_signal(number: int) -> None:
 
 async def test_second_sigterm_does_not_wait_for_streams() -> None:
     with serving(*SLOW_SIM) as server:
-        streams = await open_streams(server, 4, 2000)
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: server.get("/readyz")[0] in (503, 0), "it is draining")
-        assert server.process.poll() is None
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 128 + signal.SIGTERM
-        server.assert_nothing_is_left()
-        for stream in streams:
-            with pytest.raises((openai.APIError, httpx.HTTPError)):
-                assert await usage(stream) == 2000
+        async with server.async_client() as client:
+            streams = await open_streams(client, 4, 2000)
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: server.get("/readyz")[0] in (503, 0), "it is draining")
+            assert server.process.poll() is None
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 128 + signal.SIGTERM
+            server.assert_nothing_is_left()
+            for stream in streams:
+                with pytest.raises((openai.APIError, httpx.HTTPError)):
+                    assert await usage(stream) == 2000
 
 
 @pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
 async def test_killed_service_ends_all_and_is_named(service: str) -> None:
     with serving(*SLOW_SIM) as server:
-        await open_streams(server, 4, 2000)
-        server.services[service].kill()
-        assert server.wait() == 128 + signal.SIGKILL
-        assert server.last_line() == f"runahead: {service} was killed by SIGKILL"
-        server.assert_nothing_is_left()
+        async with server.async_client() as client:
+            await open_streams(client, 4, 2000)
+            server.services[service].kill()
+            assert server.wait() == 128 + signal.SIGKILL
+            assert server.last_line() == f"runahead: {service} was killed by SIGKILL"
+            server.assert_nothing_is_left()
 
 
 def test_killed_supervisor_leaves_no_process() -> None:
