@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from protocol.codec import pack
 from protocol.membership import Heartbeat, InitializeCache, LoadFailed, LoadProgress, Ready, Shutdown
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault
+from protocol.transport import PeerGone
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.results import RESULTS_KEPT
@@ -251,7 +253,8 @@ def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None
         (fault,) = scheduler.results(1)
         assert fault == StepFault(EPOCH, 2, "OSError: the copy failed")
     finally:
-        scheduler.send(Shutdown())
+        with suppress(PeerGone):  # it may have left already
+            scheduler.send(Shutdown())
         thread.join(PATIENCE)
     assert status == [EXIT_FAULT]
     assert scheduler.heard[-1] is fault
