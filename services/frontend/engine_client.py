@@ -30,6 +30,9 @@ HANDSHAKE_TIMEOUT = 5.0
 REDIAL_INTERVAL = 0.2
 """Seconds after a lost connection."""
 
+MAX_TAKEN = 1024
+"""Events handled in one turn of the loop, a few milliseconds' worth."""
+
 Event = tuple[int, int] | Finish | APIError
 """Of one request: a token as (index in the output, id), or its end."""
 
@@ -47,11 +50,12 @@ class Inbox:
             self._wake.set_result(None)
 
     async def take(self) -> list[tuple[int, Event]]:
-        """Everything that is there, at least one (choice, event), in order of arrival."""
+        """What is there, at least one (choice, event), in order of arrival; no more than others can wait for."""
         while not self._events:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        taken, self._events = self._events, []
+        taken = self._events[:MAX_TAKEN]
+        del self._events[:MAX_TAKEN]
         return taken
 
 

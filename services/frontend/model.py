@@ -25,9 +25,11 @@ class ServedModel:
         source = resolve(config.tokenizer, None) if config.tokenizer else directory
         tokenizer = Tokenizer(source)
         text = find_template(source, config.chat_template)
-        template = ChatTemplate(text, tokenizer.special)
         defaults = Defaults.read(directory, tokenizer.eos_token_id, config.generation_config == "auto")
         if text is not None:
-            try_out(text, tokenizer.special)
+            try_out(
+                text, tokenizer.special
+            )  # before this process compiles it: that may already take for ever
+        template = ChatTemplate(text, tokenizer.special)
         name = config.model if config.model and not Path(config.model).is_dir() else directory.resolve().name
         return cls(config.served_model_name or [name], tokenizer, template, defaults)

@@ -44,23 +44,14 @@ class Tokenizer:
         config = read_json(directory / "tokenizer_config.json")
         self.special = _special_tokens(read_json(directory / "special_tokens_map.json") | config)
         """Texts of the special tokens that a chat template may use."""
-        self.eos_token_id: int | None = self._id("eos_token")
-        # As transformers: a configuration that speaks of BOS or EOS replaces the tokenizer's own post-processor.
-        self._decides = "add_bos_token" in config or "add_eos_token" in config
-        bos = [self._id("bos_token")] if config.get("add_bos_token") else []
-        eos = [self.eos_token_id] if config.get("add_eos_token") else []
-        self._before, self._after = ([i for i in ids if i is not None] for ids in (bos, eos))
+        self.eos_token_id: int | None = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
         self.max_token_chars = _max_token_chars(self._tokenizer)
         """No token stands for more characters of the text; 0 where that cannot be known."""
 
-    def _id(self, name: str) -> int | None:
-        token_id = self._tokenizer.token_to_id(self.special.get(name, ""))
-        return None if token_id is None else int(token_id)
-
     def encode(self, text: str) -> list[int]:
-        """A plain prompt, with the special tokens the checkpoint puts around one."""
-        ids = list(self._tokenizer.encode(text, add_special_tokens=not self._decides).ids)
-        return [*self._before, *ids, *self._after]
+        """A plain prompt, with what tokenizer.json puts around one (as in transformers, where it overrules
+        `add_bos_token` in the configuration)."""
+        return list(self._tokenizer.encode(text).ids)
 
     def encode_rendered(self, text: str) -> list[int]:
         """The output of a chat template, which has written its special tokens itself."""
@@ -112,12 +103,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._decode = tokenizer.decode
-        self._window = prompt[-8:]
-        self._shown = self._decode(self._window)
-        if self._shown.endswith(
-            "\ufffd"
-        ):  # the prompt ends inside a character, which is not ours to complete
-            self._window, self._shown = [], ""
+        self._window: list[int] = []
+        self._shown = ""
+        for size in range(8, 8 + self._MAX_BYTES):  # one of them begins with a character, not inside of one
+            text = self._decode(prompt[-size:])
+            if not text.endswith("\ufffd"):
+                self._window, self._shown = prompt[-size:], text
+                break
+        # Otherwise the prompt itself ends inside a character, which is not ours to complete.
         self._num_context = len(self._window)
 
     def push(self, token_id: int) -> str:

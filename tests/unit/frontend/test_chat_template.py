@@ -7,8 +7,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
-from services.frontend.chat_template import ChatTemplate, find_template
+from services.frontend.chat_template import ChatTemplate, find_template, try_out
 from services.frontend.errors import APIError
+from services.frontend.template_sandbox import Sandbox, TemplateLimit
 from services.frontend.tokenizer import Tokenizer
 
 MESSAGES = [
@@ -42,6 +43,41 @@ TEMPLATES = {
     "slices and macros": (
         "{%- macro say(m) -%}<{{ m['role'][0] | upper }}>{{ m['content'] }}{%- endmacro -%}"
         "{%- for m in messages[1:] -%}{{ say(m) }}{%- endfor -%}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for message in messages[1:] %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+        "{% else %}{{ message['content'] + eos_token}}{% endif %}{% endfor %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}"
+        "{% set loop_messages = messages %}{% endif %}{% for message in loop_messages %}"
+        "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
+    ),
+    "qwen3 thinking": (
+        "{%- set ns = namespace(last=messages|length - 1) %}{%- for message in messages[::-1] %}"
+        "{%- set index = (messages|length - 1) - loop.index0 %}"
+        "{%- if message.role == 'user' and message.content is string and not(message.content.startswith('<tool'))"
+        " and ns.last == messages|length - 1 %}{%- set ns.last = index %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content"
+        ".split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}{%- endfor %}{{ ns.last }}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}"
+        "{%- endif %}"
+    ),
+    "zephyr": (
+        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\\n' + message['content'] +"
+        " eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\\n' + message['content'] + eos_token }}"
+        "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\\n'  + message['content'] + eos_token }}\n"
+        "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+    ),
+    "date": "{{ strftime_now('%d %b %Y') }}{{ documents is none }}{{ messages | tojson(sort_keys=True) }}",
+    "generation marks": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     ),
     "tools absent": "{% if tools is not none and tools %}tools{% else %}none{% endif %}{{ messages | length }}",
 }
@@ -111,3 +147,38 @@ def test_template_is_found_in_its_three_places(tmp_path: Path) -> None:
     assert find_template(tmp_path, None) == "J"
     (tmp_path / "own").write_text("O")
     assert find_template(tmp_path, str(tmp_path / "own")) == "O"
+
+
+def test_rendering_that_takes_too_long_is_ended() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    sandbox = Sandbox()
+    with pytest.raises(TemplateLimit, match="too long"):
+        sandbox.render(sandbox.from_string(endless), MESSAGES, {}, seconds=0.05)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0]['content'] % 5 }}",
+     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"],
+)  # fmt: skip
+def test_template_that_fails_over_these_messages_is_a_400(text: str) -> None:
+    with pytest.raises(APIError) as refused:
+        ChatTemplate(text, {}).render(MESSAGES)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+     "{{ 'x' * 10 ** 11 }}", "{% for %}"],
+    ids=["endless", "doubling", "huge", "syntax"],
+)  # fmt: skip
+def test_template_that_would_hang_the_server_fails_its_trial(text: str) -> None:
+    with pytest.raises(CheckpointError, match="broken"):
+        try_out(text, {})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ordinary_template_passes_its_trial(name: str) -> None:
+    try_out(str(TEMPLATES[name]), {"bos_token": "<s>", "eos_token": "</s>"})

@@ -99,3 +99,11 @@ def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
     assert text + growing.finish() == "yes "
     assert growing.stop_string == "no"
     assert growing.num_tokens < len(ids)
+
+
+def test_stop_strings_count_only_after_min_tokens() -> None:
+    ids = ids_of("a.b.c")
+    for min_tokens, expected in ((0, "a"), (ids.index(ids_of("b")[0]) + 1, "a.b"), (len(ids), "a.b.c")):
+        growing = Answer(TOKENIZER.stream([]), ["."], min_tokens)
+        text = "".join(growing.push(index, token) for index, token in enumerate(ids))
+        assert text + growing.finish() == expected

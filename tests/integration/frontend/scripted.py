@@ -1,0 +1,250 @@
+"""A frontend as a real process, and in place of the scheduler a double that says what a test tells it to say.
+
+The double speaks the real protocol on a real socket; only its answers are made up.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+
+from protocol.codec import Decoder, pack
+from protocol.handshake import Hello
+from protocol.requests import (
+    AbortRequest,
+    ClientMessage,
+    EngineMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    RequestOutputs,
+)
+from protocol.transport import Server
+from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig
+from services.frontend.tokenizer import Tokenizer
+
+PATIENCE = 60.0
+"""Seconds after which waiting for something counts as a failure."""
+CONTEXT, VOCAB = 2048, 4096
+READY = EngineState(
+    EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3}
+)
+TOKENIZER = Tokenizer(DEMO_MODEL)
+
+Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        time.sleep(0.01)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode_rendered(text)
+
+
+def tokens(number: int, ids: list[int], first: int = 0) -> RequestOutputs:
+    """Tokens of one request, from index `first` on."""
+    indices = list(range(first, first + len(ids)))
+    return RequestOutputs(pack([number] * len(ids)), pack(indices), pack(ids))
+
+
+def ended(number: int, reason: FinishReason = FinishReason.STOP, **more: object) -> RequestOutputs:
+    return RequestOutputs(b"", b"", b"", [Finish(number, reason, **more)])
+
+
+def one_by_one(request: GenerateRequest, ids: list[int], **end: object) -> list[RequestOutputs]:
+    """A step per token, then the end."""
+    steps = [tokens(request.number, [token], index) for index, token in enumerate(ids)]
+    return [*steps, ended(request.number, **end)]
+
+
+def saying(text: str, **end: object) -> Behaviour:
+    return lambda request: one_by_one(request, ids_of(text), **end)
+
+
+def silent(_: GenerateRequest) -> list[RequestOutputs]:
+    return []
+
+
+class ScriptedScheduler:
+    """A double of the scheduler. It runs in a thread; `on_request` decides what each request gets at once."""
+
+    def __init__(self, endpoint: str, state: EngineState = READY) -> None:
+        self.on_request: Behaviour = silent
+        self.requests: list[GenerateRequest] = []
+        self.aborted: set[int] = set()
+        self.state = state
+        self._server = Server(endpoint, {"frontend"})
+        self._outbox: deque[EngineMessage] = deque()
+        self._peer: bytes | None = None
+        self._stop = threading.Event()
+        self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def tell(self, message: EngineMessage) -> None:
+        if isinstance(message, EngineState):
+            self.state = message
+        self._outbox.append(message)
+
+    def script(self, behaviour: Behaviour) -> None:
+        self.on_request = behaviour
+        self.requests.clear()
+        self.aborted.clear()
+
+    def request(self, index: int = 0) -> GenerateRequest:
+        """The request with this index since the last script, once it is there."""
+        wait_until(lambda: len(self.requests) > index, f"request {index} arrived")
+        return self.requests[index]
+
+    def wait_aborted(self, number: int) -> None:
+        wait_until(lambda: number in self.aborted, f"request {number} was aborted")
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._server.socket.poll(2)
+            while (received := self._server.receive()) is not None:
+                self._on_message(*received)
+            while self._outbox and self._peer is not None:
+                self._server.send(self._peer, self._outbox.popleft())
+
+    def _on_message(self, peer: bytes, frame: Hello | bytes) -> None:
+        if isinstance(frame, Hello):
+            self._peer = peer
+            self._server.send(peer, self.state)
+            return
+        message = self._decoder.decode(frame)
+        if isinstance(message, AbortRequest):
+            self.aborted.update(message.numbers)
+            return
+        self.requests.append(message)
+        for output in self.on_request(message):
+            self._server.send(peer, output)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._server.close()
+
+
+class Frontend:
+    """A frontend process; its address once it listens."""
+
+    def __init__(self, config: FrontendConfig, patch: str = "") -> None:
+        """`patch` is code that runs in the process before the service."""
+        code = (
+            "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
+            f"{patch}\nsys.exit(start(FrontendConfig.model_validate_json(sys.argv[1])))"
+        )
+        self._log: list[str] = []
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, config.model_dump_json()],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self._log.extend(iter(self.process.stderr.readline, ""))
+
+    @property
+    def log(self) -> str:
+        return "".join(self._log)
+
+    @property
+    def url(self) -> str:
+        listening = re.compile(r"listening on (http://\S+)")
+        wait_until(lambda: listening.search(self.log) or self.process.poll() is not None, "it listens")
+        found = listening.search(self.log)
+        assert found, self.log
+        return found[1]
+
+    def ready(self) -> bool:
+        return httpx.get(f"{self.url}/readyz").status_code == 200
+
+    def wait_ready(self) -> None:
+        wait_until(self.ready, "the frontend is ready")
+
+    def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
+        content = options.pop("content", None)
+        data = content if content is not None else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=data, timeout=PATIENCE, **options)
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples with these labels."""
+        found = 0.0
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            sample = re.match(r"runahead:(\w+)(?:\{(.*)\})? (\S+)$", line)
+            if sample and sample[1] == name and all(f'{k}="{v}"' in sample[2] for k, v in labels.items()):
+                found += float(sample[3])
+        return found
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        status = self.process.wait(PATIENCE)
+        self._reader.join()
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def endpoint() -> Iterator[str]:
+    directory = Path(tempfile.mkdtemp(prefix="ra-"))
+    try:
+        yield f"ipc://{directory}/clients"
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def scripted(
+    patch: str = "", state: EngineState = READY, **config: object
+) -> Iterator[tuple[Frontend, ScriptedScheduler]]:
+    """A frontend and its scripted scheduler, connected; nothing of them is left."""
+    with endpoint() as address:
+        scheduler = ScriptedScheduler(address, state)
+        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0, **config), patch)
+        try:
+            if state.phase is EnginePhase.READY:
+                frontend.wait_ready()
+            yield frontend, scheduler
+        finally:
+            frontend.close()
+            scheduler.close()

@@ -1,0 +1,213 @@
+"""The official client against a frontend whose scheduler is scripted: every token and its moment is chosen here."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from tests.integration.frontend.scripted import (
+    TOKENIZER,
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    ids_of,
+    one_by_one,
+    saying,
+    tokens,
+)
+
+TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
+
+
+def events(response: httpx.Response) -> list[dict[str, object]]:
+    """The stream's JSON events, after a look at the frame around them."""
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def test_completion_whole_and_streamed(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(saying(TEXT, num_cached_tokens=2))
+    with frontend.client() as client:
+        whole = client.completions.create(model="demo", prompt="Hello there")
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (TEXT, "stop")
+        asked, given = len(TOKENIZER.encode("Hello there")), len(ids_of(TEXT))
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (asked, given)
+        assert whole.usage.prompt_tokens_details.cached_tokens == 2
+        assert (whole.model, whole.object) == ("demo", "text_completion")
+        *chunks, last = client.completions.create(
+            model="demo", prompt="x", stream=True, stream_options={"include_usage": True}
+        )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
+    assert not any("\ufffd" in chunk.choices[0].text for chunk in chunks)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert (last.choices, last.usage.completion_tokens) == ([], given)
+    assert {chunk.id for chunk in [*chunks, last]} == {last.id}
+
+
+def test_chat_whole_and_streamed_and_the_answer_goes_back_as_a_message(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying(TEXT, reason=FinishReason.LENGTH))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    with frontend.client() as client:
+        whole = client.chat.completions.create(model="alias", messages=messages).choices[0]
+        assert (whole.message.content, whole.finish_reason) == (TEXT, "length")
+        chunks = list(client.chat.completions.create(model="demo", messages=messages, stream=True))
+        more = [*messages, whole.message, {"role": "user", "content": "And?"}]
+        client.chat.completions.create(model="demo", messages=more)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "length"
+    prompt = TOKENIZER._tokenizer.decode(
+        unpack(scheduler.request(2).token_ids).tolist(), skip_special_tokens=False
+    )
+    assert prompt == f"<|bos|><|user|>Hi<|eos|><|assistant|>{TEXT}<|eos|><|user|>And?<|eos|><|assistant|>"
+
+
+def test_what_the_client_asked_for_reaches_the_scheduler(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying("x"))
+    asked = {
+        "prompt": [5, 6, 7], "max_tokens": 33, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125,
+        "seed": 77, "min_tokens": 3, "stop_token_ids": [8, 9, 8], "priority": -2, "cache_salt": "pepper", "user": "me",
+    }  # fmt: skip
+    response = frontend.post("/v1/completions", asked, headers={"x-request-id": "id-1"})
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == "id-1"
+    assert "server" not in response.headers
+    request = scheduler.request()
+    params = request.params
+    assert unpack(request.token_ids).tolist() == [5, 6, 7]
+    assert (request.num_prompt_tokens, request.priority, request.cache_salt) == (3, -2, "pepper")
+    assert request.request_id == "id-1"
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (33, 0.5, 0.25, 9)
+    assert (params.min_p, params.seed, params.min_tokens) == (0.125, 77, 3)
+    assert (params.stop_token_ids, params.eos_token_ids) == ((8, 9), (2,))
+    frontend.post("/v1/completions", {**asked, "ignore_eos": True, "seed": None})
+    assert scheduler.request(1).params.eos_token_ids == ()
+    assert scheduler.request(1).params.seed != 77
+
+
+def test_several_prompts_of_either_kind_give_choices_in_their_order(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    def backwards(request: GenerateRequest) -> list[RequestOutputs]:
+        """Nothing for a request before the third is there; then the third's answer first."""
+        if len(scheduler.requests) < 3:
+            return []
+        each = [one_by_one(r, ids_of(f"answer {i}")) for i, r in enumerate(scheduler.requests)]
+        return [output for outputs in reversed(each) for output in outputs]
+
+    for prompts in (["a", "b", "c"], [[5], [6], [7]]):
+        scheduler.script(backwards)
+        choices = frontend.post("/v1/completions", {"prompt": prompts}).json()["choices"]
+        assert [(c["index"], c["text"]) for c in choices] == [(i, f"answer {i}") for i in range(3)]
+    scheduler.script(backwards)
+    texts, last = ["", "", ""], {}
+    for event in events(frontend.post("/v1/completions", {"prompt": ["a", "b", "c"], "stream": True})):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        last[choice["index"]] = choice["finish_reason"]
+    assert texts == ["answer 0", "answer 1", "answer 2"]
+    assert last == {0: "stop", 1: "stop", 2: "stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_over_several_tokens_cuts_and_ends_the_request(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    ids = ids_of("one STOP two")
+    scheduler.script(lambda request: [tokens(request.number, [token], i) for i, token in enumerate(ids)])
+    body = {"prompt": "x", "stop": ["never", "STOP"], "stream": stream}
+    response = frontend.post("/v1/completions", body)
+    choices = [event["choices"][0] for event in events(response)] if stream else response.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "one "
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "STOP")
+    scheduler.wait_aborted(scheduler.request().number)
+    if not stream:
+        usage = response.json()["usage"]
+        assert usage["completion_tokens"] <= len(ids)
+        assert usage["prompt_tokens_details"] is None, "the engine was not asked"
+
+
+def test_beginning_of_a_stop_string_is_shown_when_the_answer_ends_with_it(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying("so it ST"))
+    choice = frontend.post("/v1/completions", {"prompt": "x", "stop": "STOP"}).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("so it ST", "stop", None)
+
+
+def test_stop_string_before_min_tokens_is_text(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    ids = ids_of("a.b.c.d")
+    scheduler.script(lambda request: one_by_one(request, ids))
+    body = {"prompt": "x", "stop": ".", "min_tokens": ids.index(ids_of("b")[0]) + 1}
+    assert frontend.post("/v1/completions", body).json()["choices"][0]["text"] == "a.b"
+
+
+def test_stop_token_is_named(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(saying("x", stop_reason=42))
+    choice = frontend.post("/v1/completions", {"prompt": "x", "stop_token_ids": [42]}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 42)
+
+
+def test_tokens_of_one_step_come_in_one_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("a b c d e")), ended(request.number)])
+    texts = [
+        e["choices"][0]["text"]
+        for e in events(frontend.post("/v1/completions", {"prompt": "x", "stream": True}))
+    ]
+    assert "".join(texts) == "a b c d e"
+    assert len([text for text in texts if text]) == 1
+
+
+def test_token_delivered_twice_is_shown_once_and_counted(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    before = frontend.metric("duplicate_tokens_dropped_total")
+    a, b = ids_of("a"), ids_of("b")
+    scheduler.script(
+        lambda r: [tokens(r.number, a), tokens(r.number, a), tokens(r.number, b, first=1), ended(r.number)]
+    )
+    assert frontend.post("/v1/completions", {"prompt": "x"}).json()["choices"][0]["text"] == "ab"
+    assert frontend.metric("duplicate_tokens_dropped_total") == before + 1
+
+
+async def test_many_streams_at_once_keep_their_tokens_apart(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    def echo(request: GenerateRequest) -> list[RequestOutputs]:
+        return one_by_one(request, unpack(request.token_ids).tolist()[1:])  # without BOS
+
+    scheduler.script(echo)
+
+    async with frontend.async_client() as client:
+
+        async def one(number: int) -> str:
+            stream = await client.completions.create(
+                model="demo", prompt=f"stream {number} 世界", stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        texts = await asyncio.gather(*map(one, range(64)))
+    assert texts == [f"stream {number} 世界" for number in range(64)]
+
+
+def test_metrics_have_vllm_names(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(saying("a b"))
+    names = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+    before = [frontend.metric(name) for name in names]
+    done = frontend.metric("requests_total", outcome="completed", code="200")
+    finished = frontend.metric("request_success_total", finished_reason="stop")
+    frontend.post("/v1/completions", {"prompt": "x"})
+    frontend.post("/v1/completions", {"prompt": "x", "stream": True})
+    assert [frontend.metric(name) for name in names] == [count + 2 for count in before]
+    assert frontend.metric("requests_total", outcome="completed", code="200") == done + 2
+    assert frontend.metric("request_success_total", finished_reason="stop") == finished + 2
+    assert frontend.metric("num_requests_running", model_name="demo") == 3
+    assert frontend.metric("inter_token_latency_seconds_count") > 0

@@ -1,0 +1,171 @@
+"""Clients that leave, stall, or send what is not HTTP: their request ends, and nobody else notices."""
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from protocol.requests import GenerateRequest, RequestOutputs
+from tests.integration.frontend.scripted import (
+    Frontend,
+    ScriptedScheduler,
+    ids_of,
+    saying,
+    scripted,
+    tokens,
+    wait_until,
+)
+
+
+def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
+    address = urlsplit(frontend.url)
+    connection = socket.socket()
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.settimeout(60)
+    connection.connect((address.hostname, address.port))
+    return connection
+
+
+def ask(connection: socket.socket, body: dict[str, object]) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def reset(connection: socket.socket) -> None:
+    """RST, where a close would send FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["FIN", "RST"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("started", [False, True])
+def test_client_that_leaves_aborts_its_request(
+    frontend: Frontend, scheduler: ScriptedScheduler, leave, stream: bool, started: bool
+) -> None:
+    before = frontend.metric("requests_total", outcome="aborted")
+    if started:
+        scheduler.script(lambda request: [tokens(request.number, ids_of("a few words"))])
+    connection = connect(frontend)
+    ask(connection, {"prompt": ["x", "y"], "stream": stream})
+    numbers = [scheduler.request(index).number for index in range(2)]
+    if started and stream:
+        assert b"200 OK" in connection.recv(100)
+    leave(connection)
+    for number in numbers:
+        scheduler.wait_aborted(number)
+    wait_until(lambda: frontend.metric("requests_total", outcome="aborted") == before + 1, "it is counted")
+
+
+SMALL_BUFFERS = """
+import socket
+from services.frontend import connection, service
+connection.STALL_SECONDS = 0.3
+listen = service.listen
+def listen_with_small_buffers(host, port):
+    listener = listen(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+service.listen = listen_with_small_buffers
+"""
+
+
+def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
+    ids = ids_of("a long word and another long word ") * 20
+
+    def flood(request: GenerateRequest) -> list[RequestOutputs]:
+        """To the first, more than all buffers hold."""
+        if len(scheduler.requests) > 1:
+            return saying("served")(request)
+        return [tokens(request.number, ids, n * len(ids)) for n in range(200)]
+
+    with scripted(SMALL_BUFFERS) as (frontend, scheduler):
+        scheduler.script(flood)
+        with connect(frontend, buffer=4096) as stalled:
+            ask(stalled, {"prompt": "x", "stream": True})
+            number = scheduler.request().number
+            answer = frontend.post("/v1/completions", {"prompt": "y"}).json()
+            assert answer["choices"][0]["text"] == "served"
+            scheduler.wait_aborted(number)
+            wait_until(lambda: frontend.metric("requests_total", outcome="aborted") == 1, "it is counted")
+        frontend.signal()
+        assert frontend.wait() == 0, "nothing of the connection is left to wait for"
+
+
+def test_client_that_sends_no_request_is_disconnected() -> None:
+    patch = "from services.frontend import connection; connection.HEAD_SECONDS = 0.2"
+    with scripted(patch) as (frontend, scheduler):
+        for head in (b"", b"GET /livez HTTP/1.1\r\nHost:"):
+            with connect(frontend) as connection:
+                connection.sendall(head)
+                assert read_all(connection) == b""
+        scheduler.script(lambda request: [])
+        with connect(frontend) as connection:  # but who waits for an answer may wait
+            ask(connection, {"prompt": "x"})
+            number = scheduler.request().number
+            time.sleep(0.5)
+            for output in saying("patience")(scheduler.request()):
+                scheduler.tell(output)
+            answer = b""
+            while b"patience" not in answer:
+                part = connection.recv(10_000)
+                assert part, "the connection was closed"
+                answer += part
+            assert number not in scheduler.aborted
+
+
+def test_body_that_does_not_arrive_is_408() -> None:
+    patch = "from services.frontend.openai import parsing; parsing.BODY_SECONDS = 0.2"
+    with scripted(patch) as (frontend, _), connect(frontend) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert connection.recv(10_000).startswith(b"HTTP/1.1 408")
+
+
+def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
+    with connect(frontend) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(64):
+                connection.sendall(chunk)
+        except ConnectionError:
+            pass  # refused before we were done
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(10_000).startswith(b"HTTP/1.1 413")
+    assert frontend.ready()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\r\n\r\n",
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 100_000,
+    ],
+)
+def test_what_is_not_http_is_400_with_an_error_body(
+    frontend: Frontend, scheduler: ScriptedScheduler, raw: bytes
+) -> None:
+    with connect(frontend) as connection:
+        connection.sendall(raw)
+        answer = read_all(connection)
+    if not answer:
+        return  # it was closed before all was sent
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4")
+    assert json.loads(body)["error"]["message"]

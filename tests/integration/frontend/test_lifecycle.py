@@ -1,0 +1,174 @@
+"""What a frontend says and does while its engine loads, fails, leaves and returns, and when it is told to stop."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from protocol.requests import EnginePhase, EngineState
+from services.config import FrontendConfig
+from tests.integration.frontend.scripted import (
+    PATIENCE,
+    READY,
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    endpoint,
+    ids_of,
+    saying,
+    scripted,
+    tokens,
+    wait_until,
+)
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
+    loading = EngineState(EnginePhase.LOADING, "reading weights", 0.25)
+    with scripted(state=loading) as (frontend, scheduler):
+        readyz = f"{frontend.url}/readyz"
+        wait_until(lambda: httpx.get(readyz).json()["phase"] == "loading", "the state has arrived")
+        response = httpx.get(readyz)
+        assert response.status_code == 503
+        assert response.json() == {"phase": "loading", "detail": "reading weights", "progress": 0.25}
+        assert httpx.get(f"{frontend.url}/livez").status_code == 200
+        for prompt in ("x", [5]):
+            refused = frontend.post(COMPLETIONS, {"prompt": prompt})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert "reading weights" in refused.json()["error"]["message"]
+        scheduler.tell(READY)
+        frontend.wait_ready()
+        assert httpx.get(f"{frontend.url}/health").status_code == 200
+        scheduler.tell(EngineState(EnginePhase.FAILED, "the worker was killed"))
+        wait_until(lambda: not frontend.ready(), "the failure is seen")
+        assert httpx.get(readyz).json()["detail"] == "the worker was killed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lost_scheduler_ends_open_requests_and_is_found_again(stream: bool) -> None:
+    with endpoint() as address:
+        scheduler = ScriptedScheduler(address)
+        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0))
+        try:
+            frontend.wait_ready()
+            scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
+            answers: list[httpx.Response] = []
+            body = {"prompt": "x", "stream": stream}
+            asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, body)))
+            asking.start()
+            scheduler.request()
+            wait_until(
+                lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "the stream has begun"
+            )
+            scheduler.close()
+            asking.join(PATIENCE)
+            (answer,) = answers
+            assert answer.status_code == (200 if stream else 503)
+            last = answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+            assert "gone" in json.loads(last)["error"]["message"]
+            assert not frontend.ready()
+            assert frontend.post(COMPLETIONS, body).status_code == 503
+            scheduler = ScriptedScheduler(address)
+            scheduler.script(saying("back again"))
+            frontend.wait_ready()
+            assert frontend.post(COMPLETIONS, {"prompt": "x"}).json()["choices"][0]["text"] == "back again"
+        finally:
+            frontend.close()
+            scheduler.close()
+
+
+def test_sigterm_lets_the_open_stream_finish_and_tells_everyone_else_to_leave() -> None:
+    with scripted() as (frontend, scheduler):
+        scheduler.script(lambda request: [tokens(request.number, ids_of("first "))])
+        with httpx.stream(
+            "POST", frontend.url + COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=PATIENCE
+        ) as stream:
+            number = scheduler.request().number
+            frontend.signal()
+            wait_until(lambda: not frontend.ready(), "it is draining")
+            assert httpx.get(f"{frontend.url}/readyz").json()["phase"] == "draining"
+            assert httpx.get(f"{frontend.url}/livez").status_code == 200
+            refused = frontend.post(COMPLETIONS, {"prompt": "x"})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert frontend.process.poll() is None
+            scheduler.tell(tokens(number, ids_of("second"), len(ids_of("first "))))
+            scheduler.tell(ended(number))
+            text = stream.read().decode()
+        assert "second" in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert frontend.wait() == 0
+        assert "Traceback" not in frontend.log
+
+
+def test_second_sigterm_ends_open_requests() -> None:
+    with scripted() as (frontend, scheduler):
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
+        asking.start()
+        number = scheduler.request().number
+        frontend.signal()
+        wait_until(lambda: not frontend.ready(), "it is draining")
+        frontend.signal()
+        assert frontend.wait() == 0
+        asking.join(PATIENCE)
+        assert answers[0].status_code == 503
+        scheduler.wait_aborted(number)
+
+
+def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
+    patch = "from protocol.transport import client; client.PROTOCOL_VERSION = (99, 0)"
+    loading = EngineState(EnginePhase.LOADING)
+    with scripted(patch, state=loading) as (frontend, _):
+        assert frontend.wait() == 4
+        assert "99.0" in frontend.log
+
+
+def test_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, endpoint() as address:
+        port = taken.getsockname()[1]
+        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=port))
+        try:
+            assert frontend.wait() == 1
+            assert f"cannot listen on 127.0.0.1 port {port}" in frontend.log
+            assert "Traceback" not in frontend.log
+        finally:
+            frontend.close()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{% for a in range(99999) %}{{ 'xxxxxxxxxxxxxxxxxxxx' * 99999 }}{% endfor %}",
+        "{% for %}",
+    ],
+    ids=["endless", "huge", "endless output", "syntax"],
+)
+def test_evil_template_is_refused_at_start(tmp_path: Path, template: str) -> None:
+    file = tmp_path / "evil.jinja"
+    file.write_text(template)
+    with endpoint() as address:
+        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0, chat_template=str(file)))
+        try:
+            assert frontend.wait() == 3
+            assert "the chat template is broken" in frontend.log
+        finally:
+            frontend.close()
+
+
+def test_frontend_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nimport services.frontend.service\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}"
+        " & {'torch', 'transformers', 'vllm', 'huggingface_hub'}))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"

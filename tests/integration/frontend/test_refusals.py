@@ -1,0 +1,203 @@
+"""Requests that fail: each kind of failure has its status, its error body, and its moment."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from tests.integration.frontend.scripted import (
+    CONTEXT,
+    PATIENCE,
+    TOKENIZER,
+    VOCAB,
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    ids_of,
+    saying,
+    scripted,
+    tokens,
+)
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, object]:
+    assert response.status_code == status, response.text[:500]
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert not any(leak in response.text for leak in ("Traceback", "0x", "/services/", "pydantic"))
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        (FinishReason.REJECTED, 429),
+        (FinishReason.INVALID, 400),
+        (FinishReason.ERROR, 500),
+        (FinishReason.ABORT, 503),
+    ],
+)
+def test_refusal_before_the_first_token_keeps_its_status(
+    frontend: Frontend, scheduler: ScriptedScheduler, reason: FinishReason, status: int, stream: bool
+) -> None:
+    scheduler.script(lambda request: [ended(request.number, reason, message="because of the test")])
+    response = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream})
+    assert error_of(response, status)["message"] == "because of the test"
+    assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
+
+
+def test_failure_in_the_middle_of_a_stream_is_its_last_event(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
+    with frontend.client() as client:
+        stream = client.completions.create(model="demo", prompt="x", stream=True)
+        assert next(stream).choices[0].text
+        number = scheduler.request().number
+        scheduler.tell(ended(number, FinishReason.ERROR, message="the worker failed"))
+        with pytest.raises(openai.APIError, match="the worker failed"):
+            list(stream)
+    with httpx.stream(
+        "POST", frontend.url + COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=PATIENCE
+    ) as raw:
+        number = scheduler.request(1).number
+        scheduler.tell(ended(number, FinishReason.ERROR, message="the worker failed"))
+        body = raw.read().decode()
+    assert raw.status_code == 200
+    *_, last, nothing = body.split("\n\n")
+    assert nothing == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "internal_server_error"
+    assert "[DONE]" not in body
+
+
+def test_one_refused_prompt_of_several_aborts_the_others(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    def second(request: GenerateRequest) -> list[RequestOutputs]:
+        return [ended(request.number, FinishReason.REJECTED)] if len(scheduler.requests) == 2 else []
+
+    scheduler.script(second)
+    error_of(frontend.post(COMPLETIONS, {"prompt": ["a", "b", "c"], "stream": True}), 429)
+    scheduler.wait_aborted(scheduler.request(0).number)
+    scheduler.wait_aborted(scheduler.request(2).number)
+
+
+def test_lost_token_is_an_error_not_a_hole(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(
+        lambda request: [tokens(request.number, ids_of("a")), tokens(request.number, ids_of("b"), 2)]
+    )
+    error_of(frontend.post(COMPLETIONS, {"prompt": "x"}), 500)
+    scheduler.wait_aborted(scheduler.request().number)
+
+
+def test_bound_on_open_requests_is_429() -> None:
+    with scripted(max_open_requests=2) as (frontend, scheduler):
+        response = frontend.post(COMPLETIONS, {"prompt": ["a", "b", "c"]})
+        assert "2 requests" in str(error_of(response, 429)["message"])
+        assert response.headers["retry-after"] == "1"
+        for index in range(2):
+            scheduler.wait_aborted(scheduler.request(index).number)
+        scheduler.script(saying("fine"))
+        assert frontend.post(COMPLETIONS, {"prompt": ["a", "b"]}).status_code == 200
+
+
+MESSAGE = {"role": "user", "content": "x"}
+BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [VOCAB]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": [5] * CONTEXT}, "prompt"),
+    (COMPLETIONS, {"prompt": "word " * 5000}, "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 3_000_000}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 65}, "prompt"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": CONTEXT}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": "4"}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "x", "max_completion_tokens": 4}, "max_completion_tokens"),
+    (COMPLETIONS, {"prompt": "x", "temperature": True}, "temperature"),
+    (COMPLETIONS, {"prompt": "x", "top_k": 2**31}, "top_k"),
+    (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "stream"),
+    (COMPLETIONS, {"prompt": "x", "stream": 1}, "stream"),
+    (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 1}, "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+    (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": {"role": "user"}}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    (CHAT, {"messages": [{**MESSAGE, "tool_calls": [{}]}]}, "messages"),
+    (CHAT, {"messages": [{**MESSAGE, "colour": "red"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+    (CHAT, {"messages": [MESSAGE], "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+    (CHAT, {"messages": [MESSAGE], "logprobs": True}, "logprobs"),
+    (CHAT, {"messages": [MESSAGE], "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"messages": [MESSAGE], "chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"messages": [MESSAGE], "response_format": {"type": "json_object"}}, "response_format"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"), BAD_FIELDS, ids=[f"{i}-{row[2]}" for i, row in enumerate(BAD_FIELDS)]
+)
+def test_bad_field_is_400_and_named(
+    frontend: Frontend, scheduler: ScriptedScheduler, path: str, body: dict[str, object], param: str
+) -> None:
+    error = error_of(frontend.post(path, body), 400)
+    assert error["param"] == param
+    assert len(str(error["message"])) < 400
+    assert scheduler.requests == []
+
+
+@pytest.mark.parametrize("prompt", ["5 " * 5000, [5] * 5000])
+def test_prompt_beyond_the_context_is_refused_with_both_lengths(
+    frontend: Frontend, scheduler: ScriptedScheduler, prompt: object
+) -> None:
+    message = str(error_of(frontend.post(COMPLETIONS, {"prompt": prompt}), 400)["message"])
+    assert str(CONTEXT) in message
+    tokens_of = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    assert str(len(tokens_of)) in message
+
+
+def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    unknown = error_of(frontend.post(COMPLETIONS, {"prompt": "x", "model": "gpt-9"}), 404)
+    assert (unknown["param"], unknown["code"]) == ("model", "model_not_found")
+    error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
+    error_of(httpx.get(frontend.url + COMPLETIONS), 405)
+    error_of(httpx.get(f"{frontend.url}/docs"), 404)
+    error_of(httpx.get(f"{frontend.url}/openapi.json"), 404)
+
+
+def test_every_route_but_the_probes_needs_a_key_and_keys_do_not_share_a_cache() -> None:
+    with scripted(api_key=["first", "second"]) as (frontend, scheduler):
+        for path in ("/v1/models", "/metrics", COMPLETIONS, CHAT, "/nowhere"):
+            for method in ("GET", "POST"):
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"host": "x/livez?"}):
+                    response = httpx.request(method, frontend.url + path, headers=headers)
+                    assert error_of(response, 401)["code"] == "invalid_api_key"
+        scheduler.script(saying("x"))
+        for key in ("first", "second", "first"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert frontend.post(COMPLETIONS, {"prompt": "x"}, headers=headers).status_code == 200
+        salts = [request.cache_salt for request in scheduler.requests]
+        assert salts[0] == salts[2] != salts[1]
+        assert not any(key in salt for key in ("first", "second") for salt in salts)
