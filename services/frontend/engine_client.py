@@ -49,6 +49,11 @@ class Inbox:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
+    def put_first(self, event: APIError) -> None:
+        """For every choice; whatever else has arrived does not matter any more."""
+        self._events.clear()
+        self.put(0, event)
+
     async def take(self) -> list[tuple[int, Event]]:
         """What is there, at least one (choice, event), in order of arrival; no more than others can wait for."""
         while not self._events:
@@ -113,6 +118,9 @@ class EngineClient:
                     self._on_frame(await client.receive())
             except HandshakeTimeout:
                 continue
+            except ProtocolError as error:  # instead of a welcome
+                self.bad_messages += 1
+                log.warning("bad message from the scheduler: %s", error)
             except PeerGone as error:
                 log.warning("%s", error)
                 if self.state.phase is not EnginePhase.FAILED:

@@ -18,7 +18,6 @@ from services.frontend.tokenizer import Tokenizer
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _FAILURES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
-_EVERY_CHOICE = -1
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Generation:
         async def until_gone() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self._inbox.put(_EVERY_CHOICE, APIError(GONE, "the client closed the connection"))
+            self._inbox.put_first(APIError(GONE, "the client closed the connection"))
 
         self._watcher = asyncio.create_task(until_gone())
 
