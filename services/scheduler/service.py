@@ -222,6 +222,9 @@ class Service:
             log.warning("frontend %d is lost, its requests are aborted: %s", client, error)
             if self.engine is not None:
                 self.engine.drop_client(client)
+            self.clients.refuse(
+                self._client_peers[client], "this frontend did not read; its requests were aborted"
+            )
 
     def _state(self) -> EngineState:
         group, loaded, limits = self.group, self.group.loaded, self.group.limits
