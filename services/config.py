@@ -3,7 +3,7 @@
 Flags, environment (`RUNAHEAD_MAX_NUM_SEQS`) and the YAML file (`max-num-seqs`) read the same names.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -41,9 +41,36 @@ class SchedulerConfig(ServiceConfig):
         True, description="share KV blocks between requests with equal prefixes"
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of requests")
-    batching_policy: Literal["chunked"] = Field("chunked", description="what may share a step")
+    batching_policy: Literal["chunked", "balanced", "phased"] = Field(
+        "chunked",
+        description="what may share a step: chunked prefill and decode together, balanced microbatches for pipeline "
+        "stages, or phased (never both) for devices that cannot mix them",
+    )
+    phased_interleave: bool = Field(
+        True, description="phased: no two prefill steps in a row while a request is decoding"
+    )
+    phased_max_volume: int = Field(
+        0, ge=0, description="phased: most tokens of rows times longest context in a decode step; 0: no limit"
+    )
     batch_queue_depth: int | None = Field(
-        None, ge=1, le=8, description="steps in flight; 1 is synchronous; default: 2"
+        None,
+        ge=1,
+        le=64,
+        description="steps in flight; 1 is synchronous; default: 2, or stages + 1; at most 8, or twice the stages",
+    )
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="workers that share each layer; auto: as many as have registered and the model allows"
+    )
+    pipeline_parallel_size: int = Field(1, ge=1, le=256, description="stages that the layers are cut into")
+    settle_seconds: float = Field(
+        5.0, ge=0, description="auto: seconds without a change of membership until a group is formed"
+    )
+    max_spare_workers: int = Field(8, ge=0, description="workers that may wait to replace a lost one")
+    heartbeat_timeout_seconds: float = Field(
+        5.0, gt=0, description="silence after which a worker counts as lost, seconds"
+    )
+    step_timeout_seconds: float = Field(
+        60.0, gt=0, description="least time a step may take until the workers count as hung, seconds"
     )
     async_scheduling: bool | None = Field(
         None, description="run ahead of the workers (the default); off means depth 1"
@@ -61,14 +88,27 @@ class SchedulerConfig(ServiceConfig):
     @property
     def depth(self) -> int:
         """Steps in flight: the batch queue's depth."""
-        return self.batch_queue_depth or (1 if self.async_scheduling is False else 2)
+        stages = self.pipeline_parallel_size
+        return self.batch_queue_depth or stages + (self.async_scheduling is not False)
 
     @model_validator(mode="after")
     def _depth_is_one_thing(self) -> Self:
-        depth, ahead = self.batch_queue_depth, self.async_scheduling
-        if depth is not None and ahead is not None and (depth > 1) != ahead:
+        depth, ahead, stages = self.batch_queue_depth, self.async_scheduling, self.pipeline_parallel_size
+        if depth is not None and ahead is not None and (depth > stages) != ahead:
             flag = "--async-scheduling" if ahead else "--no-async-scheduling"
             raise ValueError(f"{flag} contradicts --batch-queue-depth {depth}; leave one of them out")
+        most = max(8, 2 * stages)
+        if depth is not None and not stages <= depth <= most:
+            raise ValueError(f"--batch-queue-depth {depth} must lie between {stages} and {most}")
+        return self
+
+    @model_validator(mode="after")
+    def _phases_have_a_shape(self) -> Self:
+        if self.batching_policy == "phased" and self.max_num_batched_tokens % self.block_size:
+            raise ValueError(
+                f"--batching-policy phased: --max-num-batched-tokens {self.max_num_batched_tokens} must be a multiple "
+                f"of --block-size {self.block_size}"
+            )
         return self
 
 
@@ -88,6 +128,10 @@ class WorkerConfig(ServiceConfig):
     )
     device: Literal["cpu"] = Field("cpu", description="where the native backend computes")
     threads: int = Field(0, ge=0, description="compute threads; 0: one per core")
+    host_ip: str = Field(
+        "",
+        description="address at which other ranks reach this one; default: that of the route to the scheduler",
+    )
     kv_cache_memory_bytes: int = Field(
         0, ge=0, description="bytes for the KV cache; 0: a share of free memory"
     )
@@ -95,6 +139,14 @@ class WorkerConfig(ServiceConfig):
     sim_prefill_token_us: float = Field(5.0, ge=0, description="sim: cost per prompt token, microseconds")
     sim_decode_us: float = Field(0.0, ge=0, description="sim: cost per decoding request, microseconds")
     sim_context_token_ns: float = Field(0.0, ge=0, description="sim: cost per token of context, nanoseconds")
+    sim_hop_ms: float = Field(
+        0.0, ge=0, description="sim: time from one pipeline stage to the next, milliseconds"
+    )
+    sim_hop_token_us: float = Field(0.0, ge=0, description="sim: the same per token, microseconds")
+    sim_rigid: bool = Field(
+        False,
+        description="sim: a device with padded shapes that refuses steps with prefill and decode together",
+    )
     sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits row; 0: the model's tokenizer")
 
 

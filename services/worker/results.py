@@ -113,12 +113,15 @@ class Results:
                 text = f"step {step_id} is asked for again, but only the last {RESULTS_KEPT} results are kept"
                 return StepFault(self._epoch, step_id, text)
 
-    def _result(self, launched: Launched) -> StepResult:
+    def _result(self, launched: Launched) -> StepResult | None:
         try:
             result = launched.output.get()
         except Exception as error:  # whatever a device may raise belongs to its step
             log.exception("step %d failed on its way to the host", launched.step_id)
             return fault(self._epoch, launched.step_id, error)
+        if result is None:  # the output rank reports the step
+            self._last_step = launched.step_id
+            return None
         # The device has nothing to do while both hold: no plan is queued, and the step before has ended.
         pause = result.started - self._last_ended if self._last_ended else 0.0
         result = msgspec.structs.replace(result, idle=max(0.0, min(pause, launched.waited)))

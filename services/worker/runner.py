@@ -1,11 +1,13 @@
 """The seam between services and compute: a backend is a class with these methods and nothing else.
 
-The service calls them from one thread, in this order: `load`, `init_kv_cache`, then per step `execute_model` and
-`sample_tokens`, with `release` between steps, and `shutdown` at the end. A canary step at start-up goes through
-the same two calls. `Output.get` alone runs on the output thread.
+The service calls them from one thread, in this order: `identify`, then in each epoch `load`, `init_kv_cache`, per step
+`execute_model` and `sample_tokens` with `release` between steps, and `leave` when the epoch ends; `shutdown` at the end
+of the process. A canary step at start-up goes through the same two calls. `Output.get` runs on the output thread, and
+`abort` on any.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,20 +20,43 @@ Progress = Callable[[str, float], None]
 """Called with a phase name and a fraction from 0 to 1 while loading."""
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What can be said of a model before its weights are read; the fields of `protocol.membership.Register`."""
+
+    model_hash: str
+    dtype: str
+    tensor_parallel_sizes: tuple[int, ...] = (1,)
+    """Sizes it can be cut to, in ascending order."""
+    max_pipeline_parallel_size: int = 1
+
+
 class Output(Protocol):
     """The result of a step whose sampled ids may still be on their way to the host (spec S3, rule 4)."""
 
-    def get(self) -> ModelRunnerOutput:
-        """Waits for the host copy, without spinning. Depends on nothing that a later step may change (S3-1)."""
+    def get(self) -> ModelRunnerOutput | None:
+        """Waits for the host copy, without spinning. Depends on nothing that a later step may change (S3-1).
+
+        None on a rank that is not the output rank: its part of the step has ended, another rank reports it.
+        """
         ...
 
 
 class ModelRunner(Protocol):
-    def load(self, assignment: Assignment, progress: Progress) -> Loaded:
-        """Reads the weights of this rank.
+    def identify(self) -> Identity:
+        """Reads what the checkpoint says of itself, no weights.
 
         Raises:
             LoadError: the model cannot be served; the text says what to do.
+        """
+        ...
+
+    def load(self, assignment: Assignment, progress: Progress) -> Loaded:
+        """Joins the other ranks and reads the weights of this one, unless it has them from an epoch before.
+
+        Raises:
+            LoadError: the model cannot be served; the text says what to do.
+            RanksLost: the other ranks cannot be reached.
         """
         ...
 
@@ -44,6 +69,7 @@ class ModelRunner(Protocol):
 
         Raises:
             RuntimeError: the step before was executed but never sampled (S3-4).
+            RanksLost: another rank has gone or `abort` was called; also from `sample_tokens` and `init_kv_cache`.
         """
         ...
 
@@ -56,7 +82,19 @@ class ModelRunner(Protocol):
         """Empties slots whose request left, when no step is there to say so."""
         ...
 
+    def leave(self) -> None:
+        """The epoch is over: forgets batch, cache and process groups, keeps the weights. Waits for nobody."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: a call that hangs in a collective raises RanksLost soon, if that can be brought about."""
+        ...
+
     def shutdown(self) -> None: ...
+
+
+class RanksLost(RuntimeError):
+    """Another rank of the group is gone, or slower than the deadline: this epoch is over, this worker is well."""
 
 
 class LoadError(Exception):
