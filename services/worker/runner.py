@@ -6,6 +6,7 @@ of the process. A canary step at start-up goes through the same two calls. `Outp
 `abort` on any.
 """
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,8 +52,12 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def load(self, assignment: Assignment, progress: Progress) -> Loaded:
+    def load(
+        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
+    ) -> Loaded:
         """Joins the other ranks and reads the weights of this one, unless it has them from an epoch before.
+
+        `listener` is the socket this worker registered with, taken over here (services.worker.ranks).
 
         Raises:
             LoadError: the model cannot be served; the text says what to do.

@@ -40,7 +40,7 @@ def test_every_setting_of_serve_is_a_flag_with_its_default() -> None:
     [
         (["serve", "--no-async-scheduling", "--batch-queue-depth", "2"], "contradicts --batch-queue-depth 2"),
         (["serve", "--max-num-seqs", "many"], "--max-num-seqs: input should be a valid integer"),
-        (["serve", "--tensor-parallel-size", "2"], "No such option: --tensor-parallel-size"),
+        (["serve", "--no-such-parallel-size", "2"], "No such option: --no-such-parallel-size"),
         (["serve", "--max-num-seqs"], "requires an argument"),
         (["serve", "/no/such/model"], "no such model directory: /no/such/model; give a directory"),
         (["serve", "a-model", "--model", "another"], "'a-model' contradicts --model 'another'"),

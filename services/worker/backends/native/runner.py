@@ -1,7 +1,9 @@
 """The native backend: one rank that computes with torch and compiled kernels on the CPU."""
 
+import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from services.worker.backends.native.sampler import Sampler, apply_grammar
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import Rows, SlotTable
-from services.worker.runner import LoadError, Output, Progress
+from services.worker.runner import Identity, LoadError, Output, Progress
 
 MEMORY_SHARE = 0.25
 """Of free memory for the KV cache, unless `kv_cache_memory_bytes` says it. Pages are taken when first used."""
@@ -67,13 +69,24 @@ class NativeRunner:
         self._config = config
         self._pending: _Pending | None = None
 
-    @torch.inference_mode()
-    def load(self, assignment: Assignment, progress: Progress) -> Loaded:
-        torch.set_num_threads(self._config.threads or machine.cores())
+    def identify(self) -> Identity:
+        directory = self._directory()
+        config = ModelConfig.from_directory(directory)
+        digest = Checkpoint(directory, _silent).digest((directory / "config.json").read_bytes())
+        return Identity(digest, str(_dtype(self._config, config)).removeprefix("torch."))
+
+    def _directory(self) -> Path:
         try:
-            directory = resolve(self._config.model, self._config.revision, WEIGHT_FILES)
+            return resolve(self._config.model, self._config.revision, WEIGHT_FILES)
         except CheckpointError as error:
             raise LoadError(str(error)) from error
+
+    @torch.inference_mode()
+    def load(
+        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
+    ) -> Loaded:
+        torch.set_num_threads(self._config.threads or machine.cores())
+        directory = self._directory()
         config = ModelConfig.from_directory(directory)
         limit = _context(config, assignment.max_model_len)
         checkpoint = Checkpoint(directory, progress)
@@ -140,10 +153,22 @@ class NativeRunner:
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
 
+    def leave(self) -> None:
+        for name in ("_cache", "_table", "_history"):
+            self.__dict__.pop(name, None)
+        self._pending = None
+
+    def abort(self) -> None:
+        """Nothing here waits for another rank."""
+
     def shutdown(self) -> None:
         for name in ("_model", "_cache", "_table", "_history"):
             self.__dict__.pop(name, None)
         self._pending = None
+
+
+def _silent(phase: str, fraction: float) -> None:
+    """Nobody watches."""
 
 
 def _dtype(worker: WorkerConfig, model: ModelConfig) -> torch.dtype:

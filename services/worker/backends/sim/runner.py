@@ -1,5 +1,6 @@
 """The simulator behind `ModelRunner`: it computes nothing, verifies everything, and takes the time it is told to."""
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import Batch, Oracle
 from services.worker.batch import I32, Rows, SlotTable
-from services.worker.runner import LoadError, Progress
+from services.worker.runner import Identity, LoadError, Progress
 from services.worker.sampling import GREEDY_BELOW, RowParams, apply_bitmask, forbid, sample_row
 from services.worker.staging import HostRing
 
@@ -78,7 +79,12 @@ class SimRunner:
         self._pending: _Pending | None = None
         self._device: Device | None = None
 
-    def load(self, assignment: Assignment, progress: Progress) -> Loaded:
+    def identify(self) -> Identity:
+        return Identity(Facts.of(self._config).digest, "float32", (1, 2, 4, 8, 16, 32), 64)
+
+    def load(
+        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
+    ) -> Loaded:
         self._facts = Facts.of(self._config)
         self._assignment = assignment
         wanted, limit = assignment.max_model_len, self._facts.max_model_len
@@ -162,6 +168,12 @@ class SimRunner:
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
+
+    def leave(self) -> None:
+        self.shutdown()
+
+    def abort(self) -> None:
+        """Nothing here waits for another rank."""
 
     def shutdown(self) -> None:
         self._pending = None
