@@ -14,6 +14,8 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.ledger import InflightStep
+from services.scheduler.limits import Limits
+from services.scheduler.policies import BatchingPolicy
 from services.scheduler.request import Request
 from services.scheduler.scheduler import Scheduler, UnknownResult
 
@@ -89,7 +91,7 @@ class EngineCore:
             )
         if outputs >= min(params.max_tokens, room):
             return FinishReason.INVALID, "every token this request may have was already delivered"
-        positions, pool = prompt + min(params.max_tokens, room) - 1, limits.num_blocks * limits.block_size
+        positions, pool = limits.positions(prompt, params), limits.num_blocks * limits.block_size
         if positions > pool:
             return (
                 FinishReason.INVALID,
@@ -123,12 +125,26 @@ class EngineCore:
         self.scheduler.outputs.drop_client(client)
 
     def fail_all(self, error: str) -> None:
-        """The workers are lost: every request ends with the error, nothing in flight is delivered."""
-        self.queue.clear()
+        """The workers are lost for good: every request ends with the error, nothing in flight is delivered."""
+        self.end_epoch()
         for request in self.requests.values():
             if not request.finished:
                 self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=error))
+
+    def end_epoch(self) -> None:
+        """The workers are lost: requests wait with their confirmed tokens, nothing in flight is delivered. Until
+        `start_epoch`, requests may come and go, but nothing may be dispatched."""
+        self.queue.clear()
         self.scheduler.void()
+
+    def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
+        """Goes on with another group of workers. What does not fit its sizes any more ends with an error."""
+        self.scheduler = Scheduler(limits, policy, epoch, before=self.scheduler)
+        for request in list(self.scheduler.waiting):
+            most = limits.positions(request.num_prompt_tokens, request.params)
+            if len(request.token_ids) >= limits.max_model_len or most > limits.num_blocks * limits.block_size:
+                message = "the workers were replaced by others with less memory, in which it does not fit"
+                self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=message))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

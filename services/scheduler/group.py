@@ -19,7 +19,7 @@ from protocol.membership import (
 )
 from protocol.requests import EnginePhase
 from services.config import SchedulerConfig
-from services.scheduler.scheduler import Limits
+from services.scheduler.limits import Limits
 
 EPOCH = 1
 HEARTBEAT_TIMEOUT = 30.0

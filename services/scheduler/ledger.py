@@ -36,6 +36,7 @@ class Ledger:
         s.inflight[rows] = s.inflight.take(rows) + step.counts
         s.placeholders[rows] = s.placeholders.take(rows) + step.samples
         s.last_step[rows] = step.step_id
+        s.sampled_step[rows[step.samples]] = step.step_id
 
     def remove_oldest(self) -> InflightStep:
         step = self.steps.popleft()

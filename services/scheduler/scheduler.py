@@ -17,6 +17,7 @@ from protocol.requests import Finish, FinishReason
 from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
 from services.scheduler.kv_cache import KVCacheManager
 from services.scheduler.ledger import InflightStep, Ledger
+from services.scheduler.limits import Limits
 from services.scheduler.outputs import OutputBuffer
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.request import Request, RequestStatus
@@ -34,22 +35,18 @@ def _joined(parts: list[T]) -> T:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes the scheduler plans within; all in tokens unless named otherwise."""
+_UNLIMITED = np.iinfo(np.int32).max
 
-    max_num_seqs: int
-    """Requests running at once."""
-    max_num_batched_tokens: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    enable_prefix_caching: bool = True
 
-    @property
-    def num_slots(self) -> int:
-        """Twice the running requests, so that slots behind a fence never hold up admission (spec 0.7)."""
-        return 2 * self.max_num_seqs
+def _limit(budget: int | None) -> int:
+    return _UNLIMITED if budget is None else budget
+
+
+def _within(want: Column, budget: int) -> Column:
+    """What the budget leaves of `want`, row after row."""
+    before = np.cumsum(want, dtype=np.int32) - want
+    left = np.maximum(budget - before, 0, dtype=np.int32)
+    return np.minimum(want, left, out=want)
 
 
 @dataclass(slots=True)
@@ -62,6 +59,7 @@ class _Choice:
     block_slots: Rows = field(default_factory=lambda: _NO_ROWS)
     block_ids: list[int] = field(default_factory=list)
     tokens_left: int = 0
+    prefill_left: int = 0
     admitting: bool = True
 
 
@@ -72,7 +70,10 @@ class UnknownResult(Exception):
 class Scheduler:
     """Single-threaded, clock-free. The engine calls `schedule`, then `update_from_output` in the order of dispatch."""
 
-    def __init__(self, limits: Limits, policy: BatchingPolicy, epoch: int = 1) -> None:
+    def __init__(
+        self, limits: Limits, policy: BatchingPolicy, epoch: int = 1, before: "Scheduler | None" = None
+    ) -> None:
+        """`before` is the scheduler of the epoch before, voided: its waiting requests, outputs and counters go on."""
         self.limits = limits
         self.policy = policy
         self.epoch = epoch
@@ -81,11 +82,11 @@ class Scheduler:
         self.kv = KVCacheManager(
             self.slots, limits.num_blocks, limits.block_size, limits.enable_prefix_caching
         )
-        self.waiting = WaitingQueue()
+        self.waiting: WaitingQueue = before.waiting if before else WaitingQueue()
         self.running: Rows = _NO_ROWS
         """Live slots in order of rank."""
-        self.outputs = OutputBuffer()
-        self.counters: Counter[str] = Counter()
+        self.outputs: OutputBuffer = before.outputs if before else OutputBuffer()
+        self.counters: Counter[str] = before.counters if before else Counter()
         self._fences: dict[int, list[int]] = {}
         """step_id -> retired slots that leave when that step was processed."""
         self._released: list[int] = []
@@ -113,14 +114,19 @@ class Scheduler:
     def preempt(self, slot: int, stale: int = DELIVER) -> None:
         """Back to waiting with every confirmed token; blocks go behind the fence. In-flight rows are delivered when
         they arrive, or dropped and sampled again (`stale=DROP`; the request may then resume at once)."""
-        request = self.slots.request(slot)
         promised = int(self.slots.placeholders[slot])
-        self._leave(slot, stale)
-        request.become(RequestStatus.PREEMPTED)
+        request = self._return(slot, stale)
         request.stale_rows += promised if stale == DELIVER else 0
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
+
+    def _return(self, slot: int, stale: int) -> Request:
+        """From running to waiting, with every confirmed token."""
+        request = self.slots.request(slot)
+        self._leave(slot, stale)
+        request.become(RequestStatus.PREEMPTED)
         self.waiting.add(request)
+        return request
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forgets every cached block; with `reset_running`, running requests are recomputed too (drop mode).
@@ -132,8 +138,13 @@ class Scheduler:
         return not len(self.running)
 
     def void(self) -> None:
-        """The workers are lost and every request has ended: nothing in flight will return, no cached block is left
-        (spec 0.7)."""
+        """The workers are lost: nothing in flight will return, no cached block is left. Running requests wait again
+        with their confirmed tokens, and nothing keeps them from being resumed (spec 0.7)."""
+        for slot in self.running.tolist():
+            self._return(slot, DROP)
+        for request in list(self.waiting):
+            if request.stale_rows:
+                self._drop_stale(request)
         self.ledger.steps.clear()
         for slots in self._fences.values():
             for slot in slots:
@@ -166,13 +177,18 @@ class Scheduler:
     def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
         """The next step and its ledger entry, or None when nothing can be scheduled now. Waits for nothing (S1-13)."""
         self._displace()
-        view = SchedulerView(self.running, len(self.waiting), self.limits.max_num_batched_tokens)
+        view = self._view()
         budget = self.policy.begin(view)
-        choice = _Choice(tokens_left=budget.tokens)
+        choice = _Choice(tokens_left=budget.tokens, prefill_left=_limit(budget.prefill))
         self._choose_running(choice, budget, view)
         if choice.admitting:
             self._admit_waiting(choice, budget)
         return self._dispatch(choice) if choice.slots else None
+
+    def _view(self) -> SchedulerView:
+        return SchedulerView(
+            self.running, self.slots, self.ledger, self.waiting, self.kv, self.limits, self._next_step
+        )
 
     def take_releases(self) -> ReleaseSlots | None:
         """What workers must still be told when no step is left to carry it (spec 0.4 L5)."""
@@ -183,15 +199,14 @@ class Scheduler:
         return message
 
     def _slices(self, rows: Rows, budget: StepBudget) -> Column:
-        """Tokens per row: spec 0.3, then the chunk limit, then the step's budget in order. 0: skipped this step."""
-        s = self.slots
-        promised = s.tokens.take(rows) + s.placeholders.take(rows)
-        want = promised - s.computed.take(rows)
-        want[promised >= s.limit.take(rows)] = 0  # certainly finished: exact at any depth (spec 0.5 A)
+        """Tokens per row: spec 0.3, then the chunk limit, then the step's budgets in order. 0: skipped this step."""
+        want = self.slots.wanted(rows, self._next_step, self.limits.stages)
         np.minimum(want, budget.chunk, out=want)
-        before = np.cumsum(want, dtype=np.int32) - want
-        left = np.maximum(budget.tokens - before, 0, dtype=np.int32)
-        return np.minimum(want, left, out=want)
+        if budget.decodes is not None or budget.prefill is not None:
+            decodes = self.slots.decoding(rows)
+            want[decodes] = _within(want[decodes], _limit(budget.decodes))
+            want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
+        return _within(want, budget.tokens)
 
     def _choose_running(self, choice: _Choice, budget: StepBudget, view: SchedulerView) -> None:
         """Rows and blocks of running requests, in order, preempting from the end while blocks are short."""
@@ -209,7 +224,7 @@ class Scheduler:
                 rows, counts, missing = rows[:short], counts[:short], missing[:short]
                 break
             self.preempt(victim)
-            view = SchedulerView(self.running, len(self.waiting), view.max_num_batched_tokens)
+            view = self._view()
         taken = counts > 0
         if not taken.all():
             rows, counts, missing = rows[taken], counts[taken], missing[taken]
@@ -223,6 +238,8 @@ class Scheduler:
         choice.slots.append(rows)
         choice.counts.append(counts)
         choice.tokens_left -= int(counts.sum())
+        if budget.prefill is not None:
+            choice.prefill_left -= int(counts[~self.slots.decoding(rows)].sum())
 
     def _register_known(self, rows: Rows, counts: Column) -> None:
         """Eager registration: chunks of tokens that are known enter the prefix cache with their dispatch."""
@@ -235,26 +252,32 @@ class Scheduler:
     def _admit_waiting(self, choice: _Choice, budget: StepBudget) -> None:
         """Moves requests from waiting to running while seats, slots, tokens and blocks last; no bypass of a request
         that lacks blocks, but one that waits for its stale rows lets others pass (S1-14)."""
+        seats = min(
+            self.limits.max_num_seqs - len(self.running), len(self.slots.free), _limit(budget.admissions)
+        )
         for request in self.waiting.in_order():
-            if (
-                choice.tokens_left <= 0
-                or len(self.running) >= self.limits.max_num_seqs
-                or not self.slots.free
-            ):
+            room = min(choice.tokens_left, choice.prefill_left)
+            if room <= 0 or seats <= 0:
                 break
             if request.stale_rows:
                 continue
             prefix = self.kv.find_prefix(request)
             hit = len(prefix) * self.limits.block_size
-            count = min(len(request.token_ids) - hit, budget.chunk, choice.tokens_left)
-            if not self.kv.can_admit(prefix, hit + count):
+            hit, count = self.policy.admit(
+                self._view(), request, hit, min(len(request.token_ids) - hit, budget.chunk, room)
+            )
+            del prefix[hit // self.limits.block_size :]
+            if not count or not self.kv.can_admit(prefix, hit + count):
                 break
             self._admit(request, prefix, hit, count, choice)
+            seats -= 1
 
     def _admit(self, request: Request, prefix: list[int], hit: int, count: int, choice: _Choice) -> None:
         self.waiting.remove(request)
         tokens = request.token_ids
         slot = self.slots.assign(request, self.limits.max_model_len)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = min(hit, request.num_prompt_tokens)
         request.become(RequestStatus.RUNNING)
         request.token_ids = _NO_TOKENS
         self.kv.adopt(slot, prefix)
@@ -262,8 +285,6 @@ class Scheduler:
         self.kv.grow(row, self.kv.missing(row, np.array([hit + count], np.int32)))
         self.kv.register(row, np.array([hit + count], np.int32))
         self.slots.computed[slot] = hit
-        if not request.num_preemptions:
-            request.num_cached_tokens = min(hit, request.num_prompt_tokens)
         self.kv.queries += len(tokens)
         self.kv.hits += hit
         self.running = np.insert(
@@ -282,6 +303,7 @@ class Scheduler:
         choice.slots.append(row)
         choice.counts.append(np.array([count], np.int32))
         choice.tokens_left -= count
+        choice.prefill_left -= count
 
     def _displace(self) -> None:
         """A request of strictly better priority takes the seat of the worst running one, whose tokens in flight are

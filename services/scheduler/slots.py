@@ -50,6 +50,10 @@ class SlotTable:
         """Total tokens at which the request certainly ends: prompt + max_tokens or the context limit."""
         self.stops_from = column()
         """Total tokens from which stop tokens count (prompt + min_tokens)."""
+        self.entry = column()
+        """Tokens the request had when it got the slot: its prefill ends there (the prompt, or more after a resume)."""
+        self.sampled_step = np.zeros(num_slots, np.int64)
+        """Newest step that samples for the slot."""
         self.capacity = column()
         """Tokens that the slot's blocks hold."""
         self.next_commit = column()
@@ -75,12 +79,12 @@ class SlotTable:
         self.client[slot] = request.client
         self.number[slot] = request.number
         self.prompt[slot] = request.num_prompt_tokens
-        self.tokens[slot] = num_tokens
+        self.tokens[slot] = self.entry[slot] = num_tokens
         self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = 0
         self.limit[slot] = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
         self.stops_from[slot] = request.num_prompt_tokens + params.min_tokens
         self.capacity[slot] = self.next_commit[slot] = 0
-        self.last_step[slot] = 0
+        self.last_step[slot] = self.sampled_step[slot] = 0
         self.history[slot, :num_tokens] = request.token_ids
         self._set_stop_ids(slot, params.eos_token_ids + params.stop_token_ids)
         request.slot = slot
@@ -116,6 +120,20 @@ class SlotTable:
         if request is None:
             raise KeyError(f"slot {slot} is free")
         return request
+
+    def wanted(self, rows: Rows, next_step: int, stages: int) -> Column:
+        """Tokens that each slot could compute now (spec 0.3); 0 where the next one is not known to the device yet."""
+        promised = self.tokens.take(rows) + self.placeholders.take(rows)
+        want = promised - self.computed.take(rows)
+        want[promised >= self.limit.take(rows)] = 0  # certainly finished: exact at any depth (spec 0.5 A)
+        if stages > 1:  # a token sampled by the last stage reaches the first after so many steps
+            under_way = self.placeholders.take(rows) > 0
+            want[under_way & (next_step - self.sampled_step.take(rows) < stages)] = 0
+        return want
+
+    def decoding(self, rows: Rows) -> NDArray[np.bool_]:
+        """Whether the prefill is dispatched as a whole: what a row wants now is decode."""
+        return self.computed.take(rows) >= self.entry.take(rows)
 
     def committed(self, rows: Rows) -> Column:
         """C: the KV frontier that is written and confirmed (spec 0.1)."""

@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 
 from services.scheduler.policies import SchedulerView, StepBudget
+from services.scheduler.request import Request
 from services.scheduler.slots import Rows
 
 
@@ -15,11 +16,18 @@ class WhimsicalPolicy:
         self._rng = Random(seed)
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        tokens = self._rng.randint(1, view.max_num_batched_tokens)
-        return StepBudget(tokens, self._rng.randint(1, tokens))
+        rng = self._rng
+        tokens = rng.randint(1, view.limits.max_num_batched_tokens)
+        decodes, prefill = (rng.choice((None, None, rng.randint(1, tokens))) for _ in range(2))
+        return StepBudget(tokens, rng.randint(1, tokens), decodes, prefill, rng.choice((None, 1)))
 
     def order(self, view: SchedulerView) -> Rows:
-        slots: list[int] = view.slots.tolist()
+        slots: list[int] = view.running.tolist()
         shown = [slot for slot in slots if self._rng.random() < 0.8] or slots[:1]
         self._rng.shuffle(shown)
         return np.array(shown, np.int64)
+
+    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+        size = view.limits.block_size
+        fewer = self._rng.randint(0, hit // size) * size if self._rng.random() < 0.3 else hit
+        return fewer, self._rng.randint(1, count)

@@ -5,9 +5,10 @@ import pytest
 
 from protocol.codec import pack
 from protocol.requests import FinishReason
+from services.scheduler.limits import Limits
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from services.scheduler.request import RequestStatus
-from services.scheduler.scheduler import Limits, UnknownResult
+from services.scheduler.scheduler import UnknownResult
 from services.scheduler.slots import Rows
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
@@ -117,7 +118,7 @@ class WorstFirst(ChunkedPolicy):
     """Takes from the budget in the order opposite to rank, so that a victim may have been chosen before."""
 
     def order(self, view: SchedulerView) -> Rows:
-        return view.slots[::-1]
+        return view.running[::-1]
 
 
 def test_11_a_victim_that_was_chosen_in_the_same_call_leaves_no_trace() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.scheduler import Limits
+from services.scheduler.limits import Limits
 from tests.simulation.world import World, params
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 from protocol.sampling import SamplingParams
-from services.scheduler.scheduler import Limits
+from services.scheduler.limits import Limits
 from tests.simulation.world import params
 
 

@@ -17,9 +17,10 @@ from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.engine import EngineCore
 from services.scheduler.ledger import InflightStep
+from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.scheduler import Limits, Scheduler
+from services.scheduler.scheduler import Scheduler
 from services.scheduler.slots import Column
 from tests.simulation.invariants import Checker
 from tests.simulation.oracle import Answer, OracleWorker, reference

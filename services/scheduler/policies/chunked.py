@@ -1,4 +1,5 @@
 from services.scheduler.policies.base import SchedulerView, StepBudget
+from services.scheduler.request import Request
 from services.scheduler.slots import Rows
 
 
@@ -9,7 +10,11 @@ class ChunkedPolicy:
         self._threshold = long_prefill_token_threshold
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        return StepBudget(view.max_num_batched_tokens, self._threshold or view.max_num_batched_tokens)
+        most = view.limits.max_num_batched_tokens
+        return StepBudget(most, self._threshold or most)
 
     def order(self, view: SchedulerView) -> Rows:
-        return view.slots
+        return view.running
+
+    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+        return hit, count

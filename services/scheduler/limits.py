@@ -1,0 +1,27 @@
+from dataclasses import dataclass
+
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler plans within; all in tokens unless named otherwise."""
+
+    max_num_seqs: int
+    """Requests running at once."""
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+    stages: int = 1
+    """Pipeline stages that a step passes through (PP)."""
+
+    @property
+    def num_slots(self) -> int:
+        """Twice the running requests, so that slots behind a fence never hold up admission (spec 0.7)."""
+        return 2 * self.max_num_seqs
+
+    def positions(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Tokens whose KV a request may need at most; the last token's is never written."""
+        return min(num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
