@@ -9,6 +9,8 @@ from protocol.fields import Count, Name, Text
 
 PROTOCOL_VERSION = (1, 0)
 """(major, minor): majors must be equal; a minor only appends fields with defaults."""
+PROBE = "probe"
+"""The role of health checks: any server answers, and remembers nothing."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
@@ -17,7 +19,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     major: Count
     minor: Count
     role: Name
-    """"frontend", "worker" (plans and membership) or "worker-results" (the worker's output thread)."""
+    """"frontend", "worker" (plans and membership) or "worker-results" (the worker's output thread) or "probe"."""
     name: Name = ""
     """For people: shows up in logs and errors."""
 

@@ -69,6 +69,9 @@ class SchedulerConfig(ServiceConfig):
     heartbeat_timeout_seconds: float = Field(
         5.0, gt=0, description="silence after which a worker counts as lost, seconds"
     )
+    recovery_timeout_seconds: float = Field(
+        300.0, gt=0, description="open requests fail when lost workers are not replaced for so long, seconds"
+    )
     step_timeout_seconds: float = Field(
         60.0, gt=0, description="least time a step may take until the workers count as hung, seconds"
     )
@@ -143,6 +146,9 @@ class WorkerConfig(ServiceConfig):
         0.0, ge=0, description="sim: time from one pipeline stage to the next, milliseconds"
     )
     sim_hop_token_us: float = Field(0.0, ge=0, description="sim: the same per token, microseconds")
+    sim_trace: str = Field(
+        "", description="sim: file that gets a JSON line when a step has ended on this stage; empty: none"
+    )
     sim_rigid: bool = Field(
         False,
         description="sim: a device with padded shapes that refuses steps with prefill and decode together",
@@ -169,6 +175,9 @@ class FrontendConfig(ServiceConfig):
     port: int = Field(8000, ge=0, le=65535, description="port of the HTTP server; 0: any free one")
     api_key: list[str] = Field(
         default_factory=list, description="keys that clients must present as bearer tokens"
+    )
+    api_key_file: str | None = Field(
+        None, description="file with more such keys, one per line: a secret of Docker or Kubernetes"
     )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="largest request body, bytes")
     max_open_requests: int = Field(

@@ -8,7 +8,7 @@ import msgspec
 import zmq
 
 from protocol.codec import Decoder, ProtocolError, encode
-from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome, check_version
+from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome, check_version
 from protocol.transport.curve import Authenticator, ServerKeys
 from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_path
 from protocol.transport.errors import PeerGone, PeerSlow
@@ -39,7 +39,8 @@ class Server:
         self._authenticator = Authenticator(keys) if keys is not None else None
         context = self._authenticator.context if self._authenticator else zmq.Context.instance()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self._monitor = Monitor(self.socket) if ipc_path(endpoint) is None else None
+        self._monitor = Monitor(self.socket)
+        self._disconnected = False
         self.endpoint = ""
         """What clients dial; with the port that was taken if 0 was asked for."""
         try:
@@ -54,8 +55,12 @@ class Server:
 
     def send(self, peer: bytes, message: msgspec.Struct) -> None:
         """Raises: PeerGone, PeerSlow"""
+        self.send_frame(peer, encode(message))
+
+    def send_frame(self, peer: bytes, frame: bytes) -> None:
+        """A message that is already encoded, because many peers get it. Raises: PeerGone, PeerSlow"""
         try:
-            self.socket.send_multipart((peer, encode(message)), zmq.DONTWAIT)
+            self.socket.send_multipart((peer, frame), zmq.DONTWAIT)
         except zmq.Again:
             raise PeerSlow(f"{self.name(peer)} does not read") from None
         except zmq.ZMQError as error:
@@ -84,13 +89,17 @@ class Server:
         except ProtocolError as error:
             self.refuse(peer, f"the first message must be a Hello; {error}")
             return None
-        reason = check_version(hello) or self._objection(hello)
+        is_probe = (
+            hello.role == PROBE
+        )  # answered although full: this says that the loop reads, not that there is room
+        reason = check_version(hello) or (None if is_probe else self._objection(hello))
         if reason is not None:
             self.refuse(peer, reason)
             return None
-        self.peers[peer] = hello
+        if not is_probe:
+            self.peers[peer] = hello
         self._try_send(peer, Welcome(*PROTOCOL_VERSION))
-        return hello
+        return None if is_probe else hello
 
     def _objection(self, hello: Hello) -> str | None:
         if hello.role not in self.roles:
@@ -124,11 +133,20 @@ class Server:
             log.warning("%s (%d so far)", text, count)
 
     def _watch(self) -> None:
-        """Connections that never came about, on tcp."""
-        if self._monitor is not None:
-            for event in self._monitor.read():
-                if event in FAILURES:
-                    self._count(UNKNOWN, f"a connection to {self.endpoint} failed: {FAILURES[event]}")
+        for event in self._monitor.read():
+            if event in FAILURES:
+                self._count(UNKNOWN, f"a connection to {self.endpoint} failed: {FAILURES[event]}")
+            self._disconnected |= event == zmq.EVENT_DISCONNECTED
+
+    @property
+    def events(self) -> zmq.Socket[bytes]:
+        """Readable when a connection came or went; `receive` reads it."""
+        return self._monitor.socket
+
+    def take_disconnected(self) -> bool:
+        """Whether any connection broke since the last call. libzmq does not say whose: a `send` finds out."""
+        disconnected, self._disconnected = self._disconnected, False
+        return disconnected
 
     def name(self, peer: bytes) -> str:
         """For people. Whatever the peer calls itself, it is one line."""
@@ -136,8 +154,7 @@ class Server:
         return f"{hello.role} {hello.name!r}" if hello else f"peer {peer.hex()}"
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
+        self._monitor.close()
         self.socket.close()
         if self._authenticator is not None:
             self._authenticator.close()

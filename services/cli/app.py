@@ -61,6 +61,23 @@ for _name, _model in SERVICES.items():
 app.command("bench", help="Put load on an OpenAI-compatible API and measure it.")(
     command(BenchConfig, _bench)
 )
+
+
+@app.command("healthcheck")
+def _healthcheck(
+    target: Annotated[
+        str, typer.Argument(help="http://HOST:PORT/PATH, tcp://HOST:PORT or ipc://PATH", metavar="TARGET")
+    ],
+    connected: Annotated[
+        bool, typer.Option("--connected", help="This container's main process runs, connected to TARGET.")
+    ] = False,
+) -> None:
+    """Ask a frontend or a scheduler whether it is well: exit status 0 or 1, for the health checks of containers."""
+    from services.cli.healthcheck import main
+
+    raise typer.Exit(main([target] + ["--connected"] * connected))
+
+
 config_app.command("show", help="Print what `serve` would run with, and where each value comes from.")(
     command(ServeConfig, show, omitted=ENDPOINTS, positional="model")
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from protocol.transport import MAX_IPC_PATH
 from services.cli.display import display
+from services.cli.keys import with_keys
 from services.cli.preflight import check_model, free_port, warning
 from services.cli.readiness import Probe, Readiness
 from services.cli.settings import PREFIX
@@ -30,6 +31,7 @@ def serve(config: ServeConfig) -> int:
     """
     started = time.monotonic()
     check_model(config.model)
+    config = with_keys(config)
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display()
     if (danger := warning(config)) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoint
 from services.checkpoint import CheckpointError
 from services.cli import logs
+from services.cli.keys import with_keys
 from services.cli.settings import ConfigurationError, flag
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 
@@ -44,7 +45,8 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
         case FrontendConfig():
             from services.frontend.service import run as run_frontend
 
-            return lambda: run_frontend(config)
+            with_key_file = with_keys(config)
+            return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
             from services.scheduler.service import run as run_scheduler
 

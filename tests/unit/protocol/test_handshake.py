@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from protocol.codec import encode
-from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
+from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome
 from protocol.membership import Heartbeat
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, Server
 from tests.unit.protocol.peers import PATIENCE, arrived, connect, echoing, exchange, heartbeats, raw_dealer
@@ -157,4 +157,14 @@ def test_a_flood_of_errors_is_counted_but_no_flood_of_lines(
             server.count_error(peer, ValueError("bad"))
     assert server.errors["worker"] == 1000
     assert len(caplog.messages) == 10
+    client.close()
+
+
+def test_a_probe_is_answered_and_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 0)
+    client = Client(server.endpoint)
+    with echoing(server):
+        client.handshake(PROBE, "health check", PATIENCE)
+    assert not server.peers
+    assert not server.errors
     client.close()

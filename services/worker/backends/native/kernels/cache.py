@@ -6,13 +6,17 @@ directory's name holds a digest of all of them.
 
 import hashlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 
 def directory() -> Path:
     """NUMBA_CACHE_DIR if it is set; else beside the kernels, or in the user's cache directory, or, where neither can be
-    written, in a private directory of this process that spares later processes nothing."""
+    written, in a private directory of this process that spares later processes nothing.
+
+    numba wants to write where it reads. So what was compiled beside the kernels when they were installed, by someone
+    else or in a read-only image, is copied to the place that can be written."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     here = Path(__file__).parent
@@ -20,11 +24,30 @@ def directory() -> Path:
         :16
     ]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    for base in (here / "__pycache__", home / "runahead"):
-        place = base / f"kernels-{digest}"
-        if _writable(place):
-            return place
-    return Path(tempfile.mkdtemp(prefix="runahead-kernels-"))
+    beside, cached = here / "__pycache__" / f"kernels-{digest}", home / "runahead" / f"kernels-{digest}"
+    if _writable(beside):
+        return beside
+    if not cached.exists():
+        _copy(beside, cached)
+    if _writable(cached):
+        return cached
+    private = Path(tempfile.mkdtemp(prefix="runahead-kernels-"))
+    if beside.is_dir():
+        shutil.copytree(beside, private, dirs_exist_ok=True)
+    return private
+
+
+def _copy(compiled: Path, place: Path) -> None:
+    """Whole or not at all, although several workers may start at once."""
+    if not compiled.is_dir():
+        return
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="runahead-kernels-", dir=place.parent) as scratch:
+            shutil.copytree(compiled, Path(scratch) / "copy")
+            (Path(scratch) / "copy").rename(place)
+    except OSError:  # nothing can be written here, or another worker was first
+        return
 
 
 def _writable(place: Path) -> bool:
