@@ -150,6 +150,10 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
     reason: Text = ""
 
 
+class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
+    """Asks nothing: that it can be sent tells the scheduler that the connection still exists."""
+
+
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     """The worker leaves in an orderly way."""
 
@@ -158,5 +162,5 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
 
 WorkerMessage = Register | LoadProgress | Loaded | Ready | Heartbeat | LoadFailed | RankLost
 """worker -> scheduler, outside of steps"""
-GroupMessage = Assignment | InitializeCache | EndEpoch | Shutdown
+GroupMessage = Assignment | InitializeCache | EndEpoch | Ping | Shutdown
 """scheduler -> worker, outside of steps"""

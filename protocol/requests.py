@@ -86,6 +86,8 @@ class EnginePhase(enum.IntEnum):
     READY = 2
     DRAINING = 3
     FAILED = 4
+    RECOVERING = 5
+    """Workers were lost; open requests go on when the group is complete again, and new ones may queue."""
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):

@@ -89,8 +89,14 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether new requests are taken."""
-        return self._client is not None and self.state.phase is EnginePhase.READY and not self.draining
+        """Whether tokens flow."""
+        return self._takes_requests and self.state.phase is EnginePhase.READY
+
+    @property
+    def _takes_requests(self) -> bool:
+        """While lost workers are replaced new requests may queue."""
+        open_phases = (EnginePhase.READY, EnginePhase.RECOVERING)
+        return self._client is not None and self.state.phase in open_phases and not self.draining
 
     @property
     def num_open(self) -> int:
@@ -100,7 +106,7 @@ class EngineClient:
         """Raises: APIError, with the reason"""
         if self.draining:
             raise APIError(503, "the server is stopping; no new requests are taken")
-        if not self.ready:
+        if not self._takes_requests:
             reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
             raise APIError(503, f"the engine is not ready: {reason}")
 

@@ -1,7 +1,7 @@
 """The scheduler process: sockets, signals and the clock around `EngineCore` and `WorkerGroup`. It holds no rules.
 
 One thread, one poll: client messages first (an abort that arrived with a result is applied before it), then worker
-messages, then everything there is to send.
+messages, then what the group wants done, then everything there is to send.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import zmq
 
 from protocol.codec import Decoder, ProtocolError
 from protocol.handshake import Hello
-from protocol.membership import Register, Shutdown, WorkerMessage
+from protocol.membership import Loaded, Shutdown, WorkerMessage
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
@@ -32,14 +32,19 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 from services.config import SchedulerConfig
+from services.scheduler.connections import WorkerConnections
 from services.scheduler.engine import EngineCore, StallError
-from services.scheduler.group import WorkerGroup, WorkerLost
+from services.scheduler.limits import Limits
+from services.scheduler.membership import Ended, GroupError, Refuse, Send, Started, WorkerGroup
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.step_watch import StepWatch
 
 log = logging.getLogger("runahead.scheduler")
 
 EXIT_WORKER_LOST = 5
+PROBE_MS = 50
+"""Milliseconds between two looks at connections while one is known to be broken."""
 STATE_INTERVAL = 1.0
 """Seconds between two reports of the engine's figures while it is busy."""
 
@@ -48,13 +53,19 @@ class Service:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.clients = Server(config.client_endpoint, {"frontend"})
-        self.workers = Server(config.worker_endpoint, {"worker", "worker-results"})
-        self.group = WorkerGroup(config, self.workers.send)
+        self.workers = WorkerConnections(config.worker_endpoint)
+        self.group = WorkerGroup(config)
         self.engine: EngineCore | None = None
+        self._ranks: list[bytes] = []
+        """The workers of the epoch in effect; empty: no step may be dispatched."""
+        self._limits: Limits | None = None
+        self._loaded: Loaded | None = None
+        self._watch = StepWatch(config.step_timeout_seconds)
+        self._lost_at: float | None = None
+        """When the last epoch ended, until the next one is in effect."""
         self._client_ids: dict[bytes, int] = {}
         self._client_peers: list[bytes] = []
         self._from_client: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
-        self._from_worker: Decoder[WorkerMessage | StepResult] = Decoder(WorkerMessage | StepResult)
         self._worker_seconds = {"idle": 0.0, "busy": 0.0}
         self._draining = False
         self._stop_now = False
@@ -70,7 +81,7 @@ class Service:
         try:
             with _signals() as wakeup:
                 poller = zmq.Poller()
-                for source in (self.clients.socket, self.workers.socket, wakeup):
+                for source in (self.clients.socket, *self.workers.sockets, wakeup):
                     poller.register(source, zmq.POLLIN)
                 while not self._finished():
                     ready = dict(poller.poll(self._poll_ms()))
@@ -78,10 +89,11 @@ class Service:
                         self._on_signal(wakeup)
                     self._read_clients()
                     self._read_workers()
+                    self._watch_workers()
                     self._send()
             self._tell_workers(Shutdown("the scheduler is stopping"))
             return 0
-        except (WorkerLost, UnknownResult, StallError, PeerGone) as error:
+        except (GroupError, UnknownResult, StallError) as error:
             return self._fail(str(error))
         finally:
             self.clients.close()
@@ -90,8 +102,10 @@ class Service:
                 self._trace.close()
 
     def _poll_ms(self) -> int:
-        """Idle it sleeps for long: only the worker's silence needs a look."""
-        return 1000 if self.engine is None or not self.engine.has_requests else 200
+        """Idle it sleeps for long: only the workers' silence needs a look."""
+        if self.workers.probing:
+            return PROBE_MS
+        return 200 if self.group.forming or (self.engine is not None and self.engine.has_requests) else 1000
 
     def _finished(self) -> bool:
         idle = self.engine is None or not (self.engine.requests or self.engine.queue)
@@ -106,9 +120,7 @@ class Service:
         """The workers cannot serve: every open request ends with an error, then the process."""
         log.error("%s", error)
         self.group.phase, self.group.detail = EnginePhase.FAILED, error
-        if self.engine is not None:
-            self.engine.fail_all("the model worker failed; the request was not completed")
-            self._publish()
+        self._fail_requests()
         self._report_state()
         self._tell_workers(Shutdown(error))
         return EXIT_WORKER_LOST
@@ -142,72 +154,109 @@ class Service:
 
     def _read_workers(self) -> None:
         now = time.monotonic()
-        while (received := self.workers.receive()) is not None:
-            peer, frame = received
-            if isinstance(frame, Hello):
-                continue
-            try:
-                message = self._from_worker.decode(frame)
-            except ProtocolError as error:
-                self.workers.count_error(peer, error)
-                continue
-            self._on_worker_message(peer, message, now)
-        self.group.check(now)
+        for worker, message in self.workers.receive():
+            self._on_worker_message(worker, message, now)
+            self._act()
 
-    def _on_worker_message(self, peer: bytes, message: WorkerMessage | StepResult, now: float) -> None:
+    def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         match message:
-            case ModelRunnerOutput() if self.engine is not None:
-                self.group.seen(now)
-                self._record("result", message.step_id)
-                self._worker_seconds["idle"] += message.idle
-                self._worker_seconds["busy"] += message.ended - message.started
-                self.engine.on_result(message)
-            case StepFault():
-                raise WorkerLost(f"the worker failed in step {message.step_id}: {message.error}")
             case ModelRunnerOutput():
-                pass
-            case Register() if (reason := self.group.refuses(peer)) is not None:
-                self.workers.refuse(peer, reason)
+                if self.engine is None:
+                    return
+                if message.epoch == self.group.epoch:
+                    self._record("result", message.step_id)
+                    self._watch.on_result(message.step_id, now)
+                    self.group.on_step()
+                    self._worker_seconds["idle"] += message.idle
+                    self._worker_seconds["busy"] += message.ended - message.started
+                self.engine.on_result(message)
+            case StepFault(epoch=epoch):
+                if epoch == self.group.epoch:
+                    self.group.on_gone(worker, f"failed in step {message.step_id}: {message.error}", now)
             case _:
-                self.group.on_message(peer, message, now)
-                if self.engine is None and self.group.phase is EnginePhase.READY:
-                    self._start_engine()
+                self.group.on_message(worker, message, now)
 
-    def _start_engine(self) -> None:
-        limits, loaded = self.group.limits, self.group.loaded
-        if limits is None or loaded is None:
-            raise WorkerLost("the worker is ready but never said what it loaded")
-        c = self.config
-        scheduler = Scheduler(limits, ChunkedPolicy(c.long_prefill_token_threshold))
+    def _watch_workers(self) -> None:
+        """What only time and broken connections say."""
+        now = time.monotonic()
+        for worker in self.workers.take_gone(list(self.group.members)):
+            self.group.on_gone(worker, "is gone: its connection broke", now)
+        self.group.check(now)
+        if self._ranks and (problem := self._watch.overdue(now)) is not None:
+            self.group.on_hang(problem, now)
+        self._act()
+        if self._lost_at is not None and now - self._lost_at > self.config.recovery_timeout_seconds:
+            self._lost_at = None
+            self.group.phase = EnginePhase.WAITING_FOR_WORKERS
+            self._fail_requests()
+
+    def _act(self) -> None:
+        """Does what the group wants done."""
+        for action in self.group.take_actions():
+            match action:
+                case Send(peer, message, everywhere):
+                    self.workers.send(peer, message, everywhere)
+                case Refuse(peer, reason):
+                    self.workers.refuse(peer, reason)
+                case Started():
+                    self._start(action)
+                case Ended(reason):
+                    log.warning("epoch %d has ended: %s", self.group.epoch, reason)
+                    self._ranks, self._lost_at = [], time.monotonic()
+                    self._watch.reset()
+                    if self.engine is not None:
+                        self.engine.end_epoch()
+
+    def _start(self, started: Started) -> None:
+        c, limits = self.config, started.limits
+        self._ranks, self._limits, self._loaded = started.peers, limits, started.loaded
+        self._lost_at = None
+        policy = ChunkedPolicy(c.long_prefill_token_threshold)
+        log.info(
+            "ready: epoch %d, %d x %d ranks, %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
+            started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
+            limits.max_model_len, limits.max_num_seqs, c.depth,
+        )  # fmt: skip
+        if self.engine is not None:
+            self.engine.start_epoch(limits, policy, started.epoch)
+            return
         self.engine = EngineCore(
-            scheduler,
+            Scheduler(limits, policy, started.epoch),
             c.depth,
-            loaded.vocab_size,
+            started.loaded.vocab_size,
             c.max_num_queued_reqs,
             c.max_num_queued_tokens,
             use_priority=c.scheduling_policy == "priority",
         )
-        log.info(
-            "ready: %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
-            limits.num_blocks, limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
-        )  # fmt: skip
         gc.collect()
         gc.freeze()
+
+    def _fail_requests(self) -> None:
+        if self.engine is not None:
+            self.engine.fail_all("the model workers were lost; the request was not completed")
+            self._publish()
 
     # -- out -----------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        if self.engine is not None and self.group.peer is not None:
-            for message in self.engine.dispatch():
-                if isinstance(message, SchedulerOutput):
-                    self._record("schedule", message.step_id)
-                self.workers.send(self.group.peer, message)
+        if self.engine is not None:
+            if self._ranks:
+                self._dispatch(self.engine)
             self._publish()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         due = busy and time.monotonic() >= self._next_report
         if due or self._was_busy > busy or self._state_changed():
             self._report_state()
         self._was_busy = busy
+
+    def _dispatch(self, engine: EngineCore) -> None:
+        for message in engine.dispatch():
+            if isinstance(message, SchedulerOutput):
+                self._record("schedule", message.step_id)
+                self._watch.on_dispatch(message.step_id, time.monotonic())
+            if not self.workers.broadcast(self._ranks, message):
+                self._watch_workers()
+                return
 
     def _publish(self) -> None:
         if self.engine is None:
@@ -227,7 +276,7 @@ class Service:
             )
 
     def _state(self) -> EngineState:
-        group, loaded, limits = self.group, self.group.loaded, self.group.limits
+        group, loaded, limits = self.group, self._loaded, self._limits
         draining = self._draining and group.phase is EnginePhase.READY
         return EngineState(
             EnginePhase.DRAINING if draining else group.phase,
@@ -245,13 +294,20 @@ class Service:
     def _stats(self) -> dict[str, float]:
         if self.engine is None:
             return {}
-        return self.engine.stats() | {
-            f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()
+        group = {
+            "epoch": self.group.epoch,
+            "epochs_lost_total": self.group.epochs_lost,
+            "num_workers": len(self.group.members),
         }
+        seconds = {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
+        return self.engine.stats() | seconds | group
 
     def _state_changed(self) -> bool:
         last, group = self._last_state, self.group
-        return last is None or (last.detail, last.progress) != (group.detail, group.progress) or (
+        ours = group.phase, group.detail, group.progress
+        if last is not None and last.phase is EnginePhase.DRAINING and group.phase is EnginePhase.READY:
+            ours = (last.phase, *ours[1:])
+        return last is None or (last.phase, last.detail, last.progress) != ours or (
             self._draining and last.phase is EnginePhase.READY
         )  # fmt: skip
 
@@ -266,9 +322,8 @@ class Service:
             self.clients.send(peer, state)
 
     def _tell_workers(self, message: Shutdown) -> None:
-        if self.group.peer is not None:
-            with contextlib.suppress(PeerGone, PeerSlow):
-                self.workers.send(self.group.peer, message)
+        for worker in list(self.group.members):
+            self.workers.send(worker, message)
 
     def _record(self, event: str, step_id: int) -> None:
         """One line per event in the file of `--step-trace`: what shows that the scheduler runs ahead."""

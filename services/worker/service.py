@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -130,7 +131,7 @@ class Worker:
         self._results.start(assignment.epoch)
         loaded = self._attempt(lambda: self._runner.load(assignment, self._progress))
         log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
-        self._client.send(loaded)
+        self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
         self._session.loaded()
 
     def _progress(self, phase: str, fraction: float) -> None:
