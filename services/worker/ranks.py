@@ -1,7 +1,9 @@
-"""How the ranks of one epoch reach one another: process groups over torch.distributed, gloo on the CPU, NCCL on CUDA.
+"""How the ranks of one epoch reach one another: process groups over torch.distributed, gloo on the CPU.
 
 Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. Sums over ranks are
 made in the order of ranks, so that a row's result does not depend on the batch it is in.
+
+There is no other transport yet: groups on CUDA devices (NCCL) are refused by name.
 """
 
 import os
@@ -9,7 +11,8 @@ import socket
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import distributed
@@ -20,11 +23,16 @@ from services.worker.runner import RanksLost
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """For the ranks to find one another."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Equal for all processes of a machine, in whichever container, and for no others."""
 STEP_TIMEOUT = timedelta(minutes=30)
 """The last resort: the scheduler's own deadline is shorter and ends in `abort`."""
 _c10d: Any = distributed  # its stubs lack most of what is used here
 ACTIVATIONS, FEEDBACK = 0, 1
 """Tags of what stages send: onwards, and from the last to the first."""
+UNDERWAY = (64, 1024)
+"""Messages of each tag that may be on their way before the sender waits for the oldest. The first stage may take what
+comes back much later than it was sent, but never by so many steps; ids are small."""
 
 
 class Team:
@@ -32,6 +40,10 @@ class Team:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """`x` of every rank, in the order of ranks; equal shapes and dtypes.
@@ -46,19 +58,30 @@ class Team:
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks, with the same bits on each.
+        """The sum of `x` over the ranks, with the same bits on each. It is made in float32 and rounded once.
+
+        gloo's own sum goes around a ring in pieces, so an element's order of addition would depend on where it lies.
 
         Raises: RanksLost
         """
         if self._group is None:
             return x
-        if x.is_cuda:
-            _wait(self._group.allreduce([x]))
-            return x
         first, *others = self.all_gather(x)
+        total = first.float()
         for part in others:
-            first += part
-        return first
+            total += part
+        return total.to(x.dtype)
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """On the first rank `x` of every rank, in the order of ranks, on the others nothing; equal shapes and dtypes.
+
+        Raises: RanksLost
+        """
+        if self._group is None:
+            return [x]
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.is_first else []
+        _wait(self._group.gather([parts] if parts else [], [x.contiguous()], _c10d.GatherOptions()))
+        return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """The first rank's `x`, written into everyone's.
@@ -66,7 +89,7 @@ class Team:
         Raises: RanksLost
         """
         if self._group is not None:
-            _wait(self._group.broadcast([x], 0))
+            _wait(self._group.broadcast(x, 0))
         return x
 
 
@@ -78,8 +101,8 @@ class Stages:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
-        self._leaving: deque[tuple[torch.Tensor, distributed.Work]] = deque()
-        """What is on its way, kept until it has left."""
+        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque())
+        """What is on its way, by tag, kept until it has left."""
 
     @property
     def is_first(self) -> bool:
@@ -122,11 +145,12 @@ class Stages:
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if self._group is None:
             raise RuntimeError("a group of one stage sends nothing")
-        while self._leaving and self._leaving[0][1].is_completed():
-            _wait(self._leaving.popleft()[1])
+        leaving = self._leaving[tag]
+        while leaving and (leaving[0][1].is_completed() or len(leaving) >= UNDERWAY[tag]):
+            _wait(leaving.popleft()[1])  # gloo calls a send completed only after a wait
         tensor = tensor.contiguous()
         try:
-            self._leaving.append((tensor, self._group.send([tensor], to, tag)))
+            leaving.append((tensor, self._group.send([tensor], to, tag)))
         except RuntimeError as error:
             raise RanksLost(str(error)) from error
 
@@ -148,76 +172,110 @@ def _wait(work: distributed.Work) -> None:
 
 
 class Ranks:
-    """All groups of this rank in one epoch.
+    """All groups of this rank in one epoch: `team` and `stages`, which are there once it has joined.
 
     Args:
         listener: this worker's own listening socket; rank 0 serves the store on it, every rank gives it up.
-        device: "cpu" or "cuda".
+        device: where tensors are.
 
-    Raises: RanksLost, when the others do not come.
+    Raises: ValueError, for a group on another device than the CPU.
     """
+
+    team: Team
+    stages: Stages
+    on_this_machine: int
+    """Ranks that share this machine's cores, this one included."""
 
     def __init__(
         self, assignment: Assignment, listener: socket.socket | None = None, device: str = "cpu"
     ) -> None:
+        if device != "cpu":
+            raise ValueError(
+                f"groups of ranks on device {device!r} are not supported; ranks compute on the CPU"
+            )
         self.assignment, self.shard = assignment, assignment.shard
-        self._sockets: set[str] = set()
-        shard, before = self.shard, _sockets()
-        columns = shard.tensor_parallel_size, shard.pipeline_parallel_size
-        self.team, self.stages = Team(None, 0, 1), Stages(None, 0, 1)
-        try:
-            if assignment.world_size > 1:
-                self._join(assignment, listener, device)
-        except RuntimeError as error:
-            raise RanksLost(f"rank {assignment.rank} cannot reach the others: {error}") from error
-        finally:
-            if listener is not None:
-                listener.close()
-        self._sockets = _sockets() - before
-        if (self.team.size, self.stages.size) != columns:
-            raise AssertionError("groups and shard differ")
+        self._listener = listener
+        self._store: Any = None
+        self._aborted = False
+        self._others = _sockets()
+        """Not ours. Until the ranks have joined, every other socket is."""
+        self._ours: set[str] | None = None
 
     @property
     def is_output(self) -> bool:
         """Whether this rank samples and reports results."""
         return self.assignment.rank == self.assignment.output_rank
 
-    def _join(self, assignment: Assignment, listener: socket.socket | None, device: str) -> None:
+    def join(self) -> Self:
+        """Connects this rank with the others. `abort` may be called meanwhile.
+
+        Raises: RanksLost, when the others do not come.
+        """
+        assignment, listener = self.assignment, self._listener
+        team, stages, together = Team(None, 0, 1), Stages(None, 0, 1), 1
+        try:
+            if assignment.world_size > 1:
+                self._store = self._meet(assignment, listener)
+                together = self._neighbours(assignment)
+                address = local_address(assignment.rendezvous.rpartition(":")[0])
+                team, stages = self._team(address), self._stages(address)
+        except RuntimeError as error:
+            raise RanksLost(f"rank {assignment.rank} cannot reach the others: {error}") from error
+        finally:
+            if listener is not None:
+                listener.close()
+            self._ours = _sockets() - self._others
+        if self._aborted:
+            raise RanksLost("the epoch ended while its ranks were joining")
+        self.team, self.stages, self.on_this_machine = team, stages, together
+        return self
+
+    def _meet(self, assignment: Assignment, listener: socket.socket | None) -> Any:
         host, _, port = assignment.rendezvous.rpartition(":")
         is_first, fd = assignment.rank == 0, None
         if is_first:
             if listener is None:
                 raise ValueError("rank 0 needs the socket it registered with")
             fd = listener.detach()
-        self._store = _c10d.TCPStore(
+        return _c10d.TCPStore(
             host, int(port), assignment.world_size, is_first, JOIN_TIMEOUT,
             wait_for_workers=False, master_listen_fd=fd,
         )  # fmt: skip
-        shard, tp, pp = self.shard, assignment.tensor_parallel_size, assignment.pipeline_parallel_size
-        address = local_address(host)
-        if tp > 1:
-            group = self._group(f"tp{shard.pp_rank}", shard.tp_rank, tp, device, address)
-            self.team = Team(group, shard.tp_rank, tp)
-        if pp > 1:
-            group = self._group(f"pp{shard.tp_rank}", shard.pp_rank, pp, device, address)
-            self.stages = Stages(group, shard.pp_rank, pp)
 
-    def _group(self, name: str, rank: int, size: int, device: str, address: str) -> Any:
-        store = _c10d.PrefixStore(name, self._store)
-        if device == "cuda":
-            nccl = _c10d.ProcessGroupNCCL.Options()
-            return _c10d.ProcessGroupNCCL(store, rank, size, nccl)
+    def _neighbours(self, assignment: Assignment) -> int:
+        """How many ranks say that they run on this machine."""
+        machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
+        self._store.set(f"machine{assignment.rank}", machine)
+        return [self._store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
+
+    def _team(self, address: str) -> Team:
+        rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
+        if size == 1:
+            return Team(None, 0, 1)
+        return Team(self._group(f"tp{self.shard.pp_rank}", rank, size, address), rank, size)
+
+    def _stages(self, address: str) -> Stages:
+        rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
+        if size == 1:
+            return Stages(None, 0, 1)
+        return Stages(self._group(f"pp{self.shard.tp_rank}", rank, size, address), rank, size)
+
+    def _group(self, name: str, rank: int, size: int, address: str) -> Any:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = STEP_TIMEOUT
-        return _c10d.ProcessGroupGloo(store, rank, size, options)
+        options._timeout = JOIN_TIMEOUT
+        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(name, self._store), rank, size, options)
+        group._set_default_timeout(STEP_TIMEOUT)
+        return group
 
     def abort(self) -> None:
-        """From any thread: whoever waits in one of these groups gets RanksLost.
+        """From any thread: whoever joins or waits in one of these groups gets RanksLost.
 
         gloo knows no way to interrupt a wait but a closed connection, so the connections are shut down under it.
         """
-        for name in self._sockets & _sockets():
+        self._aborted = True
+        ours = _sockets() - self._others if self._ours is None else self._ours & _sockets()
+        for name in ours:
             with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
                 connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
                 connection.shutdown(socket.SHUT_RDWR)

@@ -75,6 +75,15 @@ class Family:
         return ids[len(prompt) :], torch.stack(logits)
 
 
+def save(model: PreTrainedModel, path: Path, max_shard_size: str = "1GB") -> Family:
+    """`model` with biases and norms that matter, written to `path`."""
+    for name, parameter in model.eval().named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=1.0 if name.endswith("norm.weight") else 0.0, std=0.3)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return Family(model, path)
+
+
 @pytest.fixture(scope="session")
 def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     made: dict[str, Family] = {}
@@ -82,14 +91,9 @@ def make_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fam
     def make(name: str) -> Family:
         if name not in made:
             torch.manual_seed(7)
-            model = VARIANTS[name]().eval()
-            for parameter_name, parameter in model.named_parameters():  # so that biases and norms matter
-                if parameter.ndim == 1:
-                    is_norm = parameter_name.endswith("norm.weight")
-                    torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=0.3)
-            path = tmp_path_factory.mktemp(name)
-            model.save_pretrained(path, max_shard_size="40KB" if name == "qwen2" else "1GB")
-            made[name] = Family(model, path)
+            made[name] = save(
+                VARIANTS[name](), tmp_path_factory.mktemp(name), "40KB" if name == "qwen2" else "1GB"
+            )
         return made[name]
 
     return make

@@ -1,6 +1,9 @@
 """Drives a `NativeRunner` with hand-made plans: a plain block allocator and one slot per request, no scheduler."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
+from services.worker.runner import ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
@@ -43,15 +47,34 @@ class Request:
     def tokens(self) -> list[int]:
         return self.prompt + self.output
 
+    @property
+    def promised(self) -> int:
+        """Output tokens, those included that a step in flight samples."""
+        return self.known - len(self.prompt)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step in flight."""
+
+    rows: list[tuple[Request, int]]
+    output: Output
+    logits: Callable[[], torch.Tensor]
+
 
 class Driver:
     """Loads `model` and holds its batch."""
 
     def __init__(
-        self, model: Path, block_size: int = BLOCK_SIZE, max_model_len: int = 0, **config: object
+        self,
+        model: Path,
+        block_size: int = BLOCK_SIZE,
+        max_model_len: int = 0,
+        runner: ModelRunner | None = None,
+        **config: object,
     ) -> None:
         self.block_size = block_size
-        self.runner = NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
+        self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
         self.loaded = self.load(max_model_len)
         self.max_model_len = self.loaded.max_model_len
         self.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, self.max_model_len))
@@ -128,22 +151,50 @@ class Driver:
             released=i32(*released),
         )
 
-    def step(
-        self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None
-    ) -> ModelRunnerOutput:
-        """One step, executed, sampled and read; tokens go to their requests."""
+    def launch(self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None) -> Launched:
+        """One step, executed and sampled, not read."""
         self.runner.execute_model(self.plan(rows))
-        self.logits.append(self.runner._pending.logits.clone())
-        result = self.runner.sample_tokens(grammar).get()
-        by_slot = {request.slot: request for request, _ in rows}
+        logits = self.pending_logits()
+        return Launched(rows, self.runner.sample_tokens(grammar), logits)
+
+    def pending_logits(self) -> Callable[[], torch.Tensor]:
+        logits = self.runner._pending.logits.clone()
+        return lambda: logits
+
+    def collect(self, launched: Launched) -> ModelRunnerOutput:
+        """Reads a step; tokens go to their requests."""
+        result = launched.output.get()
+        assert result is not None
+        self.logits.append(launched.logits())
+        by_slot = {request.slot: request for request, _ in launched.rows}
         for slot, token in zip(ints(result.slots), ints(result.token_ids), strict=True):
             by_slot[slot].output.append(token)
         return result
 
-    def generate(self, requests: list[Request], tokens: int, chunk: int = 10_000) -> None:
+    def step(
+        self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None
+    ) -> ModelRunnerOutput:
+        return self.collect(self.launch(rows, grammar))
+
+    def generate(self, requests: list[Request], tokens: int, chunk: int = 10_000, depth: int = 1) -> None:
         """Runs all requests together, prompts in chunks, until each has so many output tokens."""
-        while rows := [(r, min(chunk, r.known - r.computed)) for r in requests if len(r.output) < tokens]:
-            self.step(rows)
+        self.interleave([requests], tokens, chunk, depth)
+
+    def interleave(
+        self, batches: list[list[Request]], tokens: int, chunk: int = 10_000, depth: int = 1
+    ) -> None:
+        """Steps of the batches in turn, `depth` of them in flight, until each request has so many output tokens."""
+        flying: deque[Launched] = deque()
+        for batch in cycle(batches):
+            rows = [(r, min(chunk, r.known - r.computed)) for r in batch if r.promised < tokens]
+            if rows:
+                flying.append(self.launch(rows))
+            elif not any(r.promised < tokens for other in batches for r in other):
+                break
+            if len(flying) == depth:
+                self.collect(flying.popleft())
+        while flying:
+            self.collect(flying.popleft())
 
     def finish(self, request: Request) -> None:
         self.runner.release(np.array([request.slot], np.int32))

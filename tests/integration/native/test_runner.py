@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
-from services.worker.backends.native import model
+from services.config import WorkerConfig
+from services.worker.backends.native import NativeRunner, model
 from services.worker.batch import PlanError
+from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import BLOCK_SIZE, NUM_SLOTS, Driver, i32, ints
+from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Driver, i32, ints
 
 WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
 PROMPT = list(range(20, 49))
@@ -31,9 +35,36 @@ def test_loaded_tells_what_the_checkpoint_is(llama: Family) -> None:
     assert (driver.loaded.vocab_size, driver.loaded.max_model_len) == (llama.vocab_size, 100)
     assert driver.loaded.num_blocks == NUM_SLOTS * 100 // BLOCK_SIZE
     assert Driver(llama.path).loaded.max_model_len == 256
-    driver.runner.load(driver.runner._assignment, lambda phase, fraction: seen.append(fraction))
+    NativeRunner(WorkerConfig(model=str(llama.path))).load(
+        driver.runner._assignment, lambda phase, fraction: seen.append(fraction)
+    )
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
+
+
+def test_weights_stay_for_the_next_epoch(driver: Driver) -> None:
+    request = driver.add(PROMPT)
+    driver.generate([request], 5)
+    seen: list[float] = []
+    driver.runner.leave()
+    with pytest.raises(RuntimeError, match="no model is loaded in this epoch"):
+        driver.runner.init_kv_cache(InitializeCache(8, 256))
+    driver.runner.load(driver.runner._assignment, lambda phase, fraction: seen.append(fraction))
+    assert seen == []
+    driver.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, driver.max_model_len))
+    again = driver.add(PROMPT)
+    driver.generate([again], 5)
+    assert again.output == request.output
+
+
+def test_files_that_changed_since_registration_are_refused(llama: Family, tmp_path: Path) -> None:
+    shutil.copytree(llama.path, tmp_path / "model")
+    runner = NativeRunner(WorkerConfig(model=str(tmp_path / "model"), threads=1))
+    runner.identify()
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text() + " ")
+    with pytest.raises(LoadError, match="have changed; start this worker again"):
+        runner.load(Assignment(1, 0, 1, BLOCK_SIZE, NUM_SLOTS, 64), lambda phase, fraction: None)
 
 
 def test_cache_size_follows_the_bytes_given(llama: Family) -> None:
@@ -114,12 +145,12 @@ def test_step_that_was_not_sampled_blocks_the_next(driver: Driver) -> None:
 
 def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     request = driver.add(PROMPT)
-    driver.runner.execute_model(driver.plan([(request, 4)]))
+    driver.runner.execute_model(driver.plan([(request, len(PROMPT))]))
     with monkeypatch.context() as patch:
         patch.setattr(driver.runner._history, "append", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.runner.sample_tokens(None)
-    driver.step([(request, 4)])
+    driver.step([(request, 1)])
 
 
 @pytest.mark.parametrize("token", [-1, 211, 2**31 - 1])

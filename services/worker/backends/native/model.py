@@ -1,18 +1,28 @@
-"""The transformer: Llama, Mistral, Qwen2 and Qwen3 are this one forward pass with different parts present."""
+"""The transformer: Llama, Mistral, Qwen2 and Qwen3 are this one forward pass with different parts present.
+
+Tensor parallelism cuts products in pairs: the first of a pair by its outputs (queries, keys and values; gate and up),
+the second by its inputs (out; down), so that one sum over the ranks per pair makes every rank's residual stream whole
+again, with the same bits. Embedding and head are cut by token ids.
+"""
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from services.worker.backends.native.attention import Attention, Context
-from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.linear import Linear, activation_dtype
+from services.worker.backends.native.partition import Part
 from services.worker.backends.native.weights import Checkpoint
+from services.worker.ranks import Ranks, Team
+from services.worker.runner import Progress
 
 
 @dataclass
 class Layer:
+    """Heads, KV heads and intermediate are this rank's own."""
+
     input_norm: torch.Tensor
     """float32[hidden]"""
     qkv: Linear
@@ -32,41 +42,74 @@ class Layer:
 class Model:
     """The weights of one rank, and the forward pass over a paged cache. For one calling thread."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
         """Raises: LoadError, when a tensor is missing or has another shape."""
-        self.config, self._activations = config, activation_dtype(dtype)
+        self.part, self.config, self._activations = part, part.config, activation_dtype(dtype)
         half = self._activations == torch.bfloat16
         self._norm, self._gate = norm_kernel(half), gate_kernel(half)
-        self._attention = Attention(config, self._activations, dtype)
-        loader = _Loader(config, checkpoint, dtype, self._activations)
-        self._embedding = loader.embedding()
-        self._layers = [loader.layer(i) for i in range(config.num_layers)]
-        self._final_norm = loader.vector("model.norm.weight", config.hidden_size)
-        self._head = loader.head(self._embedding)
+        self._attention = Attention(part.config, self._activations, dtype)
+        loader = _Loader(part, checkpoint, dtype, self._activations)
+        self._embedding = loader.embedding() if part.is_first else None
+        self._layers = []
+        for number in part.layers:
+            self._layers.append(loader.layer(number))
+            progress("loading weights", len(self._layers) / (len(part.layers) + 1))
+        if part.is_last:
+            self._final_norm = loader.vector("model.norm.weight", part.whole.hidden_size)
+            self._head = loader.head(self._embedding)
+        progress("loading weights", 1.0)
 
-    def forward(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """Computes every token of the step and writes its keys and values to the cache.
+    def forward(self, ids: torch.Tensor | None, context: Context, ranks: Ranks) -> torch.Tensor | None:
+        """Computes every token of the step in this rank's layers and writes their keys and values to the cache.
 
         Args:
-            ids: int64[tokens]
+            ids: int64[tokens]; only the first stage reads them.
 
         Returns:
-            float32[sampling rows, vocab_size]: the logits after the last token of each row that samples
+            float32[sampling rows, vocab_size], the logits after the last token of each row that samples: on the output
+            rank. None on the others.
+
+        Raises: RanksLost
         """
-        tokens, config, sampled = len(ids), self.config, context.batch.sampled
+        batch, config, team, stages = context.batch, self.config, ranks.team, ranks.stages
+        tokens = len(batch.positions)
         attended = torch.empty(tokens, config.num_heads * config.head_dim, dtype=self._activations)
         self._attention.begin(context)
-        residual = self._embedding[ids].float()
+        if self._embedding is not None and ids is not None:
+            residual = self._embedded(self._embedding, ids, team)
+        else:
+            residual = torch.empty(tokens, config.hidden_size)
+            stages.receive_previous(residual)
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
             qkv = layer.qkv(self._normed(residual, delta, layer.input_norm))
             self._attention.run(number, qkv, layer.head_norms, attended)
-            delta = layer.out(attended)
+            delta = team.all_reduce(layer.out(attended))
             gate_up = layer.gate_up(self._normed(residual, delta, layer.post_norm))
-            delta = layer.down(self._gated(gate_up))
-        if delta is None or not len(sampled):
-            return torch.empty(0, config.vocab_size)
-        return self._head(self._normed(residual[sampled], delta[sampled], self._final_norm)).float()
+            delta = team.all_reduce(layer.down(self._gated(gate_up)))
+        assert delta is not None, "a stage has at least one layer"
+        if self.part.is_last:
+            return self._logits(residual[batch.sampled], delta[batch.sampled], team)
+        stages.send_next(residual.add_(delta))  # the same sum that the next norm would have made
+        return None
+
+    def _embedded(self, embedding: torch.Tensor, ids: torch.Tensor, team: Team) -> torch.Tensor:
+        """float32[tokens, hidden]: each token's row comes from the rank that has it, zeros from the others."""
+        if team.size == 1:
+            return embedding[ids].float()
+        own = ids - self.part.vocabulary.start
+        foreign = (own < 0) | (own >= len(embedding))
+        rows = embedding[own.masked_fill_(foreign, 0)].masked_fill_(foreign[:, None], 0)
+        return team.all_reduce(rows).float()
+
+    def _logits(self, residual: torch.Tensor, delta: torch.Tensor, team: Team) -> torch.Tensor | None:
+        vocab = self.part.whole.vocab_size
+        if not len(residual):
+            return torch.empty(0, vocab) if team.is_first else None
+        parts = team.gather(self._head(self._normed(residual, delta, self._final_norm)))
+        if len(parts) == 1:
+            return parts[0].float()
+        return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None
 
     def _normed(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor
@@ -88,52 +131,71 @@ class Model:
 
 
 class _Loader:
-    """Names and shapes of a checkpoint's tensors."""
+    """Names and shapes of a checkpoint's tensors, and which part of each this rank reads."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, activations: torch.dtype
+        self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, activations: torch.dtype
     ) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
         self._dtype, self._activations = dtype, activations
 
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden] in the model's dtype"""
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        return self._checkpoint.take("model.embed_tokens.weight", shape, self._dtype)
+        """[this rank's token ids, hidden] in the model's dtype"""
+        return self._tokens("model.embed_tokens.weight")
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         return self._checkpoint.take(name, (size,), self._dtype).float()
 
     def layer(self, number: int) -> Layer:
-        c, at = self._config, f"model.layers.{number}."
+        c, part, at = self._whole, self._part, f"model.layers.{number}."
         heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         wide, hidden = c.intermediate_size, c.hidden_size
+        own_heads, own_kv = (_times(s, c.head_dim) for s in (part.heads, part.kv_heads))
         q_norm, k_norm = (at + f"self_attn.{x}_norm.weight" for x in "qk")
+        qkv = {"q_proj": (heads, own_heads), "k_proj": (kv, own_kv), "v_proj": (kv, own_kv)}
+        gate_up = {"gate_proj": (wide, part.wide), "up_proj": (wide, part.wide)}
         return Layer(
             input_norm=self.vector(at + "input_layernorm.weight", hidden),
-            qkv=self._linear(
-                at + "self_attn.", {"q_proj": heads, "k_proj": kv, "v_proj": kv}, hidden, c.qkv_bias
-            ),
+            qkv=self._by_outputs(at + "self_attn.", qkv, c.qkv_bias),
             head_norms=(self.vector(q_norm, c.head_dim), self.vector(k_norm, c.head_dim))
             if c.qk_norm
             else None,
-            out=self._linear(at + "self_attn.", {"o_proj": hidden}, heads, c.out_bias),
+            out=self._by_inputs(at + "self_attn.o_proj", heads, own_heads, c.out_bias),
             post_norm=self.vector(at + "post_attention_layernorm.weight", hidden),
-            gate_up=self._linear(at + "mlp.", {"gate_proj": wide, "up_proj": wide}, hidden, c.mlp_bias),
-            down=self._linear(at + "mlp.", {"down_proj": hidden}, wide, c.mlp_bias),
+            gate_up=self._by_outputs(at + "mlp.", gate_up, c.mlp_bias),
+            down=self._by_inputs(at + "mlp.down_proj", wide, part.wide, c.mlp_bias),
         )
 
-    def head(self, embedding: torch.Tensor) -> Linear:
-        c = self._config
-        if c.tied:
-            return Linear(embedding.to(self._activations))
-        return self._linear("", {"lm_head": c.vocab_size}, c.hidden_size, bias=False)
+    def head(self, embedding: torch.Tensor | None) -> Linear:
+        """hidden to `vocabulary_width` logits; where a rank has fewer token ids, the last ones are zero."""
+        if not self._whole.tied:
+            weight = self._tokens("lm_head.weight")
+        else:
+            weight = self.embedding() if embedding is None else embedding
+        missing = self._part.vocabulary_width - len(weight)
+        return Linear(functional.pad(weight.to(self._activations), (0, 0, 0, missing)))
 
-    def _linear(self, at: str, parts: dict[str, int], width: int, bias: bool) -> Linear:
-        """One product from several of the checkpoint, stacked."""
-        weights = [self._product(f"{at}{name}.weight", size, width) for name, size in parts.items()]
-        biases = [self._product(f"{at}{name}.bias", size) for name, size in parts.items() if bias]
+    def _tokens(self, name: str) -> torch.Tensor:
+        shape = (self._whole.vocab_size, self._whole.hidden_size)
+        return self._checkpoint.take(name, shape, self._dtype, (self._part.vocabulary,))
+
+    def _by_outputs(self, at: str, parts: dict[str, tuple[int, slice]], bias: bool) -> Linear:
+        """One product from several of the checkpoint, stacked: of each its outputs' size and this rank's share."""
+        hidden = self._whole.hidden_size
+        weights = [self._product(f"{at}{x}.weight", (size, hidden), own) for x, (size, own) in parts.items()]
+        biases = [self._product(f"{at}{x}.bias", (size,), own) for x, (size, own) in parts.items() if bias]
         return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
-    def _product(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.take(name, shape, self._dtype).to(self._activations)
+    def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
+        """A product that yields a summand of every output, from this rank's share of the inputs."""
+        hidden = self._whole.hidden_size
+        weight = self._product(f"{name}.weight", (hidden, width), slice(None), own)
+        adds = bias and self._part.adds_bias
+        return Linear(weight.contiguous(), self._product(f"{name}.bias", (hidden,)) if adds else None)
+
+    def _product(self, name: str, shape: tuple[int, ...], *cut: slice) -> torch.Tensor:
+        return self._checkpoint.take(name, shape, self._dtype, cut).to(self._activations)
+
+
+def _times(share: slice, size: int) -> slice:
+    return slice(share.start * size, share.stop * size)

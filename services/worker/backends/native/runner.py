@@ -1,4 +1,9 @@
-"""The native backend: one rank that computes with torch and compiled kernels on the CPU."""
+"""The native backend: one rank that computes with torch and compiled kernels on the CPU.
+
+The ids that a step samples are input of later steps, so they go where input is looked up: to the first stage. Without
+stages that is the team that sampled them; with stages the last sends them to the first (feedback.py). Within a team the
+first rank hands them to the others.
+"""
 
 import socket
 import time
@@ -9,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
 from services.config import WorkerConfig
@@ -17,13 +22,17 @@ from services.worker.backends.native import machine
 from services.worker.backends.native.attention import Context
 from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
+from services.worker.backends.native.feedback import Feedback
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
+from services.worker.backends.native.partition import Part, tensor_parallel_sizes
 from services.worker.backends.native.sampler import Sampler, apply_grammar
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import Rows, SlotTable
+from services.worker.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
+from services.worker.staging import MAX_STEPS_IN_FLIGHT
 
 MEMORY_SHARE = 0.25
 """Of free memory for the KV cache, unless `kv_cache_memory_bytes` says it. Pages are taken when first used."""
@@ -35,7 +44,8 @@ class _Pending:
 
     step: SchedulerOutput
     rows: Rows
-    logits: torch.Tensor
+    logits: torch.Tensor | None
+    """None where another rank samples."""
     started: float
 
 
@@ -62,18 +72,36 @@ class _Sampled:
         )
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """A step that another rank reports."""
+
+    def get(self) -> None:
+        return None
+
+
 class NativeRunner:
     """A `ModelRunner`. Llama, Mistral, Qwen2 and Qwen3 checkpoints in float32 or bfloat16."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._identity: Identity | None = None
+        self._model: Model | None = None
+        self._ranks: Ranks | None = None
         self._pending: _Pending | None = None
 
     def identify(self) -> Identity:
-        directory = self._directory()
-        config = ModelConfig.from_directory(directory)
-        digest = Checkpoint(directory, _silent).digest((directory / "config.json").read_bytes())
-        return Identity(digest, str(_dtype(self._config, config)).removeprefix("torch."))
+        """As it was when first asked: what is in memory stays what was registered."""
+        if self._identity is None:
+            directory = self._directory()
+            config = ModelConfig.from_directory(directory)
+            self._identity = Identity(
+                model_hash=_digest(directory, Checkpoint(directory)),
+                dtype=str(_dtype(self._config, config)).removeprefix("torch."),
+                tensor_parallel_sizes=tensor_parallel_sizes(config),
+                max_pipeline_parallel_size=config.num_layers,
+            )
+        return self._identity
 
     def _directory(self) -> Path:
         try:
@@ -85,23 +113,32 @@ class NativeRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        torch.set_num_threads(self._config.threads or machine.cores())
-        directory = self._directory()
-        config = ModelConfig.from_directory(directory)
-        limit = _context(config, assignment.max_model_len)
-        checkpoint = Checkpoint(directory, progress)
-        self._dtype = _dtype(self._config, config)
-        self._model = Model(config, checkpoint, self._dtype)
-        self._sampler = Sampler()
-        self._assignment = assignment
-        bytes_per_block = KVCache.bytes_per_block(config, assignment.block_size, self._dtype)
+        """Threads are the user's number, or this process's cores divided by the ranks on this machine."""
+        self._ranks, self._assignment = Ranks(assignment, listener), assignment
+        self._ranks.join()
+        torch.set_num_threads(self._config.threads or max(1, machine.cores() // self._ranks.on_this_machine))
+        model = self._weights(assignment.shard, progress)
+        limit = _context(model.part.whole, assignment.max_model_len)
+        bytes_per_block = KVCache.bytes_per_block(model.config, assignment.block_size, self._dtype)
         return Loaded(
-            model_hash=checkpoint.digest((directory / "config.json").read_bytes()),
-            vocab_size=config.vocab_size,
+            model_hash=self.identify().model_hash,
+            vocab_size=model.part.whole.vocab_size,
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
             num_blocks=self._affordable(bytes_per_block, limit),
         )
+
+    def _weights(self, shard: Shard, progress: Progress) -> Model:
+        """Read now, or kept from an epoch before."""
+        if self._model is None or self._model.part.shard != shard:
+            self._model = None  # freed before the next ones are read
+            directory = self._directory()
+            config, checkpoint = ModelConfig.from_directory(directory), Checkpoint(directory)
+            if _digest(directory, checkpoint) != self.identify().model_hash:
+                raise LoadError(f"the files in {directory} have changed; start this worker again")
+            self._dtype = _dtype(self._config, config)
+            self._model = Model(Part.of(config, shard), checkpoint, self._dtype, progress)
+        return self._model
 
     def _affordable(self, bytes_per_block: int, max_model_len: int) -> int:
         """Blocks that fit; not more than all slots together could fill."""
@@ -116,59 +153,105 @@ class NativeRunner:
 
     @torch.inference_mode()
     def init_kv_cache(self, init: InitializeCache) -> None:
+        model, ranks = self._parts()
         slots, block_size = self._assignment.num_slots, self._assignment.block_size
-        self._cache = KVCache(self._model.config, init.num_blocks, block_size, self._dtype)
+        self._cache = KVCache(model.config, init.num_blocks, block_size, self._dtype)
         self._table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
-        self._history = TokenHistory(slots, init.max_model_len, self._model.config.vocab_size)
+        self._history = TokenHistory(slots, init.max_model_len, model.part.whole.vocab_size)
+        self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.stages.size))
+        self._sampler = Sampler()
         self._pending = None
+
+    def _parts(self) -> tuple[Model, Ranks]:
+        if self._model is None or self._ranks is None:
+            raise RuntimeError("no model is loaded in this epoch")
+        return self._model, self._ranks
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
+        model, ranks = self._parts()
         started = time.monotonic()
         rows = self._table.apply(step)
+        batch = Batch.of(rows)
+        ids = self._input(step, rows, batch, ranks) if ranks.stages.is_first else None
+        logits = model.forward(ids, Context(batch, self._cache, self._table.block_table), ranks)
+        self._pending = _Pending(step, rows, logits, started)
+
+    def _input(self, step: SchedulerOutput, rows: Rows, batch: Batch, ranks: Ranks) -> torch.Tensor:
+        """int64[tokens]: the ids that the first stage embeds."""
         for request in step.new:
             self._history.assign(request)
-        batch = Batch.of(rows)
-        ids = self._history.gather(batch.slots, batch.positions)
-        logits = self._model.forward(ids, Context(batch, self._cache, self._table.block_table))
-        self._pending = _Pending(step, rows, logits, started)
+            self._feedback.assign(request.slot)
+        if ranks.stages.size > 1:
+            self._take_feedback(rows, ranks)
+        return self._history.gather(batch.slots, batch.positions)
+
+    def _take_feedback(self, rows: Rows, ranks: Ranks) -> None:
+        """Waits for the sampled ids that these rows compute, and no others; expects those that they will yield."""
+        messages = self._feedback.due(rows.slots)
+        if messages:
+            ids = torch.empty(sum(len(message.slots) for message in messages), dtype=torch.int64)
+            parts = ids.split([len(message.slots) for message in messages])
+            for part in parts if ranks.team.is_first else ():
+                ranks.stages.receive_last(part)
+            ranks.team.broadcast(ids)
+            for message, part in zip(messages, parts, strict=True):
+                wanted = self._feedback.wanted(message)
+                self._history.append(
+                    message.slots[wanted], message.positions[wanted], part[torch.from_numpy(wanted)]
+                )
+        if rows.samples.any():
+            self._feedback.expect(rows.slots[rows.samples], rows.ends[rows.samples])
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no step was executed that could be sampled")
-        step, rows = pending.step, pending.rows
+        _, ranks = self._parts()
+        rows = pending.rows
+        ids = self._sampled(pending, grammar)
+        if len(ids) and ranks.stages.size == 1:
+            ranks.team.broadcast(ids)
+            self._history.append(rows.slots[rows.samples], rows.ends[rows.samples], ids)
+        elif len(ids) and ranks.is_output:
+            ranks.stages.send_first(ids)
+        return _Sampled(pending.step, rows, ids, pending.started) if ranks.is_output else _Passed()
+
+    def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> torch.Tensor:
+        """int64[sampling rows]; undefined where another rank samples."""
+        step, rows, logits = pending.step, pending.rows, pending.logits
         slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
+        if logits is None:
+            return torch.empty(len(slots), dtype=torch.int64)
         if step.has_structured_output_requests:
             if grammar is None or grammar.step_id != step.step_id:
                 raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-            apply_grammar(pending.logits, slots, grammar)
-        ids = self._sampler.sample(pending.logits, self._table, slots, positions)
-        self._history.append(slots, positions, ids)
-        return _Sampled(step, rows, ids, pending.started)
+            apply_grammar(logits, slots, grammar)
+        return self._sampler.sample(logits, self._table, slots, positions)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
 
     def leave(self) -> None:
-        for name in ("_cache", "_table", "_history"):
+        self._ranks = self._pending = None
+        for name in ("_cache", "_table", "_history", "_feedback"):
             self.__dict__.pop(name, None)
-        self._pending = None
 
     def abort(self) -> None:
-        """Nothing here waits for another rank."""
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.abort()
 
     def shutdown(self) -> None:
-        for name in ("_model", "_cache", "_table", "_history"):
-            self.__dict__.pop(name, None)
-        self._pending = None
+        self.leave()
+        self._model = None
 
 
-def _silent(phase: str, fraction: float) -> None:
-    """Nobody watches."""
+def _digest(directory: Path, checkpoint: Checkpoint) -> str:
+    return checkpoint.digest((directory / "config.json").read_bytes())
 
 
 def _dtype(worker: WorkerConfig, model: ModelConfig) -> torch.dtype:

@@ -1,4 +1,7 @@
-"""A checkpoint's tensors: read one at a time from its safetensors files, checked against the shape they must have."""
+"""A checkpoint's tensors: read one at a time from its safetensors files, checked against the shape they must have.
+
+A rank that needs a part of a tensor reads that part and nothing else.
+"""
 
 import hashlib
 import json
@@ -7,9 +10,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.worker.runner import LoadError, Progress
+from services.worker.runner import LoadError
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+Cut = tuple[slice, ...]
+"""Which rows (and columns) of a tensor; `()` is all of it."""
 
 
 class Checkpoint:
@@ -19,13 +24,12 @@ class Checkpoint:
         LoadError: no safetensors files, a file is missing or broken.
     """
 
-    def __init__(self, directory: Path, progress: Progress) -> None:
+    def __init__(self, directory: Path) -> None:
         self._files = {path: _open(path) for path in _shards(directory)}
         self._where = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
-        self._progress, self._taken = progress, 0
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor `name`, converted to `dtype`.
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
+        """The part `cut` of the tensor `name`, which has `shape` as a whole, converted to `dtype`.
 
         Raises:
             LoadError: it is missing, of another shape, or not of floating-point numbers.
@@ -45,9 +49,7 @@ class Checkpoint:
             raise LoadError(
                 f"tensor {name} is {view.get_dtype()}; quantised weights are not supported, use bfloat16 or float32"
             )
-        self._taken += 1
-        self._progress("loading weights", min(1.0, self._taken / len(self._where)))
-        return file.get_tensor(name).to(dtype)
+        return view[cut or (slice(None),)].to(dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._where

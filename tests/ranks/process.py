@@ -1,0 +1,122 @@
+"""One rank in a process of its own: a `NativeRunner` behind a pipe. Run by `tests.ranks.group`.
+
+Each frame on stdin is a command, each frame on stdout its answer, in order: length (4 bytes), then msgpack of
+[name, payload] and of [True, payload] or [False, type of the error, its text]. `abort` has no answer: it is called at
+once, by the thread that reads, whatever the main thread is doing.
+"""
+
+import os
+import queue
+import socket
+import struct
+import threading
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from protocol.codec import unpack
+from protocol.membership import Assignment, InitializeCache
+from protocol.steps import GrammarOutput, SchedulerOutput
+from services.config import WorkerConfig
+from services.worker.backends.native import NativeRunner
+from services.worker.rendezvous import listen
+
+HEAD = struct.Struct("<I")
+
+
+def write(stream: BinaryIO, value: object) -> None:
+    body = msgspec.msgpack.encode(value)
+    stream.write(HEAD.pack(len(body)) + body)
+    stream.flush()
+
+
+def read(stream: BinaryIO) -> Any:
+    """The next frame's value. Raises: EOFError"""
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        raise EOFError("the other side of the pipe is gone")
+    return msgspec.msgpack.decode(stream.read(HEAD.unpack(head)[0]))
+
+
+class Rank:
+    """The commands, one method each; payloads are msgpack of the protocol's own structs."""
+
+    def __init__(self) -> None:
+        self.runner = NativeRunner(WorkerConfig())
+        self.listener: socket.socket | None = None
+
+    def open(self, config: dict[str, Any]) -> object:
+        """Another model, nothing loaded."""
+        self.runner.shutdown()
+        self.runner = NativeRunner(WorkerConfig(**config))
+        identity = self.runner.identify()
+        return identity.tensor_parallel_sizes, identity.max_pipeline_parallel_size
+
+    def listen(self, _: None) -> str:
+        if self.listener is not None:
+            self.listener.close()
+        self.listener = listen("127.0.0.1")
+        host, port = self.listener.getsockname()
+        return f"{host}:{port}"
+
+    def load(self, assignment: bytes) -> object:
+        """Also how often progress was reported: never, where weights were kept."""
+        listener, self.listener = self.listener, None
+        told: list[float] = []
+        plan = msgspec.msgpack.decode(assignment, type=Assignment)
+        loaded = self.runner.load(plan, lambda phase, fraction: told.append(fraction), listener)
+        return {"loaded": msgspec.msgpack.encode(loaded), "progress": len(told)}
+
+    def cache(self, init: bytes) -> None:
+        self.runner.init_kv_cache(msgspec.msgpack.decode(init, type=InitializeCache))
+
+    def execute(self, step: bytes) -> object:
+        """float32 logits and their shape, where this rank samples."""
+        self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
+        logits = self.runner._pending.logits
+        return None if logits is None else (logits.numpy().tobytes(), logits.shape)
+
+    def sample(self, grammar: bytes | None) -> bytes | None:
+        wanted = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
+        result = self.runner.sample_tokens(wanted).get()
+        return None if result is None else msgspec.msgpack.encode(result)
+
+    def release(self, slots: bytes) -> None:
+        self.runner.release(np.array(unpack(slots)))
+
+    def leave(self, _: None) -> None:
+        self.runner.leave()
+
+
+def main() -> None:
+    commands: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    rank = Rank()
+
+    def receive() -> None:
+        with os.fdopen(0, "rb", closefd=False) as stream:
+            try:
+                while True:
+                    name, payload = read(stream)
+                    if name == "abort":
+                        rank.runner.abort()
+                    else:
+                        commands.put((name, payload))
+            except EOFError:
+                rank.runner.abort()
+                commands.put(None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while (command := commands.get()) is not None:
+        try:
+            answer: tuple[object, ...] = (True, getattr(rank, command[0])(command[1]))
+        except Exception as error:
+            answer = (False, type(error).__name__, str(error))
+        write(answers, answer)
+    rank.runner.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Tokens of any layout of ranks equal those of one rank, and transformers', however the work is cut (float32)."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import Driver
+from tests.ranks.conftest import LAYOUTS, MODELS
+from tests.ranks.group import GroupDriver
+
+TOKENS = 24
+Start = Callable[..., GroupDriver]
+
+
+def prompts(family: Family, number: int = 4) -> list[list[int]]:
+    """Those that the reference decides by more than 1e-4 at every token (spec 7)."""
+    generator = torch.Generator().manual_seed(3)
+    kept: list[list[int]] = []
+    for length in (37, 1, 16, 55, 9, 24, 11, 30):
+        prompt = torch.randint(0, family.vocab_size, (length,), generator=generator).tolist()
+        top = family.reference(prompt, TOKENS)[1].topk(2).values
+        if (top[:, 0] - top[:, 1]).min() > 1e-4:
+            kept.append(prompt)
+    assert len(kept) >= number
+    return kept[:number]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_equal_one_rank_and_transformers(
+    make_model: Callable[[str], Family], start: Start, name: str, layout: tuple[int, int]
+) -> None:
+    family = make_model(name)
+    alone, group = Driver(family.path), start(family.path, *layout)
+    for driver in (alone, group):
+        requests = [driver.add(prompt) for prompt in prompts(family)]
+        driver.generate(requests, TOKENS)
+        for number, request in enumerate(requests):
+            expected, reference = family.reference(request.prompt, TOKENS)
+            assert request.output == expected
+            ours = torch.stack(driver.logits)[:, number]
+            torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
+    if layout[0] == 1:  # stages only pass on what one rank would have computed
+        assert torch.equal(torch.stack(group.logits), torch.stack(alone.logits))
