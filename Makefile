@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
 SUITES := tests/unit tests/simulation tests/integration tests/e2e
 
-.PHONY: setup serve test check bench soak clean
+.PHONY: setup serve images test test-docker check bench soak clean
 
 setup: $(STAMP)
 
@@ -26,8 +26,16 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 serve: $(STAMP)
 	@exec $(BIN)/runahead serve --port $(PORT) $(ARGS)
 
+# For docker-compose.yml; what it reads from the environment stands in the script.
+images:
+	deploy/docker/build
+
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SUITES) $(ARGS)
+
+# The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
+test-docker: $(STAMP)
+	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check

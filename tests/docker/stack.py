@@ -1,0 +1,224 @@
+"""The stack of docker-compose.yml under a name of its own, and load on it."""
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import OpenAI
+
+from tests.docker.engine import Engine, output
+
+PATIENCE = 180.0
+"""Seconds after which waiting for something counts as a failure."""
+USER = "12345:0"
+"""Nobody's id: the images must not depend on theirs."""
+VERSION = "test"
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that are free now."""
+    for first in range(18000, 28000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
+
+
+@dataclass
+class Container:
+    """What `docker inspect` says of one."""
+
+    facts: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.facts["Id"])
+
+    @property
+    def service(self) -> str:
+        return str(self.facts["Config"]["Labels"]["com.docker.compose.service"])
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.facts["State"]["Running"])
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.is_running and self.facts["State"]["Health"]["Status"] == "healthy"
+
+    @property
+    def host_port(self) -> int:
+        (bound,) = self.facts["NetworkSettings"]["Ports"]["8000/tcp"]
+        assert bound["HostIp"] == "127.0.0.1"
+        return int(bound["HostPort"])
+
+
+class Stack:
+    """One Compose project."""
+
+    def __init__(self, engine: Engine, name: str, overlays: Sequence[str] = (), **environment: str) -> None:
+        self.engine = engine
+        self.name = name
+        files = ["docker-compose.yml", *(f"deploy/compose/{overlay}.yml" for overlay in overlays)]
+        self._command = [*engine.compose, "--project-name", name]
+        for file in files:
+            self._command += ["--file", file]
+        clean = {key: value for key, value in engine.environment.items() if not key.startswith("RUNAHEAD_")}
+        self.environment = {
+            **clean,
+            "RUNAHEAD_VERSION": VERSION,
+            "RUNAHEAD_USER": USER,
+            "RUNAHEAD_PORT": str(free_ports(1)),
+            "RUNAHEAD_THREADS": "1",
+            "RUNAHEAD_KV_CACHE_MEMORY_BYTES": str(256 << 20),
+            **environment,
+        }
+
+    def compose(self, *arguments: str, timeout: float = 300) -> str:
+        return output([*self._command, *arguments], self.environment, timeout)
+
+    def up(self, workers: int = 1) -> None:
+        self.compose("up", "--detach", "--no-build", "--scale", f"worker={workers}")
+
+    def down(self) -> None:
+        self.compose("down", "--volumes", "--timeout", "30")
+
+    def containers(self, service: str = "") -> list[Container]:
+        """Also those that have ended, in the order of their names."""
+        label = f"label=com.docker.compose.project={self.name}"
+        ids = self.engine.run("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
+        facts = json.loads(self.engine.run("inspect", *ids)) if ids else []
+        found = sorted(map(Container, facts), key=lambda container: str(container.facts["Name"]))
+        return [container for container in found if service in ("", container.service)]
+
+    def wait_healthy(self) -> None:
+        wait_until(lambda: all(c.is_healthy for c in self.containers()), f"{self.name} is healthy")
+
+    def logs(self, service: str) -> str:
+        return self.compose("logs", "--no-color", service)
+
+    def groups(self) -> list[int]:
+        """How many ranks each epoch so far had."""
+        found = re.findall(r"ready: epoch \d+, (\d+) x (\d+) ranks", self.logs("scheduler"))
+        return [int(tensor) * int(stages) for tensor, stages in found]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.containers('frontend')[0].host_port}"
+
+    def openai(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter by its name without prefix, summed over its labels."""
+        found = re.findall(rf"^\w+:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+
+@contextmanager
+def running(engine: Engine, name: str, overlays: Sequence[str] = (), **environment: str) -> Iterator[Stack]:
+    """A stack that is healthy; whatever happens, nothing of it is left."""
+    stack = Stack(engine, name, overlays, **environment)
+    try:
+        stack.up()
+        stack.wait_healthy()
+        yield stack
+    except (Exception, subprocess.TimeoutExpired) as error:
+        error.add_note(stack.compose("logs", "--no-color", "--tail", "40"))
+        raise
+    finally:
+        stack.down()
+    assert not stack.containers()
+
+
+def streamed(client: OpenAI, prompt: str, max_tokens: int) -> str:
+    """The text of a greedy stream that ended as it should."""
+    model = client.models.list().data[0].id
+    chunks = [
+        chunk.choices[0]
+        for chunk in client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+    ]
+    assert chunks[-1].finish_reason == "length"
+    return "".join(chunk.text for chunk in chunks)
+
+
+PROMPTS = ("The os module provides", "Return a new", "A sequence is", "def __init__(self")
+TOKENS = 48
+
+
+@dataclass
+class Load:
+    """Streams that follow one another on several connections; each is compared with what it should be."""
+
+    stack: Stack
+    expected: dict[str, str]
+    streams: int = 4
+    completed: int = 0
+    failures: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def on(self) -> Iterator["Load"]:
+        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.streams)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        assert not self.failures
+
+    def wait_for_more(self) -> None:
+        """Until every connection could complete a stream that began after this call."""
+        goal = self.completed + 2 * self.streams
+        wait_until(lambda: self.completed >= goal or self.failures, "streams complete")
+        assert not self.failures
+
+    def _run(self, number: int) -> None:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        with self.stack.openai() as client:
+            while not self._stop.is_set() and not self.failures:
+                try:
+                    text = streamed(client, prompt, TOKENS)
+                except Exception as error:
+                    self.failures.append(f"{prompt!r}: {type(error).__name__}: {error}")
+                    return
+                if text != self.expected[prompt]:
+                    self.failures.append(f"{prompt!r}: {text!r} instead of {self.expected[prompt]!r}")
+                    return
+                self.completed += 1

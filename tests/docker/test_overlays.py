@@ -1,0 +1,42 @@
+"""Overlays that need no special machine, brought up together."""
+
+import shutil
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.docker.engine import ROOT, Engine
+from tests.docker.stack import free_ports, running, streamed
+
+
+def test_two_frontends_with_keys_serve_a_mounted_model(engine: Engine, tmp_path: Path) -> None:
+    first = free_ports(4)
+    keys, model = tmp_path / "keys", tmp_path / "model"
+    keys.write_text("sesame\nmellon\n")
+    keys.chmod(0o440)  # its group is 0, as the containers' is
+    shutil.copytree(ROOT / "deploy" / "demo_model", model)
+    with running(
+        engine,
+        "runahead-test-overlays",
+        ("frontends", "api-key", "model"),
+        RUNAHEAD_PORT=f"{first}-{first + 3}",
+        RUNAHEAD_API_KEY_FILE=str(keys),
+        RUNAHEAD_MODEL_DIR=str(model),
+        RUNAHEAD_SERVED_MODEL_NAME="mine",
+    ) as stack:
+        frontends = stack.containers("frontend")
+        assert len({frontend.host_port for frontend in frontends}) == len(frontends) == 2
+        texts = set()
+        for frontend, key in zip(frontends, ("sesame", "mellon"), strict=True):
+            address = f"http://127.0.0.1:{frontend.host_port}/v1"
+            with openai.OpenAI(base_url=address, api_key=key, max_retries=0) as client:
+                assert [card.id for card in client.models.list().data] == ["mine"]
+                texts.add(streamed(client, "The os module", 16))
+            with (
+                openai.OpenAI(base_url=address, api_key="friend", max_retries=0) as stranger,
+                pytest.raises(openai.AuthenticationError),
+            ):
+                stranger.models.list()
+            assert key not in str(frontend.facts["Config"])
+        assert len(texts) == 1
