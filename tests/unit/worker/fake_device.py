@@ -96,7 +96,7 @@ class FakeDevice:
     def record(self) -> FakeEvent:
         return self.compute.put(lambda: None)
 
-    def launch(self, work: Callable[[], None], seconds: float) -> FakeEvent:
+    def launch(self, work: Callable[[], None], seconds: float, not_before: float = 0.0) -> FakeEvent:
         number, self._launched = self._launched, self._launched + 1
         self.log.append(("launch", number))
 
@@ -105,6 +105,9 @@ class FakeDevice:
             self.log.append(("complete", number))
 
         return self.compute.put(run)
+
+    def settle(self) -> None:
+        self.compute.put(lambda: None).synchronize()
 
     def copy_out(self, source: NDArray[Any]) -> tuple[NDArray[Any], FakeEvent]:
         target = np.full_like(source, POISON)

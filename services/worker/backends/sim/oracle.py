@@ -7,6 +7,7 @@ must be what the slot believes; anything else raises.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,19 @@ class Batch:
     @property
     def ends(self) -> I32:
         return self.starts + self.counts
+
+
+class Activations(NamedTuple):
+    """What stands for a step's hidden states between stages; one entry per token, rows back to back."""
+
+    tokens: I32
+    """Input ids: of those that were sampled, a middle stage knows no other source."""
+    hashes: U64
+    """Of everything up to and including each token."""
+
+    @classmethod
+    def empty(cls, tokens: int) -> "Activations":
+        return cls(np.empty(tokens, np.int32), np.empty(tokens, np.uint64))
 
 
 class Oracle:
@@ -94,18 +108,59 @@ class Oracle:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch) -> U64:
+    def forward(self, batch: Batch, arrived: Activations | None = None) -> U64:
         """uint64[rows]: the hash of everything up to each row's last position.
+
+        Args:
+            arrived: what the stage before made of the batch; None on the first.
 
         Raises:
             OracleError: names slot, position, block, the hash expected there and the one found.
         """
         skipped = self.chained[batch.slots]
+        if arrived is not None:
+            self._learn(batch, arrived.tokens)
         self._believe(batch, skipped)
+        if arrived is not None:
+            self._compare(batch, arrived.hashes)
         self._write(batch)
         self._read(batch, skipped)
         self._turn += 1
         return self.chain[batch.slots, batch.ends]
+
+    def activations(self, batch: Batch) -> Activations:
+        """What `forward` made of the batch, for the next stage."""
+        rows, positions = _spread(batch.starts, batch.counts)
+        slots = batch.slots[rows]
+        return Activations(self._tokens(slots, positions), self.chain[slots, positions + 1])
+
+    def _learn(self, batch: Batch, tokens: I32) -> None:
+        """Input ids of the batch that only the stage before knows; what is known here must be the same."""
+        rows, positions = _spread(batch.starts, batch.counts)
+        slots = batch.slots[rows]
+        known = self._history[slots, positions] - 1
+        wrong = (tokens < 0) | (tokens >= self.vocab_size) | ((known >= 0) & (known != tokens))
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"slot {slots[i]} position {positions[i]}: token {tokens[i]} of {self.vocab_size} came from the stage "
+                f"before, {known[i]} is known here (-1: none)"
+            )
+        self._history[slots, positions] = tokens + 1
+        self._extent[batch.slots] = np.maximum(self._extent[batch.slots], batch.ends)
+
+    def _compare(self, batch: Batch, hashes: U64) -> None:
+        """The activations of the batch are what this stage makes of the same tokens."""
+        rows, positions = _spread(batch.starts, batch.counts)
+        slots = batch.slots[rows]
+        expected = self.chain[slots, positions + 1]
+        wrong = hashes != expected
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"slot {slots[i]} position {positions[i]}: expected the activation {expected[i]:016x} from the stage "
+                f"before, found {hashes[i]:016x}"
+            )
 
     def _believe(self, batch: Batch, have: I32) -> None:
         """Extends each slot's own hashes to the end of its row."""

@@ -3,23 +3,28 @@
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim.checkpoint import Facts
+from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device import Device, Event, SimDevice
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
-from services.worker.backends.sim.oracle import Batch, Oracle
-from services.worker.batch import I32, Rows, SlotTable
+from services.worker.backends.sim.oracle import Activations, Batch, Oracle
+from services.worker.backends.sim.output import StepOutput
+from services.worker.backends.sim.place import Alone, Place
+from services.worker.backends.sim.sampler import Banned, Sampler, banned
+from services.worker.backends.sim.trace import StepTrace
+from services.worker.batch import Rows, SlotTable
 from services.worker.runner import Identity, LoadError, Progress
-from services.worker.sampling import GREEDY_BELOW, RowParams, apply_bitmask, forbid, sample_row
-from services.worker.staging import HostRing
+from services.worker.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
 DEFAULT_BLOCKS = 16384
 """Unless `kv_cache_memory_bytes` says it; a block costs its hashes only."""
@@ -33,34 +38,8 @@ class _Pending:
     step: SchedulerOutput
     rows: Rows
     hashes: NDArray[np.uint64]
-    banned: dict[int, tuple[int, ...]]
-    """Row among the sampled ones -> ids it must not sample."""
+    banned: Banned
     forward: Event
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """An `Output`: the ids are on their way to the host. Everything it refers to is its own (S3-1, S3-8)."""
-
-    step: SchedulerOutput
-    rows: Rows
-    ids: I32
-    forward: Event
-    copied: Event
-
-    def get(self) -> ModelRunnerOutput:
-        self.copied.synchronize()
-        samples = self.rows.samples
-        return ModelRunnerOutput(
-            epoch=self.step.epoch,
-            step_id=self.step.step_id,
-            slots=self.rows.slots[samples].tobytes(),
-            generations=self.rows.generations[samples].tobytes(),
-            counts=np.ones(len(self.ids), np.int32).tobytes(),
-            token_ids=self.ids.tobytes(),
-            started=self.forward.began,
-            ended=self.copied.ended,
-        )
 
 
 class SimRunner:
@@ -76,6 +55,7 @@ class SimRunner:
     ) -> None:
         self._config = config
         self._make_device, self._full_check = make_device, full_check
+        self._place: Place = Alone()
         self._pending: _Pending | None = None
         self._device: Device | None = None
 
@@ -101,6 +81,7 @@ class SimRunner:
             raise LoadError(
                 f"--kv-cache-memory-bytes holds no KV block; one takes {bytes_per_block}: raise it"
             )
+        self._take_place(listener)
         progress("simulated model", 1.0)
         return Loaded(
             model_hash=self._facts.digest,
@@ -109,19 +90,42 @@ class SimRunner:
             bytes_per_block=bytes_per_block,
             num_blocks=blocks,
             simulated=True,
+            epoch=assignment.epoch,
         )
+
+    def _take_place(self, listener: socket.socket | None) -> None:
+        """Raises: RanksLost"""
+        assignment, path = self._assignment, self._config.sim_trace
+        shard = assignment.shard
+        self._num_stages = shard.pipeline_parallel_size
+        self._is_last = shard.pp_rank + 1 == self._num_stages
+        self._is_output = assignment.rank == assignment.output_rank
+        self._trace = StepTrace(Path(path), shard.pp_rank) if path and not shard.tp_rank else None
+        self._cost = CostModel(self._config, self._num_stages)
+        if assignment.world_size == 1:
+            self._place = Alone()
+            if listener is not None:
+                listener.close()
+            return
+        # torch takes seconds to import that a single rank does not need
+        from services.worker.backends.sim.stage import Stage
+        from services.worker.ranks import Ranks
+
+        self._place = stage = Stage(Ranks(assignment, listener), self._cost, assignment.num_slots)
+        stage.join()
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         slots, block_size = self._assignment.num_slots, self._assignment.block_size
         vocab_size, max_len = self._facts.vocab_size, init.max_model_len
-        self.shutdown()
+        self._stop()
         self._device = self._make_device()
         self._table = SlotTable(slots, block_size, init.num_blocks, max_len)
         max_blocks = self._table.block_table.shape[1]
-        self._ring = HostRing(lambda: StepInputs(slots, max_blocks))
+        in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * self._num_stages)
+        self._ring = HostRing(lambda: StepInputs(slots, max_blocks), in_flight + 1)
         self._inputs = StepInputs(slots, max_blocks)
         self._oracle = Oracle(slots, init.num_blocks, block_size, max_len, vocab_size, self._full_check)
-        self._logits = Logits(vocab_size, self._facts.eos_token_ids)
+        self._sampler = Sampler(Logits(vocab_size, self._facts.eos_token_ids), self._inputs)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -130,52 +134,67 @@ class SimRunner:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
         device, oracle = self._ready(), self._oracle
         rows = self._table.apply(step)
+        arrived = self._place.arrive(step, rows)
         n, width = len(rows.slots), -(-int(rows.ends.max(initial=0)) // self._table.block_size)
         staged = self._ring.acquire()
         staged.fill(rows, self._table, width)
         staged.copy_to(device, self._inputs, n, width)
         self._ring.release(device.record())
         hashes = np.empty(n, np.uint64)
+        leaving = None if self._is_last else Activations.empty(int(rows.counts.sum()))
 
         def forward() -> None:
             for request in step.new:
                 oracle.enter(request.slot, unpack(request.token_ids))
+            for late in arrived.feedback:
+                oracle.append(late.slots, late.positions, late.token_ids)
             i = self._inputs
-            hashes[:] = oracle.forward(Batch(i.slots[:n], i.starts[:n], i.counts[:n], i.block_table[:n]))
+            batch = Batch(i.slots[:n], i.starts[:n], i.counts[:n], i.block_table[:n])
+            hashes[:] = oracle.forward(batch, arrived.activations)
+            if leaving is not None:
+                leaving.tokens[:], leaving.hashes[:] = oracle.activations(batch)
 
-        event = device.launch(forward, self._seconds(rows))
-        self._pending = _Pending(step, rows, hashes, self._banned(rows), event)
+        seconds = self._cost.step(rows, self._table.num_prompt[rows.slots])
+        event = device.launch(forward, seconds, arrived.at)
+        self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
+        self._pending = _Pending(step, rows, hashes, banned(rows, self._table), event)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> _Sampled:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no step was executed that could be sampled")
-        step, rows = pending.step, pending.rows
+        step, rows, forward = pending.step, pending.rows, pending.forward
+        if not self._is_last:
+            return StepOutput(step, rows, None, forward, forward, self._trace)
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        device, sampled = self._ready(), np.flatnonzero(rows.samples)
-        slots, positions = rows.slots[sampled], rows.ends[sampled]
-        masks = self._masks(slots, grammar)
-        ids = np.empty(len(sampled), np.int32)  # this step's own: its copy may end after the next step (S3-8)
+        device, slots, positions = self._ready(), rows.slots[rows.samples], rows.ends[rows.samples]
+        work = self._sampler.prepare(rows, pending.hashes, pending.banned, grammar)
+        ids = np.empty(len(slots), np.int32)  # this step's own: its copy may end after the next step (S3-8)
 
         def sample() -> None:
-            ids[:] = self._sample(pending.hashes[sampled], sampled, positions, pending.banned, masks)
+            ids[:] = work()
             self._oracle.append(slots, positions, ids)
 
-        device.launch(sample, 0.0)
+        event = device.launch(sample, 0.0)
+        self._place.sampled(device, step, rows, ids, event.ended)
         host_ids, copied = device.copy_out(ids)
-        return _Sampled(step, rows, host_ids, pending.forward, copied)
+        return StepOutput(step, rows, host_ids if self._is_output else None, forward, copied, self._trace)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
 
     def leave(self) -> None:
-        self.shutdown()
+        self._stop()
+        self._place = Alone()
 
     def abort(self) -> None:
-        """Nothing here waits for another rank."""
+        self._place.abort()
 
     def shutdown(self) -> None:
+        self.leave()
+
+    def _stop(self) -> None:
         self._pending = None
         if self._device is not None:
             self._device.close()
@@ -185,54 +204,3 @@ class SimRunner:
         if self._device is None:
             raise RuntimeError("init_kv_cache must come before the first step")
         return self._device
-
-    def _seconds(self, rows: Rows) -> float:
-        """The cost model: a base, prompt tokens, decoding rows, and the context that attention reads."""
-        c = self._config
-        decodes = (rows.counts == 1) & (rows.starts >= self._table.num_prompt[rows.slots])
-        decoding = int(decodes.sum())
-        prefill = int(rows.counts.sum()) - decoding
-        return (
-            c.sim_step_ms * 1e-3
-            + prefill * c.sim_prefill_token_us * 1e-6
-            + decoding * c.sim_decode_us * 1e-6
-            + int(rows.ends.sum()) * c.sim_context_token_ns * 1e-9
-        )
-
-    # -- sampling ------------------------------------------------------------------------------------------------
-
-    def _banned(self, rows: Rows) -> dict[int, tuple[int, ...]]:
-        """A snapshot: the table may have moved on when the device samples."""
-        sampled = rows.samples
-        slots, positions = rows.slots[sampled], rows.ends[sampled]
-        short = np.flatnonzero(positions < self._table.banned_until[slots])
-        return {i: self._table.banned[slots[i]] for i in short.tolist()}
-
-    def _masks(self, slots: I32, grammar: GrammarOutput | None) -> dict[int, I32]:
-        """Row among the sampled ones -> its grammar bitmask."""
-        if grammar is None:
-            return {}
-        words = unpack(grammar.bitmask).reshape(-1, -(-self._facts.vocab_size // 32))
-        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        constrained = unpack(grammar.slots).tolist()
-        return {row_of[s]: mask for s, mask in zip(constrained, words, strict=True) if s in row_of}
-
-    def _sample(
-        self, hashes: NDArray[np.uint64], rows: NDArray[np.int64], positions: I32,
-        banned: dict[int, tuple[int, ...]], masks: dict[int, I32],
-    ) -> I32:  # fmt: skip
-        """int32[sampled rows]; full logits rows only where the top token alone does not decide."""
-        ids, inputs = self._logits.top(hashes), self._inputs
-        needs_row = inputs.temperature[rows] >= GREEDY_BELOW
-        needs_row[[i for i, forbidden in banned.items() if ids[i] in forbidden]] = True
-        needs_row[list(masks)] = True
-        for i in np.flatnonzero(needs_row).tolist():
-            logits, row = self._logits.rows(hashes[i : i + 1])[0], rows[i]
-            forbid(logits, banned.get(i, ()))
-            if i in masks:
-                apply_bitmask(logits, masks[i])
-            ids[i] = sample_row(logits, RowParams(
-                float(inputs.temperature[row]), float(inputs.top_p[row]), int(inputs.top_k[row]),
-                float(inputs.min_p[row]), int(inputs.seed[row]), int(positions[i]),
-            ))  # fmt: skip
-        return ids

@@ -1,0 +1,43 @@
+"""What a step leaves on its way to the host."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.sim.device import Event
+from services.worker.backends.sim.trace import StepTrace
+from services.worker.batch import I32, Rows
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """An `Output`: the ids are being copied. Everything it refers to is its own (S3-1, S3-8)."""
+
+    step: SchedulerOutput
+    rows: Rows
+    ids: I32 | None
+    """None on a rank that does not report the step."""
+    forward: Event
+    done: Event
+    trace: StepTrace | None
+
+    def get(self) -> ModelRunnerOutput | None:
+        self.done.synchronize()
+        step, rows = self.step, self.rows
+        if self.trace is not None and step.step_id:  # 0: the canary
+            tokens = int(rows.counts.sum())
+            self.trace.write(step.epoch, step.step_id, self.forward.began, self.done.ended, tokens)
+        if self.ids is None:
+            return None
+        samples = rows.samples
+        return ModelRunnerOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            slots=rows.slots[samples].tobytes(),
+            generations=rows.generations[samples].tobytes(),
+            counts=np.ones(len(self.ids), np.int32).tobytes(),
+            token_ids=self.ids.tobytes(),
+            started=self.forward.began,
+            ended=self.done.ended,
+        )

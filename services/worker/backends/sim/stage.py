@@ -1,0 +1,159 @@
+"""A rank among others: stages hand on tokens and hashes in place of hidden states, ranks of a stage compare results.
+
+What one stage tells another is an int64 array: the step it belongs to, the moment on the modelled timeline when it is
+there (the bits of a float64), and the body. Activations: input ids, then hashes. Feedback: sampled ids, one message
+per step with sampling rows.
+
+The first stage takes feedback when a step needs it, so it never waits for a token too early. A message belongs to the
+owners that the slots had when its step was launched: ids for a slot that was given away since are dropped.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import SchedulerOutput
+from services.worker.backends.sim.cost import CostModel
+from services.worker.backends.sim.device import Device
+from services.worker.backends.sim.hashing import U64
+from services.worker.backends.sim.oracle import Activations, OracleError
+from services.worker.backends.sim.place import Arrived, Feedback
+from services.worker.batch import I32, Rows
+from services.worker.ranks import Ranks
+from services.worker.staging import MAX_STEPS_IN_FLIGHT
+
+I64 = NDArray[np.int64]
+HEADER = 2
+NEVER = -1
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """Ids that the last stage will send; int32[rows] each."""
+
+    step_id: int
+    slots: I32
+    positions: I32
+
+
+class Stage:
+    """A `Place` in the groups of one epoch; `join` comes first."""
+
+    def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
+        self._ranks, self._cost = ranks, cost
+        self._link_free_at = 0.0
+        """The link to the next stage carries one step after the other."""
+        self._most_in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * ranks.shard.pipeline_parallel_size)
+        self._promised: deque[_Promise] = deque()
+        self._entered_in = np.full(num_slots, NEVER, np.int64)
+        """Step with which the slot's owner came."""
+        self._sampled_in = np.full(num_slots, NEVER, np.int64)
+        """Newest step that samples for the slot's owner."""
+
+    def join(self) -> None:
+        """Raises: RanksLost"""
+        self._ranks.join()
+        self._team, self._stages = self._ranks.team, self._ranks.stages
+
+    # -- between stages ------------------------------------------------------------------------------------------
+
+    def arrive(self, step: SchedulerOutput, rows: Rows) -> Arrived:
+        if self._stages.size == 1:
+            return Arrived()
+        return self._feedback(step, rows) if self._stages.is_first else self._activations(step, rows)
+
+    def _activations(self, step: SchedulerOutput, rows: Rows) -> Arrived:
+        tokens = int(rows.counts.sum())
+        at, body = _receive(self._stages.receive_previous, "activations", step.step_id, 2 * tokens)
+        return Arrived(at, (), Activations(body[:tokens].astype(np.int32), body[tokens:].view(np.uint64)))
+
+    def _feedback(self, step: SchedulerOutput, rows: Rows) -> Arrived:
+        """All messages up to the newest one that a row needs, and those that no step in flight can be about."""
+        entering = [request.slot for request in step.new]
+        self._entered_in[entering], self._sampled_in[entering] = step.step_id, NEVER
+        needed = int(self._sampled_in[rows.slots].max(initial=NEVER))
+        needed = max(needed, step.step_id - self._most_in_flight)
+        at, feedback = 0.0, []
+        while self._promised and self._promised[0].step_id <= needed:
+            promise = self._promised.popleft()
+            at, ids = _receive(self._stages.receive_last, "sampled ids", promise.step_id, len(promise.slots))
+            stays = self._entered_in[promise.slots] <= promise.step_id
+            feedback.append(
+                Feedback(promise.slots[stays], promise.positions[stays], ids[stays].astype(np.int32))
+            )
+        sampled = rows.samples
+        if sampled.any():
+            self._promised.append(_Promise(step.step_id, rows.slots[sampled], rows.ends[sampled]))
+            self._sampled_in[rows.slots[sampled]] = step.step_id
+        return Arrived(at, tuple(feedback))
+
+    def _hand_on(self, step_id: int, leaving: Activations, ended: float) -> None:
+        arrives = max(ended, self._link_free_at) + self._cost.hop(len(leaving.tokens))
+        self._link_free_at = arrives
+        self._stages.send_next(_message(step_id, arrives, leaving.tokens, leaving.hashes.view(np.int64)))
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def forwarded(
+        self,
+        device: Device,
+        step: SchedulerOutput,
+        rows: Rows,
+        hashes: U64,
+        leaving: Activations | None,
+        ended: float,
+    ) -> None:
+        device.settle()
+        self._agree("the activation", step.step_id, rows.slots, hashes.view(np.int64))
+        if leaving is not None:
+            self._hand_on(step.step_id, leaving, ended)
+
+    def sampled(
+        self, device: Device, step: SchedulerOutput, rows: Rows, token_ids: I32, ended: float
+    ) -> None:
+        if not len(token_ids):
+            return
+        device.settle()
+        self._agree("token", step.step_id, rows.slots[rows.samples], token_ids.astype(np.int64))
+        if self._stages.size > 1:
+            self._stages.send_first(_message(step.step_id, ended + self._cost.hop(0), token_ids))
+
+    def _agree(self, what: str, step_id: int, slots: I32, mine: I64) -> None:
+        """Before anything is reported: each rank sees that of all others, so a wrong rank is not alone to know."""
+        if self._team.size == 1:
+            return
+        own = np.concatenate(([step_id], mine))
+        for rank, part in enumerate(self._team.all_gather(torch.from_numpy(own))):
+            theirs = part.numpy()
+            if theirs[0] != step_id:
+                raise OracleError(f"step {step_id} meets step {theirs[0]} of tensor-parallel rank {rank}")
+            wrong = theirs[1:] != mine
+            if wrong.any():
+                i = int(wrong.argmax())
+                raise OracleError(
+                    f"slot {slots[i]}: {what} is {mine[i]} here and {theirs[i + 1]} on tensor-parallel rank {rank}"
+                )
+
+    def abort(self) -> None:
+        self._ranks.abort()
+
+
+def _message(step_id: int, at: float, *body: NDArray[np.signedinteger]) -> torch.Tensor:
+    header = np.array([step_id, 0], np.int64)
+    header[1:].view(np.float64)[0] = at
+    return torch.from_numpy(np.concatenate((header, *body)))
+
+
+def _receive(
+    receive: Callable[[torch.Tensor], None], what: str, step_id: int, size: int
+) -> tuple[float, I64]:
+    """When it is there, and int64[size]. Raises: OracleError, RanksLost"""
+    message = np.empty(HEADER + size, np.int64)
+    receive(torch.from_numpy(message))
+    if message[0] != step_id:
+        raise OracleError(f"step {step_id} waits for its {what} and gets those of step {message[0]}")
+    return float(message[1:2].view(np.float64)[0]), message[HEADER:]
