@@ -150,7 +150,7 @@ def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: py
         patch.setattr(driver.runner._history, "append", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.runner.sample_tokens(None)
-    driver.step([(request, 1)])
+    driver.step([(driver.add(PROMPT), 4)])
 
 
 @pytest.mark.parametrize("token", [-1, 211, 2**31 - 1])
