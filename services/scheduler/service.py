@@ -69,7 +69,7 @@ class Service:
         self._worker_seconds = {"idle": 0.0, "busy": 0.0}
         self._draining = False
         self._stop_now = False
-        self._last_state: EngineState | None = None
+        self._reported: tuple[EnginePhase, str, float, int] | None = None
         self._next_report = 0.0
         self._was_busy = False
         self._trace: TextIO | None = open(config.step_trace, "w") if config.step_trace else None  # noqa: SIM115
@@ -245,7 +245,7 @@ class Service:
             self._publish()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         due = busy and time.monotonic() >= self._next_report
-        if due or self._was_busy > busy or self._state_changed():
+        if due or self._was_busy > busy or self._reported != self._visible():
             self._report_state()
         self._was_busy = busy
 
@@ -276,12 +276,9 @@ class Service:
             )
 
     def _state(self) -> EngineState:
-        group, loaded, limits = self.group, self._loaded, self._limits
-        draining = self._draining and group.phase is EnginePhase.READY
+        loaded, limits = self._loaded, self._limits
         return EngineState(
-            EnginePhase.DRAINING if draining else group.phase,
-            group.detail,
-            group.progress,
+            *self._visible()[:3],
             limits.max_model_len if limits else 0,
             loaded.vocab_size if loaded else 0,
             limits.num_blocks if limits else 0,
@@ -302,17 +299,15 @@ class Service:
         seconds = {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
         return self.engine.stats() | seconds | group
 
-    def _state_changed(self) -> bool:
-        last, group = self._last_state, self.group
-        ours = group.phase, group.detail, group.progress
-        if last is not None and last.phase is EnginePhase.DRAINING and group.phase is EnginePhase.READY:
-            ours = (last.phase, *ours[1:])
-        return last is None or (last.phase, last.detail, last.progress) != ours or (
-            self._draining and last.phase is EnginePhase.READY
-        )  # fmt: skip
+    def _visible(self) -> tuple[EnginePhase, str, float, int]:
+        """What frontends are told at once when it changes."""
+        group = self.group
+        draining = self._draining and group.phase is EnginePhase.READY
+        phase = EnginePhase.DRAINING if draining else group.phase
+        return phase, group.detail, group.progress, len(group.members)
 
     def _report_state(self) -> None:
-        state = self._last_state = self._state()
+        state, self._reported = self._state(), self._visible()
         self._next_report = time.monotonic() + STATE_INTERVAL
         for peer in self._client_peers:
             self._send_state(peer, state)

@@ -92,19 +92,33 @@ class EngineClient:
 
 
 class Engine:
-    def __init__(self, directory: Path, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
+    def __init__(
+        self, directory: Path, scheduler: SchedulerConfig, worker: WorkerConfig, num_workers: int
+    ) -> None:
         self.directory = directory
         self.client_endpoint = scheduler.client_endpoint
+        self._worker_config = worker
         self.scheduler = spawn("scheduler", scheduler)
-        self.worker = spawn("worker", worker)
+        self.workers = [spawn("worker", worker) for _ in range(num_workers)]
 
-    def stop(self) -> tuple[int, int]:
-        """Drains and waits. Returns both exit statuses."""
+    @property
+    def worker(self) -> subprocess.Popen[str]:
+        """The first one."""
+        return self.workers[0]
+
+    def add_worker(self, **changes: object) -> subprocess.Popen[str]:
+        """One more, of the same configuration but for `changes`."""
+        config = WorkerConfig.model_validate(self._worker_config.model_dump() | changes)
+        self.workers.append(spawn("worker", config))
+        return self.workers[-1]
+
+    def stop(self) -> tuple[int, ...]:
+        """Drains and waits. Returns the exit statuses, the scheduler's first."""
         self.scheduler.send_signal(signal.SIGTERM)
-        return self.scheduler.wait(PATIENCE), self.worker.wait(PATIENCE)
+        return tuple(process.wait(PATIENCE) for process in (self.scheduler, *self.workers))
 
     def kill(self) -> None:
-        for process in (self.scheduler, self.worker):
+        for process in (self.scheduler, *self.workers):
             process.kill()
             process.wait()
             if process.stderr is not None:
@@ -112,8 +126,10 @@ class Engine:
 
 
 @contextmanager
-def engine(directory: Path, scheduler: dict[str, object], worker: dict[str, object]) -> Iterator[Engine]:
-    """A scheduler and a worker; whatever happens, no process is left."""
+def engine(
+    directory: Path, scheduler: dict[str, object], worker: dict[str, object], num_workers: int = 1
+) -> Iterator[Engine]:
+    """A scheduler and workers; whatever happens, no process is left."""
     endpoints = {name: f"ipc://{directory}/{name}" for name in ("w", "c")}
     running = Engine(
         directory,
@@ -121,6 +137,7 @@ def engine(directory: Path, scheduler: dict[str, object], worker: dict[str, obje
             {"worker_endpoint": endpoints["w"], "client_endpoint": endpoints["c"], **scheduler}
         ),
         WorkerConfig.model_validate({"scheduler_endpoint": endpoints["w"], **worker}),
+        num_workers,
     )
     try:
         yield running

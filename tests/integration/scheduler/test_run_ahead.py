@@ -8,8 +8,7 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
-from services.config import WorkerConfig
-from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine, spawn
+from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that a busy machine does not blur who came first."""
@@ -77,22 +76,6 @@ def test_draining_scheduler_finishes_what_runs_and_rejects_what_comes(tmp_path: 
         assert (client.finished[2].reason, client.tokens[2]) == (FinishReason.REJECTED, [])
         client.close()
         assert (running.scheduler.wait(PATIENCE), running.worker.wait(PATIENCE)) == (0, 0)
-
-
-def test_second_worker_is_refused_by_name_and_the_scheduler_serves_on(tmp_path: Path) -> None:
-    with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
-        client.wait_ready()
-        second = spawn(
-            "worker", WorkerConfig.model_validate({**SIM, "scheduler_endpoint": f"ipc://{tmp_path}/w"})
-        )
-        _, log = second.communicate(timeout=PATIENCE)
-        assert second.returncode != 0
-        assert "the group is complete" in log
-        client.generate(1, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
-        client.wait_finished(1)
-        assert len(client.tokens[1]) == 5
-        client.close()
 
 
 def test_lost_frontend_s_requests_end_and_the_others_go_on(tmp_path: Path) -> None:

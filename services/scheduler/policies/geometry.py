@@ -1,0 +1,82 @@
+"""Shapes of a device that pads: prompts to whole blocks and whole chunks, decode batches to a rectangle (spec 5(b)).
+
+A prompt is padded on its left so that it ends with its last block, and computed in chunks of one size. In a decode step
+every table is as wide as the widest; `tkv` is the longest row of that rectangle. All lengths are in tokens.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.scheduler.slots import Column
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    block: int
+    chunk: int
+    """A multiple of `block`."""
+
+    def round_up(self, tokens: int) -> int:
+        """To whole blocks."""
+        return -(-tokens // self.block) * self.block
+
+    def left_padding(self, tokens: int) -> int:
+        """Empty positions before a prompt of so many tokens: a multiple of `block`, below `chunk`."""
+        return -self.round_up(tokens) % self.chunk
+
+    def chunk_end(self, tokens: int, frontier: int) -> int:
+        """Where the chunk ends that begins at `frontier` of a prompt of so many tokens."""
+        padding = self.left_padding(tokens)
+        return min(tokens, ((padding + frontier) // self.chunk + 1) * self.chunk - padding)
+
+    def usable_prefix(self, tokens: int, hit: int) -> int:
+        """Of `hit` cached tokens those that whole chunks skip; the last chunk is always computed."""
+        padding = self.left_padding(tokens)
+        last = (padding + tokens - 1) // self.chunk
+        return max(0, min((padding + hit) // self.chunk, last) * self.chunk - padding)
+
+    def tkv(self, lengths: Column) -> int:
+        """The longest row of a decode step, its padding included.
+
+        Args:
+            lengths: int32[rows], tokens of each row with the one that the step computes; at least one row.
+        """
+        own = -(-lengths // self.block)
+        return int(((own.max() - own) * self.block + lengths).max())
+
+    def fitting(self, lengths: Column, max_tkv: int, max_volume: int) -> Column:
+        """Indices of the rows that one decode step can take: each in turn, unless the step would become longer than
+        `max_tkv` or larger than `max_volume` (rows times longest)."""
+        rows = np.arange(len(lengths), dtype=np.int32)
+        tkv = self.tkv(lengths)
+        if tkv <= max_tkv and len(rows) * tkv <= max_volume:
+            return rows
+        chosen: list[int] = []
+        for row in rows.tolist():
+            tkv = self.tkv(lengths[[*chosen, row]])
+            if tkv <= max_tkv and (len(chosen) + 1) * tkv <= max_volume:
+                chosen.append(row)
+        return rows[chosen]
+
+    # -- what the future brings (rules 7 and 8) ------------------------------------------------------------------
+
+    def joining(self, tkv: int, tokens: int) -> int:
+        """Length of a newcomer of so many tokens in the rectangle of those who decode already."""
+        return max(tkv, tokens) // self.block * self.block + tokens % self.block
+
+    def last_length(self, start: int, steps: int) -> int:
+        """Upper bound of the rectangle after `steps` more tokens, with a block of slack for crossings."""
+        return self.round_up(start + steps - 1) + self.block
+
+    @staticmethod
+    def peak_volume(newcomer: int, decoders: Iterable[int]) -> int:
+        """Largest rows times length of any step to come, from the bounds at which each row ends."""
+        ends = sorted(decoders)
+        rows, peak = len(ends) + 1, 0
+        for end in ends:
+            if newcomer <= end:
+                break
+            peak, rows = max(peak, rows * end), rows - 1
+        return max(peak, rows * newcomer)

@@ -1,0 +1,172 @@
+"""Workers that come, leave, hang and do not fit: the scheduler serves on, and every answer is that of a calm run."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.requests import EnginePhase, FinishReason
+from protocol.sampling import SamplingParams
+from tests.integration.scheduler.engine import PATIENCE, Engine, EngineClient, engine
+
+SIM = {"backend": "sim", "sim_step_ms": 10.0, "sim_vocab_size": 1000}
+SCHEDULER = {"max_model_len": 512, "heartbeat_timeout_seconds": 2.0}
+REQUESTS = range(16)
+
+
+def generate(client: EngineClient) -> None:
+    """Requests of 80 tokens, half of them sampled."""
+    for number in REQUESTS:
+        prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
+        client.generate(
+            number, prompt, SamplingParams(max_tokens=80, temperature=float(number % 2), seed=number)
+        )
+
+
+def state(client: EngineClient, wanted: Callable[[EngineClient], bool]) -> None:
+    """Reads until the engine's state is as wanted."""
+    while client.state is None or not wanted(client):
+        client.receive()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    """The answers of an undisturbed run."""
+    with engine(tmp_path_factory.mktemp("calm"), SCHEDULER, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        generate(client)
+        client.wait_finished(*REQUESTS)
+        client.close()
+        return client.tokens
+
+
+def started(running: Engine, after: int) -> EngineClient:
+    """A client with all requests open and `after` tokens of the first delivered."""
+    client = EngineClient(running.client_endpoint)
+    client.wait_ready()
+    generate(client)
+    while len(client.tokens[0]) < after:
+        client.receive()
+    return client
+
+
+def finished(client: EngineClient, calm: dict[int, list[int]]) -> None:
+    client.wait_finished(*REQUESTS)
+    assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
+    assert client.tokens == calm
+    client.close()
+
+
+@pytest.mark.parametrize("after", [1, 20, 60])
+def test_spare_takes_over_from_a_killed_worker(
+    tmp_path: Path, calm: dict[int, list[int]], after: int
+) -> None:
+    """F1 with one rank: no token is lost or doubled, and the epoch before is void."""
+    with engine(tmp_path, SCHEDULER, SIM) as running:
+        client = started(running, 0)
+        running.add_worker()
+        state(client, lambda c: c.state.stats.get("num_workers") == 2)
+        while len(client.tokens[0]) < after:
+            client.receive()
+        running.worker.kill()
+        finished(client, calm)
+
+
+def test_killed_worker_is_replaced_by_one_that_comes_later(
+    tmp_path: Path, calm: dict[int, list[int]]
+) -> None:
+    with engine(tmp_path, SCHEDULER, SIM) as running:
+        client = started(running, 10)
+        running.worker.kill()
+        state(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        assert "its connection broke" in client.state.detail
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))  # may queue
+        running.add_worker()
+        client.wait_finished(99)
+        assert len(client.tokens.pop(99)) == 5
+        assert client.finished.pop(99).reason is FinishReason.LENGTH
+        finished(client, calm)
+
+
+def test_stopped_worker_is_declared_dead_and_comes_back_as_a_spare(
+    tmp_path: Path, calm: dict[int, list[int]]
+) -> None:
+    """F4: SIGSTOP; what the worker still says of its epoch when it goes on is dropped by number."""
+    with engine(tmp_path, SCHEDULER, SIM) as running:
+        client = started(running, 10)
+        running.worker.send_signal(signal.SIGSTOP)
+        state(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        assert "was silent" in client.state.detail
+        running.add_worker()
+        finished_early = client.tokens[0].copy()
+        while len(client.tokens[0]) == len(finished_early):
+            client.receive()
+        running.worker.send_signal(signal.SIGCONT)
+        client.wait_finished(*REQUESTS)
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=300, temperature=0.0))
+        state(client, lambda c: c.state.stats["num_workers"] == 2)
+        client.wait_finished(99)
+        client.tokens.pop(99), client.finished.pop(99)
+        finished(client, calm)
+
+
+def test_recovery_that_takes_too_long_ends_the_requests(tmp_path: Path) -> None:
+    with engine(tmp_path, SCHEDULER | {"recovery_timeout_seconds": 0.5}, SIM) as running:
+        client = started(running, 3)
+        running.worker.kill()
+        client.wait_finished(*REQUESTS)
+        assert {finish.reason for finish in client.finished.values()} == {FinishReason.ERROR}
+        running.add_worker()
+        state(client, lambda c: c.state.phase is EnginePhase.READY)
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait_finished(99)
+        assert len(client.tokens[99]) == 5
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"sim_vocab_size": 2000}, "model hash mismatch"),
+        ({"backend": "native", "sim_vocab_size": 0}, "backend mismatch"),
+    ],
+)
+def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_serves_on(
+    tmp_path: Path, other: dict[str, object], named: str
+) -> None:
+    """F18: both values are named, the worker's exit status says that it was refused."""
+    with engine(tmp_path, SCHEDULER, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        worker = running.add_worker(**other)
+        _, log = worker.communicate(timeout=PATIENCE)
+        assert worker.returncode == 4
+        assert named in log
+        client.generate(1, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
+        client.wait_finished(1)
+        assert len(client.tokens[1]) == 5
+        client.close()
+
+
+def test_worker_beyond_ranks_and_spares_is_refused_by_name(tmp_path: Path) -> None:
+    with engine(tmp_path, SCHEDULER | {"max_spare_workers": 0}, SIM) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        _, log = (worker := running.add_worker()).communicate(timeout=PATIENCE)
+        assert worker.returncode == 4
+        assert "1 ranks and 0 spares" in log
+        client.close()
+
+
+def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
+    with engine(tmp_path, SCHEDULER, SIM, num_workers=3) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        client.generate(1, [1, 2, 3], SamplingParams(max_tokens=50, temperature=0.0))
+        while client.state.stats.get("num_workers") != 3:
+            client.receive()
+        client.wait_finished(1)
+        client.close()
+        assert running.stop() == (0, 0, 0, 0)
