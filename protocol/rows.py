@@ -82,6 +82,25 @@ class ResultRows(NamedTuple):
         return rows
 
 
+class ProgressRows(NamedTuple):
+    """How far prefill rows of a step came, int32[reports]; none is negative, no slot stands there twice."""
+
+    slots: I32
+    frontiers: I32
+
+    @classmethod
+    def of(cls, result: ModelRunnerOutput) -> Self:
+        """Raises: ProtocolError"""
+        what = "the result's progress"
+        rows = cls(unpack(result.progress_slots), unpack(result.progress_frontiers))
+        _same_length(what, slots=rows.slots, frontiers=rows.frontiers)
+        if _negative(rows.slots | rows.frontiers):
+            raise ProtocolError(f"{what} has a negative number")
+        if len(np.unique(rows.slots)) != len(rows.slots):
+            raise ProtocolError(f"{what} names a slot twice")
+        return rows
+
+
 class OutputRows(NamedTuple):
     """One token a row: whose, at which index of the output, and which. None is negative."""
 

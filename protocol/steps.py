@@ -79,7 +79,9 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """What one step produced; results leave a worker in step order.
 
-    One row per plan row with `samples`, in plan order.
+    One row per plan row with `samples`, in plan order. A runner that pads may get less or more far in a prefill row
+    than the plan says, and then reports it. Rows of that generation which are on their way are not computed (their
+    count is 0); the plan's next generation of the slot goes on from the frontier.
     """
 
     epoch: Count
@@ -89,7 +91,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     generations: bytes
     """int32[rows]"""
     counts: bytes
-    """int32[rows]: tokens of the row, 1 without speculation"""
+    """int32[rows]: tokens of the row, 1 without speculation; 0 where the runner did not come to sample"""
     token_ids: bytes
     """int32[sum(counts)], rows back to back"""
     started: Finite = 0.0
@@ -98,6 +100,10 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     """The sampled ids had arrived on the host."""
     idle: Finite = 0.0
     """Seconds the worker waited in receive, with no plan queued, just before this step."""
+    progress_slots: bytes = b""
+    """int32[reports]: slots of prefill rows of this step whose progress is reported"""
+    progress_frontiers: bytes = b""
+    """int32[reports]: tokens of the request whose KV is written; at least one more than where the row started"""
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.engine_client import EngineClient
@@ -14,7 +14,9 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _E2E = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
-_GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps"}
+_GAUGES = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
+}  # fmt: skip
 _LABELS = ("model_name", "engine")
 
 
@@ -31,6 +33,9 @@ class _Engine(Collector):
             family = kind(f"runahead:{name.removesuffix('_total')}", f"{name} of the engine", labels=_LABELS)
             family.add_metric(self._labels, value)
             yield family
+        if info := self._engine.state.info:
+            labels = dict(zip(_LABELS, self._labels, strict=True)) | info
+            yield InfoMetricFamily("runahead:engine", "what is combined in this engine", value=labels)
 
 
 class Metrics:

@@ -33,6 +33,7 @@ from protocol.membership import (
 )
 from protocol.requests import EnginePhase
 from services.config import SchedulerConfig
+from services.scheduler.capabilities import Combination, refusal
 from services.scheduler.limits import Limits
 
 LOAD_SILENCE = 30.0
@@ -231,6 +232,8 @@ class WorkerGroup:
                         f"{name} mismatch: this worker has {theirs!r}, the group {ours!r} "
                         f"(model {register.model or 'demo'!r} and {model.model or 'demo'!r})"
                     )
+        if (why := refusal(Combination.of(self.config, register.backend))) is not None:
+            return why
         tp, pp = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
         sizes = register.tensor_parallel_sizes
         if tp != "auto" and tp not in sizes:
@@ -263,6 +266,16 @@ class WorkerGroup:
     @property
     def _world(self) -> int:
         return self._size[0] * self._size[1]
+
+    @property
+    def backend(self) -> str:
+        """Of the workers that have served; "" before."""
+        return self._model.backend if self._model else ""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Of the current epoch; 0: there is none."""
+        return self._size[0]
 
     @property
     def forming(self) -> bool:

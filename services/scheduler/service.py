@@ -32,6 +32,7 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 from services.config import SchedulerConfig
+from services.scheduler.capabilities import Combination
 from services.scheduler.connections import WorkerConnections
 from services.scheduler.engine import EngineCore, StallError
 from services.scheduler.limits import Limits
@@ -217,6 +218,7 @@ class Service:
             started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
             limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
+        log.info("combined: %s", Combination.of(c, self.group.backend))
         if self.engine is not None:
             self.engine.start_epoch(limits, policy, started.epoch)
             return
@@ -286,7 +288,20 @@ class Service:
             self.config.max_num_seqs,
             loaded.simulated if loaded else False,
             self._stats(),
+            self._info(),
         )
+
+    def _info(self) -> dict[str, str]:
+        c = self.config
+        info = {"batching_policy": c.batching_policy, "batch_queue_depth": str(c.depth)}
+        if self._limits is not None and self.group.backend:
+            stages = self._limits.stages
+            info |= {
+                "backend": self.group.backend,
+                "tensor_parallel_size": str(self.group.tensor_parallel_size),
+                "pipeline_parallel_size": str(stages),
+            }
+        return info
 
     def _stats(self) -> dict[str, float]:
         if self.engine is None:

@@ -49,17 +49,24 @@ GOLDEN_1_0 = {
     ),
     "StepFault": "94a56661756c740111bb52756e74696d654572726f723a206f7574206f66206d656d6f7279",
 }
-"""What version 1.0 sends for each of EXAMPLES, in hex. Never edit these; a new message gets a new line."""
+"""What version 1.0 sends for each of EXAMPLES, in hex. Never edit these."""
+GOLDEN_1_1 = {
+    "RankLost": "93a972616e6b5f6c6f737403b9636f6e6e656374696f6e20636c6f7365642062792070656572",
+    "EndEpoch": "93a9656e645f65706f636803af612072616e6b20776173206c6f7374",
+    "Ping": "91a470696e67",
+}
+"""The messages that version 1.1 added."""
+GOLDEN = GOLDEN_1_0 | GOLDEN_1_1
 
 
 def test_every_message_has_an_example() -> None:
     assert {type(example) for example in EXAMPLES} == set(MESSAGES)
-    assert GOLDEN_1_0.keys() == {message.__name__ for message in MESSAGES}
+    assert GOLDEN.keys() == {message.__name__ for message in MESSAGES}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
-def test_bytes_of_version_1_0_mean_what_they_meant(example: msgspec.Struct) -> None:
-    frame = bytes.fromhex(GOLDEN_1_0[type(example).__name__])
+def test_bytes_of_earlier_versions_mean_what_they_meant(example: msgspec.Struct) -> None:
+    frame = bytes.fromhex(GOLDEN[type(example).__name__])
     assert DECODERS[direction_of(type(example))].decode(frame) == example
 
 

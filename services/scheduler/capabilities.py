@@ -1,0 +1,74 @@
+"""What can be combined: one table, in data. It is printed, exported, and what it refuses is refused by name.
+
+A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend). What
+is not listed in `REFUSED` works, and tests/integration/scheduler/test_capabilities.py runs every such cell.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Self
+
+from services.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    batching_policy: str
+    pipeline: bool
+    """More than one stage."""
+    runs_ahead: bool
+    """More steps in flight than stages."""
+    backend: str
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, backend: str) -> Self:
+        stages = config.pipeline_parallel_size
+        return cls(config.batching_policy, stages > 1, config.depth > stages, backend)
+
+    def __str__(self) -> str:
+        stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"
+        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A pattern, None matching anything, and what to tell people."""
+
+    reason: str
+    batching_policy: str | None = None
+    pipeline: bool | None = None
+    runs_ahead: bool | None = None
+    backend: str | None = None
+
+    def matches(self, combination: Combination) -> bool:
+        pattern = ((getattr(self, f.name), getattr(combination, f.name)) for f in fields(combination))
+        return all(wanted in (None, there) for wanted, there in pattern)
+
+
+POLICIES = ("chunked", "balanced", "phased")
+BACKENDS = ("native", "sim", "sim rigid")
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        "a rigid device cannot mix prefill and decode: use --batching-policy phased",
+        batching_policy="chunked",
+        backend="sim rigid",
+    ),
+    Refused(
+        "a rigid device cannot mix prefill and decode: use --batching-policy phased",
+        batching_policy="balanced",
+        backend="sim rigid",
+    ),
+)
+
+
+def refusal(combination: Combination) -> str | None:
+    """Why this cannot be served, or None if it can."""
+    return next((row.reason for row in REFUSED if row.matches(combination)), None)
+
+
+def table() -> Iterator[tuple[Combination, str | None]]:
+    """Every cell, with the reason where it is refused."""
+    for cell in product(POLICIES, (False, True), (False, True), BACKENDS):
+        combination = Combination(*cell)
+        yield combination, refusal(combination)
