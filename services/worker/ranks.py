@@ -28,33 +28,68 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STEP_TIMEOUT = timedelta(minutes=30)
 """The last resort: the scheduler's own deadline is shorter and ends in `abort`."""
 _c10d: Any = distributed  # its stubs lack most of what is used here
-ACTIVATIONS, FEEDBACK = 0, 1
-"""Tags of what stages send: onwards, and from the last to the first."""
+ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
+"""Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
 UNDERWAY = (64, 1024)
 """Messages of each tag that may be on their way before the sender waits for the oldest. The first stage may take what
 comes back much later than it was sent, but never by so many steps; ids are small."""
 
 
+class _Peers:
+    """Messages between the ranks of one group. All of gloo's collectives would do, but its plain messages leave on the
+    calling thread: with few ranks they take a third of the time. They arrive in order per sender and tag."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self.rank = group, rank
+        self.others = [other for other in range(size) if other != rank]
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> distributed.Work:
+        """`tensor` is contiguous and must not change until it has left. Raises: RanksLost"""
+        try:
+            return self._group.send([tensor], to, tag)
+        except RuntimeError as error:
+            raise RanksLost(str(error)) from error
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> distributed.Work:
+        """Raises: RanksLost"""
+        try:
+            return self._group.recv([tensor], source, tag)
+        except RuntimeError as error:
+            raise RanksLost(str(error)) from error
+
+    @staticmethod
+    def wait(*works: distributed.Work) -> None:
+        """Raises: RanksLost"""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RanksLost(str(error)) from error
+
+
 class Team:
     """The tensor-parallel ranks of one stage; every one of them calls the same methods in the same order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
+    def __init__(self, peers: _Peers | None = None) -> None:
+        self._peers = peers
+        self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """`x` of every rank, in the order of ranks; equal shapes and dtypes.
+        """`x` of every rank, in the order of ranks, its own not copied; equal shapes and dtypes.
 
         Raises: RanksLost
         """
-        if self._group is None:
+        if self._peers is None:
             return [x]
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        _wait(self._group.allgather([parts], [x]))
+        x, peers = x.contiguous(), self._peers
+        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
+        works = [peers.send(x, rank, TEAM) for rank in peers.others]
+        works += [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
+        peers.wait(*works)
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,12 +99,12 @@ class Team:
 
         Raises: RanksLost
         """
-        if self._group is None:
+        if self._peers is None:
             return x
         first, *others = self.all_gather(x)
         total = first.float()
         for part in others:
-            total += part
+            total = total + part
         return total.to(x.dtype)
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -77,19 +112,26 @@ class Team:
 
         Raises: RanksLost
         """
-        if self._group is None:
+        if self._peers is None:
             return [x]
-        parts = [torch.empty_like(x) for _ in range(self.size)] if self.is_first else []
-        _wait(self._group.gather([parts] if parts else [], [x.contiguous()], _c10d.GatherOptions()))
+        x, peers = x.contiguous(), self._peers
+        if not self.is_first:
+            peers.wait(peers.send(x, 0, TEAM))
+            return []
+        parts = [x, *(torch.empty_like(x) for _ in peers.others)]
+        peers.wait(*(peers.receive(parts[rank], rank, TEAM) for rank in peers.others))
         return parts
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's `x`, written into everyone's.
+        """The first rank's contiguous `x`, written into everyone's.
 
         Raises: RanksLost
         """
-        if self._group is not None:
-            _wait(self._group.broadcast(x, 0))
+        if (peers := self._peers) is not None:
+            if self.is_first:
+                peers.wait(*(peers.send(x, rank, TEAM) for rank in peers.others))
+            else:
+                peers.wait(peers.receive(x, 0, TEAM))
         return x
 
 
@@ -99,10 +141,11 @@ class Stages:
     Sender and receiver must agree from the plan alone what is sent, and of which shape (spec 3(b) 10).
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
-        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque())
-        """What is on its way, by tag, kept until it has left."""
+    def __init__(self, peers: _Peers | None = None) -> None:
+        self._peers = peers
+        self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
+        self._leaving: deque[tuple[torch.Tensor, distributed.Work]] = deque()
+        """What is on its way, kept until it has left."""
 
     @property
     def is_first(self) -> bool:
@@ -143,32 +186,17 @@ class Stages:
         self._receive(tensor, self.size - 1, FEEDBACK)
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        if self._group is None:
+        if self._peers is None:
             raise RuntimeError("a group of one stage sends nothing")
-        leaving = self._leaving[tag]
-        while leaving and (leaving[0][1].is_completed() or len(leaving) >= UNDERWAY[tag]):
-            _wait(leaving.popleft()[1])  # gloo calls a send completed only after a wait
+        while self._leaving and self._leaving[0][1].is_completed():
+            self._peers.wait(self._leaving.popleft()[1])
         tensor = tensor.contiguous()
-        try:
-            leaving.append((tensor, self._group.send([tensor], to, tag)))
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
+        self._leaving.append((tensor, self._peers.send(tensor, to, tag)))
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        if self._group is None:
+        if self._peers is None:
             raise RuntimeError("a group of one stage receives nothing")
-        try:
-            work = self._group.recv([tensor], source, tag)
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
-        _wait(work)
-
-
-def _wait(work: distributed.Work) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RanksLost(str(error)) from error
+        self._peers.wait(self._peers.receive(tensor, source, tag))
 
 
 class Ranks:
@@ -212,7 +240,7 @@ class Ranks:
         Raises: RanksLost, when the others do not come.
         """
         assignment, listener = self.assignment, self._listener
-        team, stages, together = Team(None, 0, 1), Stages(None, 0, 1), 1
+        team, stages, together = Team(), Stages(), 1
         try:
             if assignment.world_size > 1:
                 self._store = self._meet(assignment, listener)
@@ -250,23 +278,19 @@ class Ranks:
 
     def _team(self, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
-        if size == 1:
-            return Team(None, 0, 1)
-        return Team(self._group(f"tp{self.shard.pp_rank}", rank, size, address), rank, size)
+        return Team(self._peers(f"tp{self.shard.pp_rank}", rank, size, address)) if size > 1 else Team()
 
     def _stages(self, address: str) -> Stages:
         rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
-        if size == 1:
-            return Stages(None, 0, 1)
-        return Stages(self._group(f"pp{self.shard.tp_rank}", rank, size, address), rank, size)
+        return Stages(self._peers(f"pp{self.shard.tp_rank}", rank, size, address)) if size > 1 else Stages()
 
-    def _group(self, name: str, rank: int, size: int, address: str) -> Any:
+    def _peers(self, name: str, rank: int, size: int, address: str) -> _Peers:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = JOIN_TIMEOUT
         group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(name, self._store), rank, size, options)
         group._set_default_timeout(STEP_TIMEOUT)
-        return group
+        return _Peers(group, rank, size)
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.
