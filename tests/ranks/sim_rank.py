@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,12 +23,15 @@ from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim import device as sim_device
 from services.worker.runner import Output
 
+START = 100.0
+"""Seconds: when a frozen clock stands still."""
+
 
 class FrozenClock:
     """A VIRTUAL clock in place of the simulated device's: it stands still until an event is waited for."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now = START
 
     def monotonic(self) -> float:
         return self.now
@@ -116,18 +120,31 @@ class Rank:
 
         stages.send_next = stale
 
-    def edit_message(self, method: str, at: list[int], values: list[int]) -> None:
-        """The next message that leaves by `method` has these words in these places; a word is "at N" if negative."""
+    def swap(self, method: str, i: int, j: int) -> None:
+        """Two words of the next message that leaves by `method` change places."""
+
+        def change(message: torch.Tensor) -> None:
+            message[[i, j]] = message[[j, i]]
+
+        self._edit(method, change)
+
+    def shift(self, method: str, i: int, by: int) -> None:
+        """One word of the next message that leaves by `method` is another one."""
+
+        def change(message: torch.Tensor) -> None:
+            message[i] += by
+
+        self._edit(method, change)
+
+    def _edit(self, method: str, change: Callable[[torch.Tensor], None]) -> None:
         stages, send = self._stage._stages, getattr(self._stage._stages, method)
 
-        def edit(message: torch.Tensor) -> None:
+        def edited(message: torch.Tensor) -> None:
             setattr(stages, method, send)
-            changed = message.clone()
-            for i, value in zip(at, values, strict=True):
-                changed[i] = message[-value] if value < 0 else value
-            send(changed)
+            change(message)
+            send(message)
 
-        setattr(stages, method, edit)
+        setattr(stages, method, edited)
 
 
 STEP = ("execute", "sample", "results")

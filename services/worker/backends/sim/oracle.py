@@ -77,7 +77,7 @@ class Oracle:
 
     def enter(self, slot: int, tokens: I32) -> None:
         """A request takes the slot, with all tokens it has."""
-        self._check_tokens(slot, tokens)
+        self._check_tokens(np.full(len(tokens), slot), np.arange(len(tokens)), tokens)
         self._history[slot, : len(tokens)] = tokens + 1
         self._history[slot, len(tokens) : self._extent[slot]] = 0
         self._extent[slot] = len(tokens)
@@ -85,6 +85,7 @@ class Oracle:
 
     def append(self, slots: I32, positions: I32, tokens: I32) -> None:
         """Sampled tokens become input; one beyond the context is nobody's."""
+        self._check_tokens(slots, positions, tokens)
         inside = positions < self.max_len
         slots, positions = slots[inside], positions[inside]
         self._history[slots, positions] = tokens[inside] + 1
@@ -98,12 +99,13 @@ class Oracle:
             raise OracleError(f"slot {missing}: a token is computed before it was sampled")
         return stored - 1
 
-    def _check_tokens(self, slot: int, tokens: I32) -> None:
+    def _check_tokens(self, slots: NDArray[np.integer], positions: NDArray[np.integer], tokens: I32) -> None:
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if bad.any():
-            at = int(bad.argmax())
+            i = int(bad.argmax())
             raise OracleError(
-                f"slot {slot} position {at}: token {tokens[at]} is not among the {self.vocab_size} of the vocabulary"
+                f"slot {slots[i]} position {positions[i]}: token {tokens[i]} is not among the {self.vocab_size} "
+                "of the vocabulary"
             )
 
     # -- forward -------------------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""The modelled timeline of a pipeline on a VIRTUAL clock: stages overlap as the formula says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.sim_group import MakeGroup, group_fixture  # noqa: F401
+from tests.ranks.sim_rank import START
+from tests.unit.worker.plans import SLOTS, Plans, prompt
+
+STAGES, STEP = 4, 0.010
+"""STEP: seconds of one stage."""
+
+
+def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -> None:
+    """M equal steps take (P - 1)(t + h) to reach the last stage and then t each, or h where hops take longer; the hop
+    overlaps the next step of the sender."""
+    for hop in (0.0, 0.003, 0.015):
+        trace = tmp_path / f"{hop}"
+        group = make_group(
+            1,
+            STAGES,
+            frozen=True,
+            sim_step_ms=1e3 * STAGES * STEP,
+            sim_hop_ms=1e3 * hop,
+            sim_trace=str(trace),
+        )
+        plans = Plans()
+        for seed in range(SLOTS):
+            group.launch(plans.step(plans.admit(prompt(seed, 5))))
+        results = group.results()
+        every = max(STEP, hop)
+        expected = [START + (STAGES - 1) * (STEP + hop) + STEP + m * every for m in range(SLOTS)]
+        assert [result.ended for result in results] == pytest.approx(expected)
+        assert [result.started for result in results] == pytest.approx([end - STEP for end in expected])
+        lines = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert sorted((line["stage"], line["step_id"]) for line in lines) == [
+            (stage, step + 1) for stage in range(STAGES) for step in range(SLOTS)
+        ]
+        for line in lines:
+            stage, m = line["stage"], line["step_id"] - 1
+            began = START + stage * (STEP + hop) + m * (every if stage else STEP)
+            assert line["began"] == pytest.approx(began)
+            assert line["ended"] == pytest.approx(began + STEP)
+            assert (line["epoch"], line["tokens"]) == (1, 5)
+        group.leave()
+
+
+def test_a_token_needs_a_round_through_all_stages(make_group: MakeGroup) -> None:
+    """One request alone: P stages, P - 1 hops and the way back, per token."""
+    hop = 0.003
+    group, plans = (
+        make_group(1, STAGES, frozen=True, sim_step_ms=1e3 * STAGES * STEP, sim_hop_ms=1e3 * hop),
+        Plans(),
+    )
+    request = plans.admit(prompt(1, 5))
+    for _ in range(6):
+        group.launch(plans.step(request))
+    round_ = STAGES * (STEP + hop)
+    assert [result.ended for result in group.results()] == pytest.approx(
+        [START + number * round_ - hop for number in range(1, 7)]
+    )
+
+
+def test_as_many_microbatches_as_stages_hide_the_rounds(make_group: MakeGroup) -> None:
+    """P requests decode in turn: with free hops no stage is ever idle, whatever the tokens need to come back."""
+    group, plans = make_group(1, STAGES, frozen=True, sim_step_ms=1e3 * STAGES * STEP), Plans()
+    requests = [plans.admit(prompt(seed, 5)) for seed in range(STAGES)]
+    first = [plans.step(*requests)]
+    for _ in range(2):
+        first += [plans.step(request) for request in requests]
+    for plan in first:
+        group.launch(plan)
+    ends = [result.ended for result in group.results()]
+    # The first step samples for all four, so the next one waits for its round.
+    assert ends[1:] == pytest.approx([START + (2 * STAGES + number) * STEP for number in range(2 * STAGES)])
+
+
+def test_a_hop_costs_by_the_token(make_group: MakeGroup) -> None:
+    group, plans = (
+        make_group(1, 2, frozen=True, sim_step_ms=2e3 * STEP, sim_hop_ms=1.0, sim_hop_token_us=500.0),
+        Plans(),
+    )
+    request = plans.admit(prompt(1, 12))
+    for count in (8, 3):
+        group.launch(plans.step((request, count)))
+    first, second = (result.ended for result in group.results())
+    assert first == pytest.approx(START + 2 * STEP + 0.001 + 8 * 0.0005)
+    assert second == pytest.approx(max(START + 3 * STEP + 0.001 + 3 * 0.0005, first + STEP))
+
+
+def test_the_cost_of_the_whole_model_is_shared_by_its_stages(make_group: MakeGroup) -> None:
+    """Not by the tensor-parallel ranks of a stage."""
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
+        group = make_group(tp, pp, frozen=True, sim_step_ms=4.0, sim_prefill_token_us=1000.0)
+        plans = Plans()
+        group.launch(plans.step(plans.admit(prompt(1, 8))))
+        (result,) = group.results()
+        assert result.ended - result.started == pytest.approx((0.004 + 8 * 0.001) / pp)
+        assert result.ended == pytest.approx(START + 0.012)
+        group.leave()
