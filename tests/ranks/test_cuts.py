@@ -1,0 +1,148 @@
+"""How work is cut into steps changes no bit on any layout; what is under way is waited for only at need."""
+
+import signal
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import Driver, Request, i32, ints
+from tests.ranks.conftest import LAYOUTS
+from tests.ranks.group import GroupDriver
+
+Start = Callable[..., GroupDriver]
+PROMPT = list(range(20, 49))
+WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
+TOKENS = 20
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def outputs(requests: list[Request]) -> list[list[int]]:
+    return [request.output for request in requests]
+
+
+@layouts
+def test_chunks_batches_and_steps_in_flight_change_no_bit(
+    tied: Family, start: Start, layout: tuple[int, int]
+) -> None:
+    group = start(tied.path, *layout)
+    alone = group.add(PROMPT)
+    group.generate([alone], TOKENS)
+    expected = torch.cat(group.logits)
+    for chunk, depth in ((7, 1), (5, 2), (29, 4)):
+        group.logits.clear()
+        request = group.add(PROMPT)
+        group.generate([request], TOKENS, chunk, depth)
+        assert request.output == alone.output
+        assert torch.equal(torch.cat(group.logits), expected)
+        group.finish(request)
+    batches = [[group.add(PROMPT[i:] + PROMPT[:i], WARM) for i in range(k, k + 3)] for k in (0, 3, 6)]
+    again = [[group.add(r.prompt, WARM)] for batch in batches[:2] for r in batch]
+    group.interleave(batches, TOKENS, chunk=11, depth=layout[1] + 1)
+    group.interleave(again, TOKENS, depth=layout[1] + 1)
+    assert outputs([r for batch in again for r in batch]) == outputs([*batches[0], *batches[1]])
+
+
+@layouts
+def test_preempted_with_steps_in_flight_and_recomputed(
+    tied: Family, start: Start, layout: tuple[int, int]
+) -> None:
+    """Its slot is given away while sampled ids of it may still be on their way to the first stage."""
+    group = start(tied.path, *layout)
+    prompts = [PROMPT[i:] for i in range(4)]
+    alone = [group.add(prompt, WARM) for prompt in prompts]
+    group.generate(alone, TOKENS)
+    for request in alone:
+        group.finish(request)
+    requests = [group.add(prompt, WARM) for prompt in prompts]
+    preemptions = 0
+    for until in (3, 6, 9, 12):
+        group.generate(requests, until, chunk=9, depth=3)
+        victim = requests[until % 4]
+        group.free_slots.insert(0, victim.slot)  # the next owner of the slot is a request of its own
+        requests[until % 4] = group.preempt(victim)
+        preemptions += 1
+    group.generate(requests, TOKENS, chunk=8, depth=3)
+    assert preemptions == 4
+    assert outputs(requests) == outputs(alone)
+
+
+@layouts
+def test_sampling_parameters_and_grammars_act_where_ids_are_sampled(
+    tied: Family, start: Start, layout: tuple[int, int]
+) -> None:
+    one, group = Driver(tied.path), start(tied.path, *layout)
+    results = []
+    for driver in (one, group):
+        plain, warm = driver.add(PROMPT), driver.add(PROMPT, WARM)
+        driver.generate([plain, warm], 8, depth=2)
+        ends = tuple(set(plain.output))
+        held = driver.add(PROMPT, SamplingParams(100, 0.0, min_tokens=5, stop_token_ids=ends))
+        driver.generate([held], 8)
+        assert not set(held.output[:5]) & set(ends)
+        masked = driver.add(PROMPT)
+        masks = np.zeros((1, -(-tied.vocab_size // 32)), np.int32)
+        masks[0, 6] = 1 << 15  # token 207, of the last rank's padded share
+        plan = msgspec.structs.replace(driver.plan([(masked, 29)]), has_structured_output_requests=True)
+        driver.runner.execute_model(plan)
+        grammar = GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes())
+        assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [207]
+        masked.output.append(207)
+        driver.generate([masked], 4)
+        results.append(outputs([plain, warm, held, masked]))
+    assert results[0] == results[1]
+
+
+@layouts
+def test_steps_without_a_sampling_row(tied: Family, start: Start, layout: tuple[int, int]) -> None:
+    """Nothing is sent back for them; sender and receiver know it from the plan (spec 3(b) 10)."""
+    group = start(tied.path, *layout)
+    decoding, prefilling = group.add(PROMPT[:5]), group.add(PROMPT)
+    flying = [group.launch([(prefilling, 3)]), group.launch([(decoding, 5)]), group.launch([(prefilling, 9)])]
+    flying.append(group.launch([(decoding, 1), (prefilling, 4)]))
+    results = [group.collect(step) for step in flying]
+    assert [ints(result.slots) for result in results] == [[], [decoding.slot], [], [decoding.slot]]
+    group.generate([decoding, prefilling], TOKENS, chunk=4, depth=3)
+    one = Driver(tied.path)
+    alone = [one.add(PROMPT[:5]), one.add(PROMPT)]
+    one.generate(alone, TOKENS)
+    assert outputs([decoding, prefilling]) == outputs(alone)
+
+
+def test_the_first_stage_does_not_wait_for_ids_that_a_step_does_not_need(tied: Family, start: Start) -> None:
+    group = start(tied.path, 1, 2)
+    requests = [group.add(PROMPT[i:]) for i in range(3)]
+    first, last = group.runner.ranks
+    last.signal(signal.SIGSTOP)
+    flying = [group.launch([(request, len(request.prompt))]) for request in requests]
+    for _ in flying:  # all of them were executed by the first stage, and none by the last
+        assert first.receive() is None
+        assert first.receive() is None
+    last.signal(signal.SIGCONT)
+    tokens = []
+    for _ in flying:
+        last.receive()
+        tokens.append(last.receive())
+    assert all(tokens)
+    group.runner._unread.clear()
+
+
+def test_ids_that_nobody_needs_do_not_pile_up(tied: Family, start: Start) -> None:
+    """Requests of one token each: their ids are taken later, and the slots' next owners keep their prompts."""
+    group = start(tied.path, 1, 2)
+    alone = group.add(PROMPT)
+    group.generate([alone], 3)
+    short = [PROMPT[i % 20 :] for i in range(40)]
+    for prompt in short:
+        request = group.add(prompt)
+        group.generate([request], 1)
+        group.finish(request)
+        group.free_slots.insert(0, group.free_slots.pop())
+    again = group.add(PROMPT)
+    group.generate([again], 3)
+    assert again.output == alone.output

@@ -1,0 +1,75 @@
+"""What each rank gets: everything once, but for KV heads where there are more ranks than these."""
+
+import pytest
+
+from protocol.membership import Shard
+from services.worker.backends.native.config import ModelConfig, Rope
+from services.worker.backends.native.partition import Part, stage_layers, tensor_parallel_sizes
+from services.worker.runner import LoadError
+
+
+def model(**sizes: int) -> ModelConfig:
+    values = {"vocab_size": 211, "intermediate_size": 96, "num_layers": 5, "num_heads": 8, "num_kv_heads": 2}
+    values.update(sizes)
+    return ModelConfig(
+        **values, hidden_size=64, head_dim=16, max_position=128, norm_eps=1e-6, tied=True,
+        rope=Rope(10000.0, "default"), windows=tuple(range(values["num_layers"])),
+        qkv_bias=False, out_bias=False, mlp_bias=False, qk_norm=False, dtype="float32",
+    )  # fmt: skip
+
+
+def test_layers_are_dealt_out_as_equally_as_possible_sparing_the_ends() -> None:
+    sizes = {
+        (4, 1): [4], (4, 2): [2, 2], (4, 4): [1] * 4, (5, 2): [3, 2], (5, 4): [1, 1, 2, 1], (6, 4): [1, 2, 2, 1],
+        (7, 4): [2, 2, 2, 1], (32, 5): [6, 6, 7, 7, 6],
+    }  # fmt: skip
+    for (layers, stages), expected in sizes.items():
+        cut = [stage_layers(layers, stages, stage) for stage in range(stages)]
+        assert [len(part) for part in cut] == expected
+        assert [layer for part in cut for layer in part] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allowed"),
+    [
+        ({}, (1, 2, 4, 8)),
+        ({"num_kv_heads": 8}, (1, 2, 4, 8)),
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 24}, (1, 2, 4, 12)),
+        ({"num_heads": 7, "num_kv_heads": 1, "intermediate_size": 7 * 16}, (1, 7)),
+        ({"intermediate_size": 100}, (1, 2, 4)),
+        ({"intermediate_size": 101}, (1,)),
+        ({"vocab_size": 7}, (1, 2, 4)),  # of eight ranks the last would have no token id
+    ],
+)
+def test_sizes_that_a_model_allows(sizes: dict[str, int], allowed: tuple[int, ...]) -> None:
+    assert tensor_parallel_sizes(model(**sizes)) == allowed
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_ranks_together_hold_everything(size: int, kv_heads: int) -> None:
+    config = model(num_kv_heads=kv_heads)
+    parts = [Part.of(config, Shard(rank, size, 0, 1)) for rank in range(size)]
+    for name, whole in (("heads", 8), ("wide", 96), ("vocabulary", 211)):
+        held = [i for part in parts for i in range(whole)[getattr(part, name)]]
+        assert held == list(range(whole)), name
+    for part in parts:
+        queries, keys = range(8)[part.heads], range(kv_heads)[part.kv_heads]
+        assert {head * kv_heads // 8 for head in queries} == set(keys)
+        assert (len(queries), len(keys)) == (part.config.num_heads, part.config.num_kv_heads)
+        assert part.config.intermediate_size == 96 // size
+        assert part.vocabulary_width * size >= 211
+        assert part.adds_bias == (part.shard.tp_rank == 0)
+
+
+def test_stages_have_their_own_layers_and_windows() -> None:
+    parts = [Part.of(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
+    assert [part.config.windows for part in parts] == [(0, 1, 2), (3, 4)]
+    assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
+
+
+def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
+    with pytest.raises(LoadError, match="3 tensor-parallel ranks, only for 1, 2, 4, 8"):
+        Part.of(model(), Shard(0, 3, 0, 1))
+    with pytest.raises(LoadError, match="5 layers cannot be cut into 6 pipeline stages"):
+        Part.of(model(), Shard(0, 1, 0, 6))
