@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from protocol.codec import pack, unpack
+from protocol.codec import ProtocolError, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.rows import ProgressRows, ResultRows
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.ledger import InflightStep
@@ -18,6 +19,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from services.scheduler.request import Request
 from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.slots import NO_TOKEN, Column
 
 MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
@@ -191,25 +193,33 @@ class EngineCore:
             return
         while (ready := self.queue.pop()) is not None:
             step, output = ready
-            self.scheduler.update_from_output(step, self._tokens_of(step, output))
+            try:
+                rows, progress = ResultRows.of(output), ProgressRows.of(output)
+            except ProtocolError as error:
+                raise UnknownResult(f"step {step.step_id}: {error}") from error
+            tokens = self._tokens_of(step, rows)
+            if len(progress.slots):
+                self.scheduler.report_progress(step, *progress)
+            self.scheduler.update_from_output(step, tokens)
             self.scheduler.counters["steps"] += 1
 
-    def _tokens_of(
-        self, step: InflightStep, result: ModelRunnerOutput
-    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """The result's tokens, after checking that its rows are the plan's (identity, not counting)."""
+    def _tokens_of(self, step: InflightStep, rows: ResultRows) -> Column:
+        """int32[rows with samples], NO_TOKEN where a row has none, after checking that the rows are the plan's
+        (identity, not counting)."""
         if (
-            result.slots != pack(step.slots[step.samples].astype(np.int32))
-            or result.generations != pack(step.generations[step.samples])
-            or result.counts != pack(np.ones(len(result.slots) // 4, np.int32))
-            or len(result.token_ids) != len(result.slots)
+            not np.array_equal(rows.slots, step.slots[step.samples])
+            or not np.array_equal(rows.generations, step.generations[step.samples])
+            or rows.counts.max(initial=0) > 1
         ):
             raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
-        tokens = unpack(result.token_ids)
-        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+        if rows.token_ids.max(initial=0) >= self.vocab_size:
             raise UnknownResult(
                 f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}"
             )
+        if len(rows.token_ids) == len(rows.counts):
+            return rows.token_ids
+        tokens = np.full(len(rows.counts), NO_TOKEN, np.int32)
+        tokens[rows.counts == 1] = rows.token_ids
         return tokens
 
     def take_outputs(self) -> list[tuple[int, RequestOutputs]]:

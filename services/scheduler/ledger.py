@@ -28,9 +28,12 @@ class Ledger:
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
         self.steps: deque[InflightStep] = deque()
+        self.newest: InflightStep | None = None
+        """The step dispatched last, in flight or not."""
 
     def add(self, step: InflightStep) -> None:
         self.steps.append(step)
+        self.newest = step
         s, rows = self._slots, step.slots
         s.computed[rows] = step.starts + step.counts
         s.inflight[rows] = s.inflight.take(rows) + step.counts
@@ -40,10 +43,25 @@ class Ledger:
 
     def remove_oldest(self) -> InflightStep:
         step = self.steps.popleft()
-        s, rows = self._slots, step.slots
-        s.inflight[rows] = s.inflight.take(rows) - step.counts
-        s.placeholders[rows] = s.placeholders.take(rows) - step.samples
+        s, rows, counts, samples = self._slots, step.slots, step.counts, step.samples
+        current = self.current(step)
+        if not current.all():
+            rows, counts, samples = rows[current], counts[current], samples[current]
+        s.inflight[rows] = s.inflight.take(rows) - counts
+        s.placeholders[rows] = s.placeholders.take(rows) - samples
         return step
+
+    def current(self, step: InflightStep) -> NDArray[np.bool_]:
+        """bool[rows]: entries of their slot's present generation. The others count for nothing (spec 0.2)."""
+        return step.generations == self._slots.generation.take(step.slots)
+
+    def roll_back(self, slot: int, frontier: int) -> None:
+        """What is in flight for the slot was formed from a wrong start: it counts for nothing, and the slot goes on
+        from `frontier` with its blocks (spec 0.7)."""
+        s = self._slots
+        s.generation[slot] += 1
+        s.inflight[slot] = s.placeholders[slot] = 0
+        s.computed[slot] = frontier
 
     @property
     def oldest(self) -> int:

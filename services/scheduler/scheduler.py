@@ -21,7 +21,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.outputs import OutputBuffer
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.slots import DELIVER, DROP, LIVE, Column, Rows, SlotTable
+from services.scheduler.slots import DELIVER, DROP, LIVE, NO_TOKEN, Column, Rows, SlotTable
 from services.scheduler.waiting import WaitingQueue
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -61,6 +61,7 @@ class _Choice:
     tokens_left: int = 0
     prefill_left: int = 0
     admitting: bool = True
+    runner_reports: bool = False
 
 
 class UnknownResult(Exception):
@@ -87,6 +88,8 @@ class Scheduler:
         """Live slots in order of rank."""
         self.outputs: OutputBuffer = before.outputs if before else OutputBuffer()
         self.counters: Counter[str] = before.counters if before else Counter()
+        if before:
+            self.kv.queries, self.kv.hits = before.kv.queries, before.kv.hits
         self._fences: dict[int, list[int]] = {}
         """step_id -> retired slots that leave when that step was processed."""
         self._released: list[int] = []
@@ -179,7 +182,11 @@ class Scheduler:
         self._displace()
         view = self._view()
         budget = self.policy.begin(view)
-        choice = _Choice(tokens_left=budget.tokens, prefill_left=_limit(budget.prefill))
+        choice = _Choice(
+            tokens_left=budget.tokens,
+            prefill_left=_limit(budget.prefill),
+            runner_reports=budget.runner_reports,
+        )
         self._choose_running(choice, budget, view)
         if choice.admitting:
             self._admit_waiting(choice, budget)
@@ -234,7 +241,8 @@ class Scheduler:
         if short_of.any():
             choice.block_ids = self.kv.grow(rows[short_of], missing[short_of])
             choice.block_slots = np.repeat(rows, missing)
-        self._register_known(rows, counts)
+        if not budget.runner_reports:
+            self._register_known(rows, counts)
         choice.slots.append(rows)
         choice.counts.append(counts)
         choice.tokens_left -= int(counts.sum())
@@ -267,7 +275,8 @@ class Scheduler:
                 self._view(), request, hit, min(len(request.token_ids) - hit, budget.chunk, room)
             )
             del prefix[hit // self.limits.block_size :]
-            if not count or not self.kv.can_admit(prefix, hit + count):
+            held = len(request.token_ids) if budget.runner_reports else hit + count
+            if not count or not self.kv.can_admit(prefix, held):
                 break
             self._admit(request, prefix, hit, count, choice)
             seats -= 1
@@ -282,8 +291,12 @@ class Scheduler:
         request.token_ids = _NO_TOKENS
         self.kv.adopt(slot, prefix)
         row = np.array([slot], np.int64)
-        self.kv.grow(row, self.kv.missing(row, np.array([hit + count], np.int32)))
-        self.kv.register(row, np.array([hit + count], np.int32))
+        end = np.array([hit + count], np.int32)
+        if choice.runner_reports:
+            self.kv.grow(row, self.kv.missing(row, np.array([len(tokens)], np.int32)))
+        else:
+            self.kv.grow(row, self.kv.missing(row, end))
+            self.kv.register(row, end)
         self.slots.computed[slot] = hit
         self.kv.queries += len(tokens)
         self.kv.hits += hit
@@ -342,23 +355,56 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------
 
+    def report_progress(self, step: InflightStep, slots: Column, frontiers: Column) -> None:
+        """How far prefill rows of the oldest step came, int32[reports] each; before that step's `update_from_output`.
+
+        Where that is not what was scheduled, everything in flight for the slot is void (spec 5(b) 15).
+
+        Raises: UnknownResult, if a row is none of the step's prefills, or no chunk of it can end there.
+        """
+        s, current = self.slots, self.ledger.current(step)
+        row_of = {slot: row for row, slot in enumerate(step.slots.tolist())}
+        for slot, frontier in zip(slots.tolist(), frontiers.tolist(), strict=True):
+            row = row_of.get(slot, -1)
+            if row < 0 or step.starts[row] >= s.entry[slot]:
+                raise UnknownResult(
+                    f"step {step.step_id} reports progress of slot {slot}, which is none of its prefills"
+                )
+            start, end = int(step.starts[row]), int(step.starts[row] + step.counts[row])
+            # The last token is always computed with a row that samples, because its logits are needed.
+            most = end if step.samples[row] else int(min(s.entry[slot] - 1, s.capacity[slot]))
+            if not start < frontier <= most:
+                raise UnknownResult(
+                    f"step {step.step_id} reports {frontier} tokens of slot {slot}: only {start + 1} to {most} can be"
+                )
+            if frontier != end and current[row] and s.state[slot] == LIVE:
+                self.ledger.roll_back(slot, frontier)
+                self.counters["rollbacks"] += 1
+
     def update_from_output(self, step: InflightStep, token_ids: Column) -> None:
-        """Applies the result of the oldest step: `token_ids` int32[rows with samples], in plan order (spec 0.6).
+        """Applies the result of the oldest step: `token_ids` int32[rows with samples], in plan order (spec 0.6);
+        NO_TOKEN where the runner voided the row.
 
         Raises: UnknownResult, if the step is not the oldest in flight or a row is missing; nothing has changed then.
         """
-        rows = step.slots if step.samples.all() else step.slots[step.samples]
+        every = step.samples.all()
+        rows = step.slots if every else step.slots[step.samples]
         if step.step_id != self.ledger.oldest or len(token_ids) != len(rows):
             raise UnknownResult(
                 f"result of step {step.step_id} with {len(token_ids)} rows, expected step {self.ledger.oldest} "
                 f"with {len(rows)} rows"
             )
+        s, current = self.slots, self.ledger.current(step)
+        state, current = s.state.take(rows), current if every else current[step.samples]
+        live = current & (state == LIVE)
+        if len(rows) and token_ids.min() < 0 and (live & (token_ids < 0)).any():
+            slot = rows[live & (token_ids < 0)][0]
+            raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
         self.ledger.remove_oldest()
-        s = self.slots
-        state = s.state.take(rows)
-        if (state != LIVE).any():
-            self._deliver_stale(rows[state == DELIVER], token_ids[state == DELIVER])
-            rows, token_ids = rows[state == LIVE], token_ids[state == LIVE]
+        if not live.all():
+            delivered = current & (state == DELIVER)
+            self._deliver_stale(rows[delivered], token_ids[delivered])
+            rows, token_ids = rows[live], token_ids[live]
         self._append(rows, token_ids)
         self.kv.commit(rows if len(rows) == len(step.slots) else step.slots[s.state[step.slots] == LIVE])
         self._stop(rows, token_ids)
@@ -388,6 +434,8 @@ class Scheduler:
         for slot, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             request = self.slots.request(slot)
             request.stale_rows -= 1
+            if token == NO_TOKEN:
+                continue
             self.waiting.append_token(request, token)
             total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params
             self.outputs.token(request, total - prompt - 1, token)

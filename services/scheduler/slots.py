@@ -1,8 +1,8 @@
 """What the scheduler knows per request and step, as columns by slot (spec 0.1 names in brackets).
 
 A slot belongs to one request from admission until it leaves and every step that names the slot was processed: one
-life of a slot is one *generation* of the request (spec 0.2). So a late row is recognised by the state of its slot,
-and blocks and slot leave together behind one fence (spec 0.7).
+life of a slot is one *generation* of the request (spec 0.2), and so is each stretch of it between rollbacks (spec 0.7).
+So a late row is recognised by the state and generation of its slot. Blocks and slot leave together behind one fence.
 """
 
 from collections import deque
@@ -21,6 +21,7 @@ FREE, LIVE, DELIVER, DROP = range(4)
 bring is appended to the request (preempted, tokens valid) or ignored (finished, aborted, reset)."""
 
 NO_TOKEN = -1
+"""Pads stop ids; in a result, the row that its runner did not come to sample."""
 
 
 class SlotTable:

@@ -2,5 +2,6 @@
 
 from services.scheduler.policies.base import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.policies.chunked import ChunkedPolicy
+from services.scheduler.policies.phased import PhasedPolicy
 
-__all__ = ["BatchingPolicy", "ChunkedPolicy", "SchedulerView", "StepBudget"]
+__all__ = ["BatchingPolicy", "ChunkedPolicy", "PhasedPolicy", "SchedulerView", "StepBudget"]

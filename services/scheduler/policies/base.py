@@ -63,6 +63,9 @@ class StepBudget:
     """Most tokens of requests that are not, waiting ones included."""
     admissions: int | None = None
     """Most waiting requests that may enter."""
+    runner_reports: bool = False
+    """The runner may report other prefill progress than it was told (spec 5(b) 14). Requests then enter with blocks for
+    all their tokens, and blocks are shared when a result has confirmed them, not before."""
 
 
 class BatchingPolicy(Protocol):
@@ -81,7 +84,7 @@ class BatchingPolicy(Protocol):
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         """The first slice of a waiting request: (prefix tokens taken from the cache, tokens computed).
 
-        Offered are `hit` cached tokens and `count` more; either may be lowered, to whole blocks of cache. A count of
-        0 keeps this request and all behind it waiting.
+        Offered are `hit` cached tokens and `count` more; either may be lowered, to whole blocks of cache, and the count
+        be raised by what the hit loses, within the budget. A count of 0 keeps this request and all behind it waiting.
         """
         ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.slots import Column
+from services.scheduler.slots import Column, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,32 @@ class Geometry:
         return max(0, min((padding + hit) // self.chunk, last) * self.chunk - padding)
 
     def tkv(self, lengths: Column) -> int:
-        """The longest row of a decode step, its padding included.
+        """The longest row of a decode step, its padding included: the widest table and the fullest last block.
 
         Args:
             lengths: int32[rows], tokens of each row with the one that the step computes; at least one row.
         """
-        own = -(-lengths // self.block)
-        return int(((own.max() - own) * self.block + lengths).max())
+        blocks = -(-lengths // self.block)
+        return int(blocks.max()) * self.block + int((lengths - blocks * self.block).max())
 
-    def fitting(self, lengths: Column, max_tkv: int, max_volume: int) -> Column:
-        """Indices of the rows that one decode step can take: each in turn, unless the step would become longer than
-        `max_tkv` or larger than `max_volume` (rows times longest)."""
-        rows = np.arange(len(lengths), dtype=np.int32)
-        tkv = self.tkv(lengths)
-        if tkv <= max_tkv and len(rows) * tkv <= max_volume:
-            return rows
+    def fitting(self, lengths: Column, max_rows: int, max_tkv: int, max_volume: int) -> Rows:
+        """Indices of the rows that one decode step can take: each in turn, unless the step would get more rows than
+        `max_rows`, become longer than `max_tkv` or larger than `max_volume` (rows times longest)."""
+        rows = len(lengths)
+        if not rows or (
+            rows <= max_rows and (tkv := self.tkv(lengths)) <= max_tkv and rows * tkv <= max_volume
+        ):
+            return np.arange(rows)
+        blocks = -(-lengths // self.block)
         chosen: list[int] = []
-        for row in rows.tolist():
-            tkv = self.tkv(lengths[[*chosen, row]])
-            if tkv <= max_tkv and (len(chosen) + 1) * tkv <= max_volume:
+        widest, fullest = 0, -self.block
+        for row, (own, length) in enumerate(zip(blocks.tolist(), lengths.tolist(), strict=True)):
+            wider, fuller = max(widest, own), max(fullest, length - own * self.block)
+            tkv = wider * self.block + fuller
+            if len(chosen) < max_rows and tkv <= max_tkv and (len(chosen) + 1) * tkv <= max_volume:
                 chosen.append(row)
-        return rows[chosen]
+                widest, fullest = wider, fuller
+        return np.array(chosen, np.int64)
 
     # -- what the future brings (rules 7 and 8) ------------------------------------------------------------------
 

@@ -1,0 +1,175 @@
+"""For devices that cannot mix phases: a step is one prefill chunk or a batch of decodes, never both (spec 5).
+
+Nothing is stored. A request is *ongoing* while part of its prefill is not dispatched, and *decodes* from the moment in
+which its last chunk was processed (C >= entry): only then the device has its row. What the last step was, the ledger
+knows; what is reserved for running requests follows from their limits and the blocks they hold.
+"""
+
+import numpy as np
+
+from services.scheduler.limits import Limits
+from services.scheduler.policies.base import SchedulerView, StepBudget
+from services.scheduler.policies.geometry import Geometry
+from services.scheduler.request import Request
+from services.scheduler.slots import Rows
+
+_NO_ROWS = np.empty(0, np.int64)
+_ANY_VOLUME = np.iinfo(np.int64).max
+
+
+class PhasedPolicy:
+    """Prefill of exactly one request or decode of many; the numbered rules are those of spec 5(b).
+
+    Args:
+        interleave: no two prefill steps in a row while a request can decode (rule 3). A request is then admitted with
+            its first chunk, and its last chunk waits until it fits among the decodes (rule 7); otherwise all is
+            checked at the first chunk.
+        max_volume: most rows times longest row of a decode step, in tokens; 0: no limit.
+        pausing: newcomers are not held back for decodes that may become too large together: some of these pause in
+            turn instead, and resume as soon as they fit (rule 9).
+    """
+
+    def __init__(
+        self, limits: Limits, interleave: bool = True, max_volume: int = 0, pausing: bool = False
+    ) -> None:
+        """Raises: ValueError, if a request alone could not be served; names the number that would do."""
+        self._geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
+        if limits.max_num_batched_tokens % limits.block_size:
+            raise ValueError(
+                f"phased: {limits.max_num_batched_tokens} batched tokens are not whole blocks of {limits.block_size}"
+            )
+        longest = self._geometry.last_length(0, limits.max_model_len + 1)
+        if 0 < max_volume < longest:
+            raise ValueError(
+                f"phased: a volume of {max_volume} cannot hold a request of {limits.max_model_len} tokens; "
+                f"it takes {longest}"
+            )
+        self._interleave, self._pausing = interleave, pausing
+        self._max_volume = max_volume or _ANY_VOLUME
+
+    # -- what the scheduler asks ---------------------------------------------------------------------------------
+
+    def begin(self, view: SchedulerView) -> StepBudget:
+        rows, most = self._step(view), view.limits.max_num_batched_tokens
+        if rows is None:
+            return StepBudget(most, most, admissions=1, runner_reports=True)
+        chunk = 1
+        if len(rows):
+            s, row = view.slots, rows[0]
+            at, entry = int(s.computed[row]), int(s.entry[row])
+            chunk = self._geometry.chunk_end(entry, at) - at if at < entry else 1
+        return StepBudget(most, chunk, admissions=0, runner_reports=True)
+
+    def order(self, view: SchedulerView) -> Rows:
+        rows = self._step(view)
+        return _NO_ROWS if rows is None else rows
+
+    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+        """Whole chunks of the hit, and the chunk behind them."""
+        return self._first_chunk(view, request) or (0, 0)
+
+    def _step(self, view: SchedulerView) -> Rows | None:
+        """The decode batch or the request with the ongoing prefill; None where a waiting request is to start."""
+        able = self._decodable(view)
+        if self._interleave and len(able) and _after_prefill(view):
+            return self._batch(view, able)
+        ongoing = self._ongoing(view)
+        if len(ongoing):
+            return ongoing if self._may_continue(view, int(ongoing[0])) else self._batch(view, able)
+        batch = self._batch(view, able)
+        all_decode = len(batch) == len(able)  # who pauses goes before who is new (rule 5)
+        return None if all_decode and self._may_start(view) else batch
+
+    # -- phases (rules 2, 10, 11) --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _decodable(view: SchedulerView) -> Rows:
+        """Those that could decode one token now."""
+        s, rows = view.slots, view.running
+        return view.ready(rows[s.committed(rows) >= s.entry.take(rows)])
+
+    @staticmethod
+    def _ongoing(view: SchedulerView) -> Rows:
+        """The request whose prefill goes on. After a rollback there may be two, which go on in order of rank."""
+        s, rows = view.slots, view.running
+        return rows[s.computed.take(rows) < s.entry.take(rows)][:1]
+
+    def _batch(self, view: SchedulerView, able: Rows) -> Rows:
+        """As many of `able` as one step can take, longest-waiting first (rule 9)."""
+        fits = self._fitting(view, able)
+        if len(fits) == len(able):
+            return able
+        waiting = able[np.argsort(view.slots.last_step.take(able), kind="stable")]
+        return waiting[self._fitting(view, waiting)]
+
+    def _fitting(self, view: SchedulerView, rows: Rows) -> Rows:
+        limits = view.limits
+        lengths = view.slots.computed.take(rows) + 1
+        return self._geometry.fitting(
+            lengths, limits.max_num_batched_tokens, limits.max_model_len, self._max_volume
+        )
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def _may_start(self, view: SchedulerView) -> bool:
+        """Whether the waiting request whose turn it is may start now (rule 6)."""
+        if len(view.running) >= view.limits.max_num_seqs or not view.slots.free:
+            return False
+        for request in view.waiting.in_order():
+            if not request.stale_rows:
+                return self._first_chunk(view, request) is not None
+        return False
+
+    def _first_chunk(self, view: SchedulerView, request: Request) -> tuple[int, int] | None:
+        """(tokens taken from the prefix cache, tokens computed), or None while the request has to wait."""
+        kv, geometry, tokens = view.kv, self._geometry, len(request.token_ids)
+        prefix = kv.find_prefix(request)
+        hit = geometry.usable_prefix(tokens, len(prefix) * kv.block_size)
+        shared = sum(not kv.pool.is_free(block) for block in prefix[: hit // kv.block_size])
+        limit = min(request.num_prompt_tokens + request.params.max_tokens, view.limits.max_model_len)
+        if kv.blocks_for(limit - 1) - shared > kv.pool.num_free - _reserved(view):
+            return None
+        end = geometry.chunk_end(tokens, hit)
+        if (end == tokens or not self._interleave) and not self._fits(view, tokens, limit):
+            return None
+        return hit, end - hit
+
+    def _may_continue(self, view: SchedulerView, slot: int) -> bool:
+        """Whether the next chunk of an ongoing prefill may be dispatched: the last one waits for room among those who
+        decode (rule 7), unless that was found before the first."""
+        s = view.slots
+        entry = int(s.entry[slot])
+        last = self._geometry.chunk_end(entry, int(s.computed[slot])) == entry
+        return not (last and self._interleave) or self._fits(view, entry, int(s.limit[slot]))
+
+    def _fits(self, view: SchedulerView, tokens: int, limit: int) -> bool:
+        """Whether all can decode to their ends together with a newcomer of so many tokens that ends at `limit` (rules
+        7 and 8). Lengths are those of the step that is being formed, steps in flight included (rule 12)."""
+        s, geometry = view.slots, self._geometry
+        rows = view.running[s.computed.take(view.running) >= s.entry.take(view.running)]
+        left = s.limit.take(rows) - s.tokens.take(rows) - s.placeholders.take(rows)
+        rows, left = rows[left > 0], left[left > 0]
+        tkv = geometry.tkv(s.computed.take(rows) + 1) if len(rows) else 0
+        start = geometry.joining(tkv, tokens)
+        longest = max(tkv - 1, start) + max(int(left.max(initial=0)), limit - tokens)
+        if longest > view.limits.max_model_len:
+            return False
+        if self._pausing or self._max_volume == _ANY_VOLUME:
+            return True
+        ends = [geometry.last_length(max(tkv, tokens), steps) for steps in left.tolist()]
+        newcomer = geometry.last_length(start, limit - tokens)
+        return geometry.peak_volume(newcomer, ends) <= self._max_volume
+
+
+def _after_prefill(view: SchedulerView) -> bool:
+    """Whether the step dispatched last was a prefill. Its slots may have been released since, but are not given away
+    before another step is dispatched."""
+    step = view.ledger.newest
+    return step is not None and bool(step.starts[0] < view.slots.entry[step.slots[0]])
+
+
+def _reserved(view: SchedulerView) -> int:
+    """Blocks that running requests do not hold yet and may need until their end (rule 16)."""
+    rows, size = view.running, view.limits.block_size
+    needed = -(-(view.slots.limit.take(rows) - 1) // size)
+    return int(np.maximum(needed - view.slots.capacity.take(rows) // size, 0).sum())

@@ -1,0 +1,295 @@
+"""The simulated world with a rigid device: padded shapes, one phase a step, and a mind of its own about progress.
+
+The worker computes its shapes by walking over windows and rectangles, unlike `policies/geometry.py`, so that one checks
+the other. What the phased policy must keep (S0-1 to S0-7) is checked with every plan.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from protocol.codec import pack, unpack
+from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
+from services.scheduler.ledger import InflightStep, Ledger
+from services.scheduler.limits import Limits
+from services.scheduler.policies.geometry import Geometry
+from services.scheduler.policies.phased import PhasedPolicy
+from services.scheduler.slots import LIVE
+from tests.simulation.invariants import Checker, demand
+from tests.simulation.oracle import OracleWorker
+from tests.simulation.world import Stream, World
+
+Progress = Callable[[int, int, int], int]
+"""(start, scheduled end, furthest end possible) of a chunk -> where the device's chunk really ends."""
+
+
+def as_scheduled(_start: int, end: int, _most: int) -> int:
+    return end
+
+
+def windows(tokens: int, block: int, chunk: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of the tokens in each chunk of a prompt, walking back from its padded end."""
+    end = tokens + -tokens % block
+    spans = []
+    while end > 0:
+        spans.append((max(0, end - chunk), min(tokens, end)))
+        end -= chunk
+    return spans[::-1]
+
+
+def rectangle(lengths: Sequence[int], block: int) -> int:
+    """The longest row when every row's blocks end at the same column, by placing each."""
+    columns = max(-(-length // block) for length in lengths)
+    return max((columns - -(-length // block)) * block + length for length in lengths)
+
+
+class RigidWorker(OracleWorker):
+    """Refuses what a rigid device cannot run. `progress` decides how far each chunk comes."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        vocab: int,
+        max_volume: int = 0,
+        progress: Progress = as_scheduled,
+        epoch: int = 1,
+    ) -> None:
+        super().__init__(limits, vocab, epoch)
+        self.limits, self.max_volume, self.progress = limits, max_volume, progress
+        self.tkv: dict[int, int] = {}
+        """Step -> longest row, of each decode step."""
+        self._entry: dict[int, int] = {}
+        self._prefilled: dict[int, int] = {}
+        """Slot -> step that computed its last chunk."""
+        self._void: set[int] = set()
+        """Slots that wait for their next generation."""
+        self._mid: set[int] = set()
+        """Slots whose next chunk may begin inside a window."""
+
+    def _enter(self, new: NewRequest) -> None:
+        super()._enter(new)
+        self._entry[new.slot] = len(new.token_ids) // 4
+        self._void.discard(new.slot)
+        self._mid.discard(new.slot)
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
+        self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
+        self._last_step, self.needs = plan.step_id, 0
+        self._release(plan.released)
+        for new in plan.new:
+            self._enter(new)
+        self._append_blocks(plan)
+        columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
+        rows = list(zip(*columns, map(bool, plan.samples), strict=True))
+        self._demand(bool(rows), "an empty plan was sent")
+        prefills = [row for row in rows if row[2] < self._entry[row[0]]]
+        self._demand(not prefills or len(rows) == 1, f"S0-1: {len(prefills)} prefills among {len(rows)} rows")
+        if not prefills:
+            self._shape(plan.step_id, [row[2] + 1 for row in rows])
+            for slot, *_ in rows:
+                self._demand(self._prefilled[slot] <= self.confirmed, f"S0-3: slot {slot} decodes too early")
+            return self._compute(plan, rows)
+        [(slot, generation, start, count, samples)] = prefills
+        held = self.slots[slot]
+        if slot in self._void and generation == held.generation:
+            return self._result(plan, [(slot, generation)] if samples else [], [0] if samples else [], [])
+        if slot in self._void:
+            self._demand(
+                generation == held.generation + 1, f"slot {slot}: generation {generation} after a rollback"
+            )
+            held.generation = self._generations[slot] = generation
+            self._void.discard(slot)
+        self._check_window(slot, start, start + count)
+        return self._prefill(plan, slot, generation, start, start + count, samples)
+
+    def _check_window(self, slot: int, start: int, end: int) -> None:
+        spans = windows(self._entry[slot], self.block_size, self.limits.max_num_batched_tokens)
+        first, last = next(span for span in spans if span[0] <= start < span[1])
+        self._demand(
+            start == first or slot in self._mid, f"slot {slot}: chunk from {start} inside {first}-{last}"
+        )
+        self._demand(end == last, f"slot {slot}: chunk to {end}, but its window ends at {last}")
+        self._mid.discard(slot)
+
+    def _prefill(
+        self, plan: SchedulerOutput, slot: int, generation: int, start: int, end: int, samples: bool
+    ) -> ModelRunnerOutput:
+        most = end if samples else min(self._entry[slot] - 1, len(self.slots[slot].table) * self.block_size)
+        reached = self.progress(start, end, most)
+        if reached == end and samples:
+            self._prefilled[slot] = plan.step_id
+        if reached != end:
+            self._void.add(slot)
+            self._mid.add(slot)
+        self._write(slot, generation, start, reached - start, samples and reached == end)
+        self._read(slot, reached)
+        report = [(slot, reached)]
+        if samples and reached < end:
+            return self._result(plan, [(slot, generation)], [0], report)
+        sampled = self._sample(plan, [(slot, generation)] if samples else [])
+        return _with_progress(sampled, report)
+
+    def _shape(self, step_id: int, lengths: list[int]) -> None:
+        tkv = self.tkv[step_id] = rectangle(lengths, self.block_size)
+        self._demand(tkv <= self.limits.max_model_len, f"S0-5: tkv {tkv} beyond {self.limits.max_model_len}")
+        if self.max_volume:
+            self._demand(len(lengths) * tkv <= self.max_volume, f"S0-5: {len(lengths)} rows of {tkv}")
+
+    def _compute(
+        self, plan: SchedulerOutput, rows: list[tuple[int, int, int, int, bool]]
+    ) -> ModelRunnerOutput:
+        for slot, generation, start, count, samples in rows:
+            self._demand(slot not in self._void, f"slot {slot} decodes after a rollback")
+            self._write(slot, generation, start, count, samples)
+        for slot, _, start, count, _ in rows:
+            self._read(slot, start + count)
+        return self._sample(plan, [(row[0], row[1]) for row in rows])
+
+    @staticmethod
+    def _result(
+        plan: SchedulerOutput, rows: list[tuple[int, int]], counts: list[int], report: list[tuple[int, int]]
+    ) -> ModelRunnerOutput:
+        """Rows without tokens."""
+        empty = ModelRunnerOutput(
+            plan.epoch,
+            plan.step_id,
+            pack([slot for slot, _ in rows]),
+            pack([generation for _, generation in rows]),
+            pack(counts),
+            b"",
+        )
+        return _with_progress(empty, report)
+
+
+def _with_progress(result: ModelRunnerOutput, report: list[tuple[int, int]]) -> ModelRunnerOutput:
+    from msgspec.structs import replace as with_fields
+
+    slots, frontiers = [slot for slot, _ in report], [frontier for _, frontier in report]
+    return with_fields(result, progress_slots=pack(slots), progress_frontiers=pack(frontiers))
+
+
+class RigidChecker(Checker):
+    """The invariants as ever, entries of a generation that was rolled back set aside: they count for nothing."""
+
+    def _check_ledger(self) -> None:
+        ledger = self.scheduler.ledger
+        steps = ledger.steps
+        try:
+            ledger.steps = type(steps)(_without_void(ledger, step) for step in steps)
+            super()._check_ledger()
+        finally:
+            ledger.steps = steps
+
+
+def _without_void(ledger: Ledger, step: InflightStep) -> InflightStep:
+    """Live slots: no such entry. Retired ones: it keeps its fence, and promises nothing."""
+    slots, current = ledger._slots, ledger.current(step)
+    kept = current | (slots.state.take(step.slots) != LIVE)
+    return InflightStep(
+        step.step_id,
+        step.slots[kept],
+        slots.generation.take(step.slots[kept]),
+        step.starts[kept],
+        step.counts[kept],
+        (step.samples & current)[kept],
+    )
+
+
+class RigidWorld(World):
+    """A world with a phased policy and a device that insists on it."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        depth: int,
+        vocab: int = 64,
+        use_priority: bool = False,
+        interleave: bool = True,
+        max_volume: int = 0,
+        pausing: bool = False,
+        progress: Progress = as_scheduled,
+        trace: Callable[[str], None] | None = None,
+    ) -> None:
+        self.interleave, self.max_volume, self.progress = interleave, max_volume, progress
+        self.geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
+        self.kinds: list[str] = []
+        """One letter a step: P for prefill, D for decode."""
+        policy = PhasedPolicy(limits, interleave, max_volume, pausing)
+        super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
+        self.worker = RigidWorker(limits, vocab, max_volume, progress)
+        self.checker = RigidChecker(self.scheduler, depth)
+
+    def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
+        super()._on_scheduled(planned)
+        able = self._decodable(None if planned is None else planned[0])
+        if planned is None:
+            demand(not able, "rule 4", f"slots {able} could decode, but nothing was scheduled")
+            return
+        step, s = planned[0], self.scheduler.slots
+        kind = "P" if step.starts[0] < s.entry[step.slots[0]] else "D"
+        if self.interleave and kind == "P" and self.kinds[-1:] == ["P"]:
+            demand(not able, "S0-4", f"two prefills in a row while slots {able} could decode")
+        if kind == "D":
+            self.coverage["paused"] += bool(able)
+        self.kinds.append(kind)
+        self.coverage["steps of prefill" if kind == "P" else "steps of decode"] += 1
+        rows = self.scheduler.running
+        part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
+        demand(len(part) <= 1 or self.scheduler.counters["rollbacks"] > 0, "S0-2", f"slots {part} in prefill")
+        self._check_reservations()
+
+    def _decodable(self, step: InflightStep | None) -> list[int]:
+        """Those that could have been in the step and are not."""
+        s, scheduler = self.scheduler.slots, self.scheduler
+        named = set() if step is None else set(step.slots.tolist())
+        at = scheduler._next_step if step is None else step.step_id
+        able = []
+        for slot in scheduler.running.tolist():
+            total, promised = int(s.tokens[slot]), int(s.tokens[slot] + s.placeholders[slot])
+            under_way = (
+                promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
+            )
+            if total > s.entry[slot] and promised < s.limit[slot] and slot not in named and not under_way:
+                able.append(slot)
+        return able
+
+    def _check_reservations(self) -> None:
+        """S0-7: what running requests may still need is free."""
+        s, pool, size = self.scheduler.slots, self.scheduler.kv.pool, self.limits.block_size
+        owed = 0
+        for slot in self.scheduler.running.tolist():
+            needed = -(-(int(s.limit[slot]) - 1) // size)
+            owed += max(0, needed - len(self.scheduler.kv.tables[slot]))
+        demand(0 <= owed <= pool.num_free, "S0-7", f"{owed} blocks are reserved, {pool.num_free} are free")
+
+    def _on_updated(self, step: InflightStep) -> None:
+        s = self.scheduler.slots
+        for slot in step.slots.tolist():
+            if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
+                committed = int(s.committed(np.array([slot]))[0])
+                demand(committed >= int(s.entry[slot]), "S0-6", f"slot {slot} was prefilled to {committed}")
+        super()._on_updated(step)
+
+    def dispatch(self) -> int:
+        before = len(self.plans)
+        sent = super().dispatch()
+        for plan in self.plans[before:]:
+            actual = self.worker.tkv.get(plan.step_id)  # type: ignore[attr-defined]
+            if actual is not None:  # rule 12: predicted from what is in flight, not from what was reported
+                predicted = self.geometry.tkv(unpack(plan.starts) + 1)
+                demand(
+                    predicted >= actual, "rule 12", f"step {plan.step_id}: tkv {predicted}, in truth {actual}"
+                )
+        return sent
+
+    def _check_scheduled(self, name: str, stream: Stream, finish: object) -> None:
+        if not self.scheduler.counters["rollbacks"]:
+            super()._check_scheduled(name, stream, finish)  # type: ignore[arg-type]
+
+
+def limits(**changes: int | bool) -> Limits:
+    """Blocks of 4, chunks of 8, room for all."""
+    base = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, num_blocks=128, block_size=4)
+    return replace(base, **changes)  # type: ignore[arg-type]
