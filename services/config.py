@@ -141,6 +141,9 @@ class WorkerConfig(ServiceConfig):
     sim_step_ms: float = Field(5.0, ge=0, description="sim: base cost of a step, milliseconds")
     sim_prefill_token_us: float = Field(5.0, ge=0, description="sim: cost per prompt token, microseconds")
     sim_decode_us: float = Field(0.0, ge=0, description="sim: cost per decoding request, microseconds")
+    sim_weights_ms: float = Field(
+        0.0, ge=0, description="sim: least cost of a step's tokens: reading the weights, milliseconds"
+    )
     sim_context_token_ns: float = Field(0.0, ge=0, description="sim: cost per token of context, nanoseconds")
     sim_hop_ms: float = Field(
         0.0, ge=0, description="sim: time from one pipeline stage to the next, milliseconds"

@@ -21,14 +21,16 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def engine(scheduler: Mapping[str, object], worker: Mapping[str, object]) -> Iterator["EngineClient"]:
+def engine(
+    scheduler: Mapping[str, object], worker: Mapping[str, object], num_workers: int = 1
+) -> Iterator["EngineClient"]:
     """A client of a fresh engine; the mappings are settings by field name."""
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))
         for service, settings in (
             ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **scheduler}),
-            ("worker", {"scheduler_endpoint": workers, **worker}),
+            *[("worker", {"scheduler_endpoint": workers, **worker})] * num_workers,
         ):
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
             process = subprocess.Popen(
@@ -88,16 +90,18 @@ class EngineClient:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params))
 
-    def receive(self) -> None:
-        """Raises: TimeoutError, when the engine is silent."""
-        frame = self._client.receive(PATIENCE)
+    def receive(self, timeout: float | None = None) -> RequestOutputs | None:
+        """The outputs that came, if any. Raises: TimeoutError, when the engine is silent and no `timeout` was given."""
+        frame = self._client.receive(PATIENCE if timeout is None else timeout)
         if frame is None:
+            if timeout is not None:
+                return None
             raise TimeoutError(f"the engine said nothing for {PATIENCE:.0f} s")
         message = self._decoder.decode(frame)
         if isinstance(message, RequestOutputs):
             self.tokens += len(message.token_ids) // 4
             self.finished += len(message.finished)
-            return
+            return message
         self.state = message
         if "worker_idle_seconds_total" in message.stats:
             stats = message.stats
@@ -111,6 +115,7 @@ class EngineClient:
                     self.tokens,
                 )
             )
+        return None
 
     def close(self) -> None:
         self._client.close()

@@ -10,9 +10,12 @@ import pytest
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
+from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim import device as sim_device
+from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.oracle import OracleError
+from services.worker.batch import Rows
 from services.worker.runner import Output
 from services.worker.staging import MAX_STEPS_IN_FLIGHT, CopyEvent, HostRing
 from tests.unit.worker.fake_device import POISON, FakeDevice
@@ -324,3 +327,29 @@ def test_the_simulated_device_answers_as_the_fake_one(host: AsyncRunner) -> None
     a, b = plans.admit(prompt(1, 6), sampled(5)), host.plans.admit(prompt(1, 6), sampled(5))
     for _ in range(5):
         assert run(runner, plans.step(a)) == tokens(host.launch(b).get())
+
+
+@pytest.mark.parametrize(
+    ("flags", "whole_model_ms"),
+    [
+        ({}, 0.0),
+        ({"sim_step_ms": 7.0}, 7.0),
+        ({"sim_prefill_token_us": 100.0}, 4.1),
+        ({"sim_decode_us": 1000.0}, 2.0),
+        ({"sim_weights_ms": 3.0}, 3.0),
+        ({"sim_weights_ms": 3.0, "sim_step_ms": 7.0}, 10.0),
+        ({"sim_weights_ms": 3.0, "sim_decode_us": 1000.0}, 3.0),
+        ({"sim_weights_ms": 3.0, "sim_decode_us": 1000.0, "sim_prefill_token_us": 100.0}, 6.1),
+        ({"sim_context_token_ns": 1000.0, "sim_weights_ms": 3.0}, 3.0 + 0.091),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 4])
+def test_the_cost_model(flags: dict[str, float], whole_model_ms: float, stages: int) -> None:
+    """40 positions of a prompt, the last one of a prompt after a prefix hit, and two decoding rows."""
+    zero = {"sim_step_ms": 0.0, "sim_prefill_token_us": 0.0}
+    cost = CostModel(WorkerConfig(backend="sim", **(zero | flags)), stages)  # type: ignore[arg-type]
+    slots, ones = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    starts, counts = np.array([0, 9, 10, 29], np.int32), np.array([40, 1, 1, 1], np.int32)
+    rows = Rows(slots, ones, starts, counts, np.ones(4, np.bool_))
+    num_prompt = np.array([40, 10, 10, 3], np.int32)
+    assert cost.step(rows, num_prompt) == pytest.approx(whole_model_ms * 1e-3 / stages)

@@ -7,15 +7,16 @@ from services.worker.batch import I32, Rows
 class CostModel:
     """Seconds of steps and hops.
 
-    `sim_step_ms`, `sim_prefill_token_us`, `sim_decode_us` and `sim_context_token_ns` are the cost of the whole model;
-    one of P stages takes a P-th of it. Tensor parallelism divides nothing: say what a step costs at that size.
+    Costs of a step are those of the whole model; one of P stages takes a P-th of them. Tensor parallelism divides
+    nothing: say what a step costs at that size. Costs of a hop are those of one hop.
     """
 
     def __init__(self, config: WorkerConfig, stages: int = 1) -> None:
         self._config, self._stages = config, stages
 
     def step(self, rows: Rows, num_prompt: I32) -> float:
-        """One stage's share of a step: a base, prompt tokens, decoding rows, and the context that attention reads.
+        """One stage's share of a step: a base, then the longer of reading the weights and computing prompt tokens and
+        decoding rows, then the context that attention reads.
 
         Args:
             num_prompt: prompt tokens of each row's request.
@@ -23,12 +24,9 @@ class CostModel:
         c = self._config
         decoding = int(((rows.counts == 1) & (rows.starts >= num_prompt)).sum())
         prefill = int(rows.counts.sum()) - decoding
-        whole = (
-            c.sim_step_ms * 1e-3
-            + prefill * c.sim_prefill_token_us * 1e-6
-            + decoding * c.sim_decode_us * 1e-6
-            + int(rows.ends.sum()) * c.sim_context_token_ns * 1e-9
-        )
+        tokens = prefill * c.sim_prefill_token_us * 1e-6 + decoding * c.sim_decode_us * 1e-6
+        context = int(rows.ends.sum()) * c.sim_context_token_ns * 1e-9
+        whole = c.sim_step_ms * 1e-3 + max(c.sim_weights_ms * 1e-3, tokens) + context
         return whole / self._stages
 
     def hop(self, tokens: int) -> float:

@@ -1,0 +1,182 @@
+"""A pipeline of simulated stages: a real scheduler and real worker processes under a workload, and what each stage did.
+
+Times of stages are those of the simulated device (`--sim-trace`); what a client sees is measured at the client.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.benchmarks.support.engine_client import EngineClient, engine
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: `prompt` is int32[tokens], `at` are seconds after the first one."""
+
+    prompt: NDArray[np.int32]
+    max_tokens: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One step on one stage."""
+
+    step_id: int
+    stage: int
+    began: float
+    """Seconds since the first step began."""
+    ended: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StagesRun:
+    seconds: float
+    """From the first request to the last token, at the client."""
+    spans: tuple[Span, ...]
+    """By stage, then by step."""
+    tokens: int
+    preemptions: int
+    ttft: NDArray[np.float64]
+    """Seconds, one per request."""
+    itl: NDArray[np.float64]
+    """Seconds between two tokens of a request, all of them."""
+
+    @property
+    def makespan(self) -> float:
+        """From the first step's begin to the last one's end, over all stages."""
+        return max(span.ended for span in self.spans)
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Per stage: the share of `makespan` in which it computed nothing, filling and draining included."""
+        busy: dict[int, float] = {}
+        for span in self.spans:
+            busy[span.stage] = busy.get(span.stage, 0.0) + span.ended - span.began
+        return [1 - seconds / self.makespan for _, seconds in sorted(busy.items())]
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Tokens of each step, in order."""
+        return [span.tokens for span in self.spans if span.stage == 0]
+
+    def figures(self) -> dict[str, object]:
+        """What every run reports; times in seconds."""
+        sizes = self.microbatches
+        return {
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens / self.seconds,
+            "steps": len(sizes),
+            "tokens_per_microbatch": {"mean": float(np.mean(sizes)), **percentiles(sizes)},
+            "bubbles": [round(share, 4) for share in self.bubbles],
+            "preemptions": self.preemptions,
+            "ttft": percentiles(self.ttft),
+            "itl": percentiles(self.itl),
+        }
+
+
+def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {
+        f"p{p}": float(value)
+        for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+    }
+
+
+def run_stages(
+    num_stages: int,
+    asks: Sequence[Ask],
+    scheduler: Mapping[str, object] | None = None,
+    worker: Mapping[str, object] | None = None,
+) -> StagesRun:
+    """Starts a scheduler and `num_stages` simulated workers, drives `asks` through them, stops them.
+
+    The mappings are settings by field name: policy, depth and budgets of the scheduler, cost model of the workers.
+
+    Raises: RuntimeError, if a request does not end as asked; TimeoutError, if the engine is silent.
+    """
+    with tempfile.TemporaryDirectory(prefix="runahead-") as directory:
+        trace = Path(directory) / "trace"
+        group = {"pipeline_parallel_size": num_stages, **(scheduler or {})}
+        stages = {"backend": "sim", "sim_vocab_size": 32_000, "sim_trace": trace, **(worker or {})}
+        with engine(group, stages, num_stages) as client:
+            load = _Load(client, asks)
+            seconds = load.run()
+            _until_written(trace, num_stages)
+        return StagesRun(
+            seconds, _spans(trace), client.tokens, load.preemptions,
+            np.array(load.first), np.array(load.gaps),
+        )  # fmt: skip
+
+
+def _until_written(trace: Path, num_stages: int) -> None:
+    """The first stages write the last step's line before the last one does, but in processes of their own."""
+    for _ in range(100):
+        steps = [span.stage for span in _spans(trace)]
+        if len({steps.count(stage) for stage in range(num_stages)}) == 1:
+            return
+        time.sleep(0.05)
+    raise RuntimeError("not every stage has written a line for every step")
+
+
+def _spans(trace: Path) -> tuple[Span, ...]:
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    if len({line["epoch"] for line in lines}) > 1:
+        raise RuntimeError("a worker was lost on the way: the steps belong to several epochs")
+    zero = min(line["began"] for line in lines)
+    spans = [
+        Span(line["step_id"], line["stage"], line["began"] - zero, line["ended"] - zero, line["tokens"])
+        for line in lines
+    ]
+    return tuple(sorted(spans, key=lambda span: (span.stage, span.step_id)))
+
+
+@dataclass
+class _Load:
+    """Sends what is due and notes when tokens come."""
+
+    client: EngineClient
+    asks: Sequence[Ask]
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    preemptions: int = 0
+
+    def run(self) -> float:
+        """Seconds until the last request has ended."""
+        due = sorted(range(len(self.asks)), key=lambda number: self.asks[number].at, reverse=True)
+        last = dict.fromkeys(range(len(self.asks)), 0.0)
+        began = now = time.monotonic()
+        open_ = set(last)
+        started: set[int] = set()
+        while open_:
+            now = time.monotonic()
+            while due and began + self.asks[due[-1]].at <= now:
+                number = due.pop()
+                self.client.generate(self.asks[number].prompt, number, self.asks[number].max_tokens)
+                last[number] = now
+            wait = max(0.0, began + self.asks[due[-1]].at - time.monotonic()) if due else None
+            outputs = self.client.receive(wait)
+            if outputs is None:
+                continue
+            now = time.monotonic()
+            for number in np.frombuffer(outputs.numbers, np.uint32).tolist():
+                (self.gaps if number in started else self.first).append(now - last[number])
+                started.add(number)
+                last[number] = now
+            for finish in outputs.finished:
+                if finish.message:
+                    raise RuntimeError(f"request {finish.number}: {finish.message}")
+                self.preemptions += finish.num_preemptions
+                open_.remove(finish.number)
+        return now - began
