@@ -52,6 +52,10 @@ class SchedulerConfig(ServiceConfig):
     phased_max_volume: int = Field(
         0, ge=0, description="phased: most tokens of rows times longest context in a decode step; 0: no limit"
     )
+    phased_pausing: bool = Field(
+        False,
+        description="phased: let decodes that exceed the volume together pause in turn, instead of holding back newcomers",
+    )
     batch_queue_depth: int | None = Field(
         None,
         ge=1,
@@ -156,7 +160,15 @@ class WorkerConfig(ServiceConfig):
         False,
         description="sim: a device with padded shapes that refuses steps with prefill and decode together",
     )
+    sim_max_volume: int = Field(
+        0, ge=0, description="sim, rigid: most tokens of rows times longest row in a decode step; 0: no limit"
+    )
     sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits row; 0: the model's tokenizer")
+
+    @property
+    def backend_name(self) -> str:
+        """As the capability table knows it."""
+        return "sim rigid" if self.backend == "sim" and self.sim_rigid else self.backend
 
 
 class FrontendConfig(ServiceConfig):

@@ -154,6 +154,8 @@ class Server:
         return f"{hello.role} {hello.name!r}" if hello else f"peer {peer.hex()}"
 
     def close(self) -> None:
+        if self.socket.closed:
+            return
         self._monitor.close()
         self.socket.close()
         if self._authenticator is not None:

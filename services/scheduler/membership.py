@@ -152,6 +152,9 @@ class WorkerGroup:
             self._on_register(peer, message, now)
             return
         if member is None:
+            if isinstance(message, LoadFailed):
+                self._last_fault = message.error
+                self._describe(self._wanted())
             return  # lost before; it learns of it by `EndEpoch`, and registers again
         member.last_seen = now
         match message:

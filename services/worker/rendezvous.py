@@ -15,3 +15,14 @@ def local_address(peer: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
+
+
+def facing(endpoint: str) -> str:
+    """The address at which ranks reach this worker, if it can reach the scheduler's `endpoint`; loopback for ipc.
+
+    Raises: OSError
+    """
+    if not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return local_address(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])  # type: ignore[arg-type]

@@ -2,27 +2,37 @@
 
 Results, faults and repetitions go through one queue, so they leave in the order of launch (S3-2). The executing thread
 never waits for a host copy; the output thread does. Both threads share one connection under a lock, so a heartbeat
-leaves although a step takes long.
+leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, when the executing
+thread hangs in a collective and hears nothing.
 """
 
 import logging
+import os
 import queue
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec.structs
 
+from protocol.codec import Decoder, ProtocolError
 from protocol.fields import MAX_TEXT
-from protocol.membership import Heartbeat
+from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
-from protocol.transport import Client, PeerGone, PeerSlow
-from services.worker.runner import Output
+from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
+from services.worker.runner import Output, RanksLost
 
 log = logging.getLogger("runahead.worker")
 
-HEARTBEAT_INTERVAL = 1.0
+HEARTBEAT_INTERVAL = 0.5
 """Seconds."""
+LISTEN_INTERVAL = 0.1
+"""Seconds between two looks at what the scheduler says on this connection."""
+ABORT_GRACE = 8.0
+"""Seconds from the end of an epoch until an executing thread that has not noticed it cannot be rescued any more."""
+EXIT_STUCK = 7
 RESULTS_KEPT = 16
 """A step can be asked for again as long as its result is among the last so many."""
 
@@ -31,6 +41,7 @@ RESULTS_KEPT = 16
 class Launched:
     """A step whose result is on its way to the host."""
 
+    epoch: int
     step_id: int
     output: Output
     waited: float
@@ -48,32 +59,46 @@ def fault(epoch: int, step_id: int, error: Exception) -> StepFault:
 
 
 class Results:
-    """Owns `client` and two threads between `start` and `close`. After a fault nothing more is sent."""
+    """Owns `client` and two threads between `start` and `close`. After a fault nothing more is sent.
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    Args:
+        abort: interrupts the executing thread, if it waits for other ranks.
+    """
+
+    def __init__(self, client: Client, abort: Callable[[], None]) -> None:
+        self._client, self._abort = client, abort
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Launched | StepFault | Repeat | None] = queue.SimpleQueue()
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_ended = 0.0
-        self._epoch, self._last_step = 0, 0
+        self._epoch, self._rank, self._last_step = 0, 0, 0
+        self.executing = False
+        """The executing thread is inside a step, where it may have to wait for other ranks."""
+        self._ended = 0
+        """The last epoch of which this connection said that it is over."""
+        self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
         self._closing = threading.Event()
         self.failed = threading.Event()
         """A fault has left, or nothing can be sent any more: then `lost` says why."""
-        self.lost: PeerGone | PeerSlow | None = None
+        self.lost: PeerGone | PeerSlow | HandshakeRefused | None = None
         self._threads = [
             threading.Thread(target=self._send_results, name="outputs", daemon=True),
-            threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
+            threading.Thread(target=self._tend, name="heartbeats", daemon=True),
         ]
 
     def handshake(self, name: str, timeout: float) -> None:
         """Raises: HandshakeRefused, HandshakeTimeout"""
         self._client.handshake("worker-results", name, timeout)
 
-    def start(self, epoch: int) -> None:
-        self._epoch = epoch
+    def start(self) -> None:
         for thread in self._threads:
             thread.start()
+
+    def enter(self, epoch: int, rank: int) -> None:
+        """An epoch begins for this worker; results of the one before are forgotten, those on their way are not sent."""
+        self._epoch, self._rank, self._last_step = epoch, rank, 0
+        self._kept.clear()
+        self._last_ended = 0.0
 
     def put(self, item: Launched | StepFault | Repeat) -> None:
         self._queue.put(item)
@@ -101,7 +126,7 @@ class Results:
             if isinstance(message, StepFault):
                 self.failed.set()
 
-    def _message(self, item: Launched | StepFault | Repeat) -> StepResult | None:
+    def _message(self, item: Launched | StepFault | Repeat) -> StepResult | RankLost | None:
         match item:
             case StepFault():
                 return item
@@ -113,12 +138,16 @@ class Results:
                 text = f"step {step_id} is asked for again, but only the last {RESULTS_KEPT} results are kept"
                 return StepFault(self._epoch, step_id, text)
 
-    def _result(self, launched: Launched) -> StepResult | None:
+    def _result(self, launched: Launched) -> StepResult | RankLost | None:
         try:
             result = launched.output.get()
+        except RanksLost as error:
+            return RankLost(launched.epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # whatever a device may raise belongs to its step
             log.exception("step %d failed on its way to the host", launched.step_id)
-            return fault(self._epoch, launched.step_id, error)
+            return fault(launched.epoch, launched.step_id, error)
+        if launched.epoch != self._epoch:
+            return None
         if result is None:  # the output rank reports the step
             self._last_step = launched.step_id
             return None
@@ -131,7 +160,7 @@ class Results:
             self._kept.popitem(last=False)
         return result
 
-    def _send(self, message: StepResult | Heartbeat) -> None:
+    def _send(self, message: StepResult | Heartbeat | RankLost) -> None:
         try:
             with self._lock:
                 self._client.send(message)
@@ -141,6 +170,35 @@ class Results:
 
     # -- the heartbeat thread ------------------------------------------------------------------------------------
 
-    def _send_heartbeats(self) -> None:
-        while not self._closing.wait(HEARTBEAT_INTERVAL) and not self.failed.is_set():
-            self._send(Heartbeat(self._epoch, self._last_step))
+    def _tend(self) -> None:
+        next_beat = deadline = 0.0
+        while not self._closing.wait(LISTEN_INTERVAL) and not self.failed.is_set():
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_INTERVAL
+                self._send(Heartbeat(self._epoch, self._last_step, self._rank))
+            if self._hears_of_the_end():
+                deadline = now + ABORT_GRACE
+            if deadline and self.executing and self._ended >= self._epoch > 0:
+                self._abort()
+                if now > deadline:
+                    log.error(
+                        "epoch %d is over, but its last step does not end: this process does", self._epoch
+                    )
+                    os._exit(EXIT_STUCK)
+
+    def _hears_of_the_end(self) -> bool:
+        try:
+            with self._lock:
+                frame = self._client.take()
+            message = self._group.decode(frame) if frame is not None else None
+        except (PeerGone, HandshakeRefused) as error:
+            self.lost = error
+            self.failed.set()
+            return False
+        except ProtocolError as error:
+            log.warning("bad message from the scheduler: %s", error)
+            return False
+        if isinstance(message, EndEpoch):
+            self._ended = message.epoch
+        return isinstance(message, EndEpoch)

@@ -17,12 +17,15 @@ from protocol.codec import Decoder, ProtocolError, pack, unpack
 from protocol.fields import MAX_TEXT
 from protocol.membership import (
     Assignment,
+    EndEpoch,
     GroupMessage,
     InitializeCache,
     LoadFailed,
     LoadProgress,
+    RankLost,
     Ready,
     Register,
+    Shard,
     Shutdown,
 )
 from protocol.sampling import SamplingParams
@@ -30,8 +33,9 @@ from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOut
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.worker.backends.registry import create
+from services.worker.rendezvous import facing, listen
 from services.worker.results import Launched, Repeat, Results, fault
-from services.worker.runner import LoadError, ModelRunner
+from services.worker.runner import LoadError, ModelRunner, RanksLost
 from services.worker.session import Execute, Phase, Resend, Sample, Session
 
 log = logging.getLogger("runahead.worker")
@@ -58,7 +62,10 @@ class Worker:
         self._runner = runner
         self._session = Session()
         self._client = _client(config.scheduler_endpoint)
-        self._results = Results(_client(config.scheduler_endpoint))
+        self._results = Results(_client(config.scheduler_endpoint), runner.abort)
+        self._listener: socket.socket | None = None
+        self._shard: Shard | None = None
+        """What is in memory."""
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
         self._waited = 0.0
         """Seconds spent in receive since the last plan, with no step waiting for its grammar."""
@@ -71,6 +78,7 @@ class Worker:
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
         try:
+            self._connect()
             self._register()
             while self._session.phase not in (Phase.LEAVING, Phase.FAILED):
                 frame = self._receive()
@@ -79,6 +87,7 @@ class Worker:
                 if self._results.failed.is_set():
                     self._session.failed()
         finally:
+            self._close_listener()
             self._client.close()
             self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
             if not self.sockets_closed:
@@ -89,11 +98,40 @@ class Worker:
         faulted = self._session.phase is Phase.FAILED or self._results.failed.is_set()
         return EXIT_FAULT if faulted else 0
 
+    def _connect(self) -> None:
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        self._client.handshake("worker", name, CONNECT_TIMEOUT)
+        self._results.handshake(name, CONNECT_TIMEOUT)
+        self._results.start()
+
     def _register(self) -> None:
-        host, pid = socket.gethostname(), os.getpid()
-        self._client.handshake("worker", f"{host}:{pid}", CONNECT_TIMEOUT)
-        self._results.handshake(f"{host}:{pid}", CONNECT_TIMEOUT)
-        self._client.send(Register(self._config.backend, self._config.model, host, pid))
+        """Says what this worker is and holds, and where others can meet it."""
+        identity = self._attempt(self._runner.identify)
+        if identity is None:
+            raise AssertionError("nothing of other ranks is needed to say what a model is")
+        self._close_listener()
+        host = self._config.host_ip or facing(self._config.scheduler_endpoint)
+        self._listener = listen(host)
+        self._client.send(
+            Register(
+                backend=self._config.backend_name,
+                model=self._config.model,
+                hostname=socket.gethostname(),
+                pid=os.getpid(),
+                model_hash=identity.model_hash,
+                dtype=identity.dtype,
+                tensor_parallel_sizes=identity.tensor_parallel_sizes,
+                max_pipeline_parallel_size=identity.max_pipeline_parallel_size,
+                rendezvous=f"{host}:{self._listener.getsockname()[1]}",
+                epoch=self._session.epoch,
+                shard=self._shard,
+            )
+        )
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _receive(self) -> bytes | None:
         frame = self._client.take()
@@ -115,6 +153,11 @@ class Worker:
                 self._load(action)
             case InitializeCache():
                 self._initialize(action)
+            case EndEpoch(epoch=epoch, reason=reason):
+                log.warning("epoch %d has ended: %s", epoch, reason)
+                self._results.enter(0, 0)
+                self._runner.leave()
+                self._register()
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler says so")
             case Resend(step_id=step_id):
@@ -128,8 +171,12 @@ class Worker:
     # -- start-up ------------------------------------------------------------------------------------------------
 
     def _load(self, assignment: Assignment) -> None:
-        self._results.start(assignment.epoch)
-        loaded = self._attempt(lambda: self._runner.load(assignment, self._progress))
+        listener, self._listener, self._shard = self._listener, None, None
+        self._results.enter(assignment.epoch, assignment.rank)
+        loaded = self._attempt(lambda: self._runner.load(assignment, self._progress, listener))
+        if loaded is None:
+            return
+        self._shard = assignment.shard
         log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
         self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
         self._session.loaded()
@@ -141,25 +188,45 @@ class Worker:
             self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction))))
 
     def _initialize(self, init: InitializeCache) -> None:
-        self._attempt(lambda: self._runner.init_kv_cache(init))
-        self._attempt(self._canary)
+        def work() -> bool:
+            self._runner.init_kv_cache(init)
+            self._canary()
+            return True
+
+        if self._attempt(work) is None:
+            return
         self._client.send(Ready(self._session.epoch))
         self._session.ready()
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
 
-    def _attempt(self, work: Callable[[], T]) -> T:
-        """Raises: LoadError, after the scheduler was told, for whatever keeps this worker from serving."""
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """None: other ranks were lost meanwhile, and the scheduler was told.
+
+        Raises: LoadError, after the scheduler was told, for whatever keeps this worker from serving.
+        """
+        self._results.executing = True
         try:
             return work()
         except (PeerGone, PeerSlow):
             raise
+        except RanksLost as error:
+            self._lost_ranks(error)
+            return None
         except LoadError as error:
             failure = error
         except Exception as error:
             log.exception("the model cannot be served")
             failure = LoadError(f"{type(error).__name__}: {error}")
+        finally:
+            self._results.executing = False
         self._client.send(LoadFailed(" ".join(str(failure).split())[:MAX_TEXT]))
         raise failure
+
+    def _lost_ranks(self, error: RanksLost) -> None:
+        """This worker is well, but its epoch is over: it waits to be told."""
+        log.warning("other ranks are lost: %s", error)
+        self._session.ranks_lost()
+        self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
 
     def _canary(self) -> None:
         """One step through forward and sampling, and out again, before anybody waits for one; leaves no pending
@@ -174,6 +241,7 @@ class Worker:
 
     def _compute(self, action: Execute | Sample | ReleaseSlots) -> None:
         step_id = self._session.last_step
+        self._results.executing = True
         try:
             match action:
                 case Execute(step=step):
@@ -184,14 +252,18 @@ class Worker:
                     self._sample(grammar)
                 case ReleaseSlots(slots=slots):
                     self._runner.release(unpack(slots))
+        except RanksLost as error:
+            self._lost_ranks(error)
         except Exception as error:  # whatever compute may raise takes the place of this step's result
             log.exception("step %d failed", step_id)
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
+        finally:
+            self._results.executing = False
 
     def _sample(self, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)
-        self._results.put(Launched(self._session.last_step, output, self._waited))
+        self._results.put(Launched(self._session.epoch, self._session.last_step, output, self._waited))
         self._waited = 0.0
 
 
@@ -207,7 +279,7 @@ def _leave(_: int, __: FrameType | None) -> None:
 
 def run(config: WorkerConfig) -> int:
     """One worker process. Returns the exit status: 0; 3, a model that cannot be served; 4, refused by the scheduler;
-    5, the scheduler is gone; 6, a step failed."""
+    5, the scheduler is gone; 6, a step failed; 7, it could not be rescued from a step of a lost group."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     worker = Worker(config, create(config))

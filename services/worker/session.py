@@ -3,6 +3,8 @@
     REGISTERED   ── Assignment ──►       LOADING       (weights; ends with `loaded`)
     LOADED       ── InitializeCache ──►  INITIALIZING  (cache and canary step; ends with `ready`)
     SERVING     ◄── plan, grammar ──►    SAMPLING      (a forward pass waits for its grammar)
+    any          ── ranks_lost ──►       ALONE         (another rank is gone: waits for the end of the epoch)
+    any          ── EndEpoch ──►         REGISTERED    (the worker registers again)
     any          ── Shutdown ──►         LEAVING
     any          ── failed ──►           FAILED        (nothing more is executed)
 
@@ -17,7 +19,7 @@ from enum import Enum, auto
 from typing import ClassVar
 
 from protocol.codec import ProtocolError
-from protocol.membership import Assignment, GroupMessage, InitializeCache, Shutdown
+from protocol.membership import Assignment, EndEpoch, GroupMessage, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 
 
@@ -28,6 +30,7 @@ class Phase(Enum):
     INITIALIZING = auto()
     SERVING = auto()
     SAMPLING = auto()
+    ALONE = auto()
     LEAVING = auto()
     FAILED = auto()
 
@@ -53,7 +56,9 @@ class Resend:
     step_id: int
 
 
-Action = Assignment | InitializeCache | Shutdown | ReleaseSlots | Execute | Sample | Resend | StepFault
+Action = (
+    Assignment | InitializeCache | EndEpoch | Shutdown | ReleaseSlots | Execute | Sample | Resend | StepFault
+)
 """Messages of the group mean what they say; a `StepFault` is to be sent, after which the worker leaves."""
 
 
@@ -74,6 +79,10 @@ class Session:
     def ready(self) -> None:
         self._move(Phase.INITIALIZING, Phase.SERVING)
 
+    def ranks_lost(self) -> None:
+        """Another rank is gone: what arrives until the end of the epoch is of no use."""
+        self.phase = Phase.ALONE
+
     def failed(self) -> None:
         """A step failed: whatever arrives from now on is refused by not being executed."""
         self.phase = Phase.FAILED
@@ -93,6 +102,13 @@ class Session:
         if isinstance(message, Shutdown):
             self.phase = Phase.LEAVING
             return message
+        if isinstance(message, EndEpoch):
+            return self._on_end(message)
+        if isinstance(message, Ping):
+            return None
+        if self.phase is Phase.ALONE or (isinstance(message, StepMessage) and message.epoch < self.epoch):
+            self.ignored += 1
+            return None
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} has no place while {self.phase.name}")
         if isinstance(message, StepMessage) and message.epoch != self.epoch:
@@ -100,8 +116,15 @@ class Session:
             return None
         return handle(self, message)
 
+    def _on_end(self, message: EndEpoch) -> Action | None:
+        if message.epoch < self.epoch:
+            self.ignored += 1
+            return None
+        self.phase = Phase.REGISTERED
+        return message
+
     def _on_assignment(self, message: Assignment) -> Action:
-        self.phase, self.epoch = Phase.LOADING, message.epoch
+        self.phase, self.epoch, self.last_step = Phase.LOADING, message.epoch, 0
         return message
 
     def _on_initialize(self, message: InitializeCache) -> Action:
