@@ -54,7 +54,7 @@ class SchedulerConfig(ServiceConfig):
     )
     phased_pausing: bool = Field(
         False,
-        description="phased: let decodes that exceed the volume together pause in turn, instead of holding back newcomers",
+        description="phased: decodes that exceed the volume together pause in turn, newcomers are not held back for it",
     )
     batch_queue_depth: int | None = Field(
         None,

@@ -38,6 +38,9 @@ class Rows:
         """First position after the row: where a token sampled by it will stand."""
         return self.starts + self.counts
 
+    def where(self, mask: NDArray[np.bool_]) -> "Rows":
+        return Rows(*(column[mask] for column in vars(self).values()))
+
 
 class SlotTable:
     """Columns of `num_slots` rows; int32 unless stated. Every column is reset when a slot is assigned."""
@@ -52,6 +55,8 @@ class SlotTable:
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
         """Positions launched; the next row starts here. EMPTY before the first row, which a prefix hit starts later."""
+        self.corrected = np.zeros(num_slots, np.bool_)
+        """Whether a row came to another end than planned: further rows of this generation are void."""
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
@@ -67,6 +72,7 @@ class SlotTable:
 
     def apply(self, step: SchedulerOutput) -> Rows:
         """Released slots, then new requests, then block columns, then the rows are checked and counted as launched.
+        Void rows are not among those returned.
 
         Raises:
             PlanError: the plan names an empty or a taken slot, another generation, a position out of order, a token
@@ -78,7 +84,7 @@ class SlotTable:
         for request in step.new:
             self._assign(request)
         self._append_blocks(plan.block_slots, plan.block_ids)
-        rows = Rows(*plan[:5])
+        rows = self._without_void(Rows(*plan[:5]))
         self._check(rows)
         self.computed[rows.slots] = rows.ends
         self.num_tokens[rows.slots] += rows.samples
@@ -90,6 +96,26 @@ class SlotTable:
             if self.generation[slot] == EMPTY:
                 raise PlanError(f"slot {slot} is released, but nobody has it")
             self.generation[slot] = EMPTY
+            self.corrected[slot] = False
+
+    def correct(self, slot: int, frontier: int, sampled: bool) -> None:
+        """The slot's row in the plan applied last comes to `frontier` and not to its planned end, where it was to be
+        `sampled` or not. The scheduler learns that from the step's result; what it planned before is void."""
+        self.computed[slot] = frontier
+        self.num_tokens[slot] -= sampled
+        self.corrected[slot] = True
+
+    def _without_void(self, rows: Rows) -> Rows:
+        """A corrected slot waits for its next generation, which goes on from where the device came."""
+        self._check_range(rows.slots)
+        if not self.corrected.any():
+            return rows
+        corrected = self.corrected[rows.slots]
+        void = corrected & (rows.generations == self.generation[rows.slots])
+        next_one = rows.slots[corrected & (rows.generations == self.generation[rows.slots] + 1)]
+        self.generation[next_one] += 1
+        self.corrected[next_one] = False
+        return rows.where(~void)
 
     def _assign(self, request: NewRequest) -> None:
         slot, params = request.slot, request.params
@@ -137,7 +163,6 @@ class SlotTable:
 
     def _check(self, rows: Rows) -> None:
         slots = rows.slots
-        self._check_range(slots)
         if len(np.unique(slots)) != len(slots):
             raise PlanError(f"a slot stands in two rows: {sorted(slots.tolist())}")
         have, computed, known = self.generation[slots], self.computed[slots], self.num_tokens[slots]

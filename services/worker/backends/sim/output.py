@@ -6,6 +6,7 @@ import numpy as np
 
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device import Event
+from services.worker.backends.sim.rigid import Shape
 from services.worker.backends.sim.trace import StepTrace
 from services.worker.batch import I32, Rows
 
@@ -21,6 +22,8 @@ class StepOutput:
     forward: Event
     done: Event
     trace: StepTrace | None
+    shape: Shape | None = None
+    """On a rigid device."""
 
     def get(self) -> ModelRunnerOutput | None:
         self.done.synchronize()
@@ -31,7 +34,7 @@ class StepOutput:
         if self.ids is None:
             return None
         samples = rows.samples
-        return ModelRunnerOutput(
+        result = ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
             slots=rows.slots[samples].tobytes(),
@@ -41,3 +44,4 @@ class StepOutput:
             started=self.forward.began,
             ended=self.done.ended,
         )
+        return result if self.shape is None else self.shape.complete(result)

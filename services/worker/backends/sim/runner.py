@@ -20,6 +20,7 @@ from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import Activations, Batch, Oracle
 from services.worker.backends.sim.output import StepOutput
 from services.worker.backends.sim.place import Alone, Place
+from services.worker.backends.sim.rigid import Reach, Rigid, Shape, as_scheduled
 from services.worker.backends.sim.sampler import Banned, Sampler, banned
 from services.worker.backends.sim.trace import StepTrace
 from services.worker.batch import Rows, SlotTable
@@ -40,6 +41,7 @@ class _Pending:
     hashes: NDArray[np.uint64]
     banned: Banned
     forward: Event
+    shape: Shape | None
 
 
 class SimRunner:
@@ -48,13 +50,19 @@ class SimRunner:
     Args:
         make_device: another device, for tests.
         full_check: every row reads its whole context in every step; slow.
+        reach: how far a rigid device comes in its chunks, for tests; the same on all ranks.
     """
 
     def __init__(
-        self, config: WorkerConfig, make_device: Callable[[], Device] = SimDevice, full_check: bool = False
+        self,
+        config: WorkerConfig,
+        make_device: Callable[[], Device] = SimDevice,
+        full_check: bool = False,
+        reach: Reach = as_scheduled,
     ) -> None:
         self._config = config
         self._make_device, self._full_check = make_device, full_check
+        self._reach = reach
         self._place: Place = Alone()
         self._pending: _Pending | None = None
         self._device: Device | None = None
@@ -120,6 +128,8 @@ class SimRunner:
         self._stop()
         self._device = self._make_device()
         self._table = SlotTable(slots, block_size, init.num_blocks, max_len)
+        chunk, volume = self._assignment.max_num_batched_tokens, self._config.sim_max_volume
+        self._rigid = Rigid(self._table, chunk, volume, self._reach) if self._config.sim_rigid else None
         max_blocks = self._table.block_table.shape[1]
         in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * self._num_stages)
         self._ring = HostRing(lambda: StepInputs(slots, max_blocks), in_flight + 1)
@@ -133,7 +143,10 @@ class SimRunner:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
         device, oracle = self._ready(), self._oracle
-        rows = self._table.apply(step)
+        rows = padded = self._table.apply(step)
+        shape = None if self._rigid is None else self._rigid.shape(step, rows)
+        if shape is not None:
+            rows, padded = shape.rows, shape.padded
         arrived = self._place.arrive(step, rows)
         n, width = len(rows.slots), -(-int(rows.ends.max(initial=0)) // self._table.block_size)
         staged = self._ring.acquire()
@@ -154,10 +167,10 @@ class SimRunner:
             if leaving is not None:
                 leaving.tokens[:], leaving.hashes[:] = oracle.activations(batch)
 
-        seconds = self._cost.step(rows, self._table.num_prompt[rows.slots])
+        seconds = self._cost.step(padded, self._table.num_prompt[rows.slots]) if n else 0.0
         event = device.launch(forward, seconds, arrived.at)
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
-        self._pending = _Pending(step, rows, hashes, banned(rows, self._table), event)
+        self._pending = _Pending(step, rows, hashes, banned(rows, self._table), event, shape)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         pending, self._pending = self._pending, None
@@ -165,7 +178,7 @@ class SimRunner:
             raise RuntimeError("no step was executed that could be sampled")
         step, rows, forward = pending.step, pending.rows, pending.forward
         if not self._is_last:
-            return StepOutput(step, rows, None, forward, forward, self._trace)
+            return StepOutput(step, rows, None, forward, forward, self._trace, pending.shape)
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
         device, slots, positions = self._ready(), rows.slots[rows.samples], rows.ends[rows.samples]
@@ -179,7 +192,8 @@ class SimRunner:
         event = device.launch(sample, 0.0)
         self._place.sampled(device, step, rows, ids, event.ended)
         host_ids, copied = device.copy_out(ids)
-        return StepOutput(step, rows, host_ids if self._is_output else None, forward, copied, self._trace)
+        reported = host_ids if self._is_output else None
+        return StepOutput(step, rows, reported, forward, copied, self._trace, pending.shape)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)

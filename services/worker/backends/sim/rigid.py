@@ -1,0 +1,158 @@
+"""A device with rigid shapes: one prefill chunk or a rectangle of decodes per step, everything padded (spec 5(b)).
+
+It works out its shapes itself, from the plan and the batch alone, and refuses what they cannot hold. A prompt ends at
+the end of a block and is cut into windows of one size from there towards its beginning; what is left of the first
+window is padding. In a decode step all block tables end at the same column, dummy blocks to the left of shorter ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec.structs
+import numpy as np
+
+from protocol.codec import pack
+from protocol.rows import StepRows
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.batch import I32, PlanError, Rows, SlotTable
+
+DUMMY = -1
+"""The block that stands for padding."""
+
+Reach = Callable[[int, int, int, int], int]
+"""(slot, start, planned end, furthest end possible) of a chunk -> where it ends, at least one token on."""
+
+
+def as_scheduled(_slot: int, _start: int, end: int, _most: int) -> int:
+    return end
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step as the device runs it."""
+
+    step: SchedulerOutput
+    rows: Rows
+    """What it computes: void rows are missing, a chunk may end elsewhere."""
+    padded: Rows
+    """What it takes time for: whole windows, or the rectangle."""
+    progress: dict[int, int]
+    """Slot -> frontier of its prefill."""
+    tkv: int = 0
+    """Longest row of a decode step, padding included."""
+    tables: I32 | None = None
+    """int32[rows, blocks] of a decode step, DUMMY on the left."""
+
+    def complete(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """With a row for each sampling one of the plan, void or not, and the progress."""
+        plan = StepRows.of(self.step)
+        slots, generations = plan.slots[plan.samples], plan.generations[plan.samples]
+        computed = np.isin(slots, self.rows.slots[self.rows.samples])
+        return msgspec.structs.replace(
+            result,
+            slots=slots.tobytes(),
+            generations=generations.tobytes(),
+            counts=computed.astype(np.int32).tobytes(),
+            progress_slots=pack(list(self.progress)),
+            progress_frontiers=pack(list(self.progress.values())),
+        )
+
+
+class Rigid:
+    """Shapes the steps of one epoch; `chunk` and `max_volume` in tokens, 0: no limit to the volume."""
+
+    def __init__(self, table: SlotTable, chunk: int, max_volume: int, reach: Reach = as_scheduled) -> None:
+        if chunk % table.block_size:
+            raise PlanError(f"rigid: a chunk of {chunk} tokens is not made of blocks of {table.block_size}")
+        self._table, self._chunk, self._max_volume, self._reach = table, chunk, max_volume, reach
+        self._entry = np.zeros(table.num_slots, np.int32)
+        """Tokens the request entered with: its prefill ends there."""
+        self._resumes = np.zeros(table.num_slots, np.bool_)
+        """Whether the last chunk ended elsewhere than planned, so that the next one begins inside a window."""
+
+    def shape(self, step: SchedulerOutput, rows: Rows) -> Shape:
+        """`rows` are those of the plan just applied. Raises: PlanError, with the rule that the step breaks."""
+        for request in step.new:
+            self._entry[request.slot] = len(request.token_ids) // 4
+            self._resumes[request.slot] = False
+        prefill = rows.starts < self._entry[rows.slots]
+        if not len(rows.slots):
+            return Shape(step, rows, rows, {})
+        if not prefill.any():
+            return self._decode(step, rows)
+        if not prefill.all():
+            raise PlanError(f"rigid: step {step.step_id} mixes prefill and decode")
+        if len(prefill) > 1:
+            raise PlanError(f"rigid: step {step.step_id} has {len(prefill)} prefills, it can have one")
+        return self._prefill(step, rows)
+
+    # -- prefill -------------------------------------------------------------------------------------------------
+
+    def _window(self, entry: int, start: int) -> tuple[int, int, int]:
+        """(left padding, first token of the window that holds `start`, last token + 1)."""
+        begin = -(-entry // self._table.block_size) * self._table.block_size
+        while begin > start:
+            begin -= self._chunk
+        first = begin
+        while first > 0:
+            first -= self._chunk
+        return -first, begin, min(begin + self._chunk, entry)
+
+    def _prefill(self, step: SchedulerOutput, rows: Rows) -> Shape:
+        slot, start, end = int(rows.slots[0]), int(rows.starts[0]), int(rows.ends[0])
+        entry, samples = int(self._entry[slot]), bool(rows.samples[0])
+        padding, begin, last = self._window(entry, start)
+        if start != max(begin, 0) and not self._resumes[slot]:
+            raise PlanError(
+                f"rigid: slot {slot} begins at {start} inside the chunk of {max(begin, 0)} to {last}"
+            )
+        if end != last:
+            raise PlanError(f"rigid: slot {slot} computes {start} to {end}, but its chunk ends at {last}")
+        most = end if samples else min(entry - 1, int(self._table.num_blocks[slot]) * self._table.block_size)
+        reached = self._reach(slot, start, end, most)
+        if not start < reached <= most:
+            raise PlanError(f"rigid: slot {slot} cannot come to {reached} from {start}, at most to {most}")
+        self._resumes[slot] = reached != end
+        if reached != end:
+            self._table.correct(slot, reached, samples)
+            rows = Rows(
+                rows.slots,
+                rows.generations,
+                rows.starts,
+                np.array([reached - start], np.int32),
+                np.zeros(1, np.bool_),
+            )
+        # A whole window, at its place in the padded sequence.
+        padded = Rows(
+            rows.slots,
+            rows.generations,
+            np.array([begin + padding], np.int32),
+            np.array([self._chunk], np.int32),
+            rows.samples,
+        )
+        return Shape(step, rows, padded, {slot: reached})
+
+    # -- decode --------------------------------------------------------------------------------------------------
+
+    def _decode(self, step: SchedulerOutput, rows: Rows) -> Shape:
+        tables = self._rectangle(rows)
+        padding = (tables == DUMMY).sum(axis=1, dtype=np.int32) * self._table.block_size
+        tkv = int((padding + rows.ends).max())
+        if tkv > self._table.max_model_len:
+            raise PlanError(
+                f"rigid: step {step.step_id} is {tkv} tokens long, the context is {self._table.max_model_len}"
+            )
+        if self._max_volume and len(rows.slots) * tkv > self._max_volume:
+            raise PlanError(
+                f"rigid: step {step.step_id} has {len(rows.slots)} rows of {tkv} tokens, more than {self._max_volume}"
+            )
+        longest = np.full_like(rows.starts, tkv - 1)
+        padded = Rows(rows.slots, rows.generations, longest, rows.counts, rows.samples)
+        return Shape(step, rows, padded, {}, tkv, tables)
+
+    def _rectangle(self, rows: Rows) -> I32:
+        own = -(-rows.ends // self._table.block_size)
+        width = int(own.max())
+        column = np.arange(width) - (width - own)[:, None]
+        blocks = self._table.block_table[rows.slots[:, None], np.maximum(column, 0)]
+        return np.where(column < 0, np.int32(DUMMY), blocks)
