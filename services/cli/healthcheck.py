@@ -123,14 +123,14 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], patience: float = PATIENCE) -> int:
     """0 when well, 1 with a line on stderr when not, 2 for a wrong command line."""
     connected = "--connected" in arguments
     targets = [argument for argument in arguments if argument != "--connected"]
     try:
         if len(targets) != 1 or targets[0].startswith("-"):
             raise ValueError(USAGE)
-        healthcheck(targets[0], connected)
+        healthcheck(targets[0], connected, patience)
     except Unhealthy as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1

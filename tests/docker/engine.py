@@ -52,6 +52,8 @@ class Engine:
         }
         environment.setdefault("PIP_FIND_LINKS", _find_links())
         output([str(ROOT / "deploy" / "docker" / "build")], environment, timeout=1500)
+        ours = "label=org.opencontainers.image.title=runahead"  # those that had these names until now
+        self.run("image", "prune", "--force", "--filter", ours)
 
     def base_image(self) -> str:
         """BASE_IMAGE, or the published one if a registry can be reached, or one that is made here."""

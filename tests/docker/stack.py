@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
@@ -23,13 +22,6 @@ PATIENCE = 180.0
 USER = "12345:0"
 """Nobody's id: the images must not depend on theirs."""
 VERSION = "test"
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"gave up waiting until {what}"
-        time.sleep(0.2)
 
 
 def free_ports(count: int) -> int:
@@ -109,8 +101,16 @@ class Stack:
         found = sorted(map(Container, facts), key=lambda container: str(container.facts["Name"]))
         return [container for container in found if service in ("", container.service)]
 
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() >= deadline:
+                logs = self.compose("logs", "--no-color", "--tail", "30")
+                raise AssertionError(f"gave up waiting until {what}; the containers' last lines:\n{logs}")
+            time.sleep(0.2)
+
     def wait_healthy(self) -> None:
-        wait_until(lambda: all(c.is_healthy for c in self.containers()), f"{self.name} is healthy")
+        self.wait_until(lambda: all(c.is_healthy for c in self.containers()), f"{self.name} is healthy")
 
     def logs(self, service: str) -> str:
         return self.compose("logs", "--no-color", service)
@@ -149,9 +149,6 @@ def running(engine: Engine, name: str, overlays: Sequence[str] = (), **environme
         stack.up()
         stack.wait_healthy()
         yield stack
-    except (Exception, subprocess.TimeoutExpired) as error:
-        error.add_note(stack.compose("logs", "--no-color", "--tail", "40"))
-        raise
     finally:
         stack.down()
     assert not stack.containers()
@@ -206,7 +203,7 @@ class Load:
     def wait_for_more(self) -> None:
         """Until every connection could complete a stream that began after this call."""
         goal = self.completed + 2 * self.streams
-        wait_until(lambda: self.completed >= goal or self.failures, "streams complete")
+        self.stack.wait_until(lambda: self.completed >= goal or self.failures, "streams complete")
         assert not self.failures
 
     def _run(self, number: int) -> None:

@@ -19,7 +19,6 @@ from tests.docker.stack import (
     Stack,
     running,
     streamed,
-    wait_until,
 )
 
 CONNECT = """
@@ -142,23 +141,23 @@ def test_scaling_under_load_leaves_every_stream_whole(stack: Stack, expected: di
     with Load(stack, expected).on() as load:
         load.wait_for_more()
         stack.up(workers=2)
-        wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
+        stack.wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
         load.wait_for_more()
         assert stack.metric("num_workers") == 2
         stack.up(workers=1)
-        wait_until(lambda: stack.groups()[-1] == 1, "one rank is left")
+        stack.wait_until(lambda: stack.groups()[-1] == 1, "one rank is left")
         load.wait_for_more()
     stack.wait_healthy()
 
 
 def test_killed_worker_costs_no_stream(stack: Stack, expected: dict[str, str]) -> None:
     stack.up(workers=2)
-    wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
+    stack.wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
     with Load(stack, expected).on() as load:
         load.wait_for_more()
         killed = stack.containers("worker")[-1]
         stack.engine.run("kill", killed.id)  # for Docker that is a stop: it does not start it again
-        wait_until(lambda: stack.groups()[-1] == 1, "the other goes on alone")
+        stack.wait_until(lambda: stack.groups()[-1] == 1, "the other goes on alone")
         load.wait_for_more()
     stack.up(workers=1)
     stack.wait_healthy()
@@ -170,7 +169,7 @@ def test_crashed_worker_is_started_again(stack: Stack, expected: dict[str, str])
     with Load(stack, expected).on() as load:
         load.wait_for_more()
         os.kill(worker.facts["State"]["Pid"], signal.SIGKILL)
-        wait_until(lambda: len(stack.groups()) > epochs, "it is back")
+        stack.wait_until(lambda: len(stack.groups()) > epochs, "it is back")
         load.wait_for_more()
     (again,) = stack.containers("worker")
     assert (again.id, again.facts["RestartCount"]) == (worker.id, worker.facts["RestartCount"] + 1)
@@ -199,7 +198,9 @@ def test_metrics_tell_what_was_served(stack: Stack, expected: dict[str, str]) ->
     before = stack.metric("generation_tokens_total")
     with stack.openai() as client:
         streamed(client, PROMPTS[0], TOKENS)
-    wait_until(lambda: stack.metric("generation_tokens_total") == before + TOKENS, "the tokens are counted")
+    stack.wait_until(
+        lambda: stack.metric("generation_tokens_total") == before + TOKENS, "the tokens are counted"
+    )
     assert stack.metric("num_requests_running") == 0
     assert stack.metric("request_success_total") > len(expected)
 

@@ -1,0 +1,274 @@
+"""The manifests, offline: against Kubernetes' own schemas, against one another, and against what the services take."""
+
+import ipaddress
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from services.cli.healthcheck import main as healthcheck
+from services.cli.settings import PREFIX, merge
+from services.cli.start import SERVICES, _check_endpoints
+from services.config import SchedulerConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "deploy" / "kubernetes"
+OWN_API = "leaderworkerset.x-k8s.io/v1"
+SERVICE_NAMES = ("frontend", "scheduler", "worker")
+
+Object = dict[str, Any]
+kustomization: Object = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+
+
+def objects() -> Iterator[Object]:
+    for name in kustomization["resources"]:
+        yield from yaml.safe_load_all((FOLDER / name).read_text())
+
+
+def named(kind: str, name: str) -> Object:
+    (found,) = [o for o in objects() if (o["kind"], o["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod_template(service: str) -> Object:
+    if service == "worker":
+        group: Object = named("LeaderWorkerSet", "runahead-worker")["spec"]["leaderWorkerTemplate"]
+        return group["workerTemplate"]  # type: ignore[no-any-return]
+    return named("Deployment", f"runahead-{service}")["spec"]["template"]  # type: ignore[no-any-return]
+
+
+def container(service: str) -> Object:
+    (only,) = pod_template(service)["spec"]["containers"]
+    return only  # type: ignore[no-any-return]
+
+
+def environment(service: str) -> dict[str, str]:
+    """As Kubernetes would fill it in, in a pod with the address 10.1.2.3."""
+    values: dict[str, str] = {}
+    for entry in container(service)["env"]:
+        field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        text = {"status.podIP": "10.1.2.3", None: entry.get("value")}[field]
+        values[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: values[name[1]], text)
+    return values
+
+
+def selects(selector: Object, service: str) -> bool:
+    labels = pod_template(service)["metadata"]["labels"]
+    return all(labels.get(key) == value for key, value in selector.items())
+
+
+def selected(selector: Object) -> list[str]:
+    return [service for service in SERVICE_NAMES if selects(selector, service)]
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
+def test_every_object_fits_the_schema_of_its_kind(version: str) -> None:
+    for manifest in objects():
+        if manifest["apiVersion"] == OWN_API:
+            continue
+        kubernetes_validate.validate(manifest, version, strict=True)
+    template = pod_template("worker")
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "PodTemplate", "template": template}, version, strict=True
+    )
+
+
+def test_the_schemas_see_a_misspelt_field() -> None:
+    broken = named("Deployment", "runahead-frontend")
+    broken["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, "1.33", strict=True)
+
+
+def test_worker_group_has_the_fields_of_a_leader_worker_set() -> None:
+    spec = named("LeaderWorkerSet", "runahead-worker")["spec"]
+    assert set(spec) <= {
+        "replicas",
+        "leaderWorkerTemplate",
+        "rolloutStrategy",
+        "startupPolicy",
+        "networkConfig",
+    }
+    group = spec["leaderWorkerTemplate"]
+    assert set(group) <= {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert group["restartPolicy"] in ("None", "RecreateGroupOnPodRestart")
+    config = merge(SchedulerConfig, {}, environ=environment("scheduler")).config
+    assert isinstance(config.tensor_parallel_size, int)
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    assert spec["replicas"] * group["size"] >= ranks
+
+
+def test_files_and_kustomization_name_each_other() -> None:
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == set(kustomization["resources"])
+    (namespace,) = [o["metadata"]["name"] for o in objects() if o["kind"] == "Namespace"]
+    assert kustomization["namespace"] == namespace
+    names = [(o["kind"], o["metadata"]["name"]) for o in objects()]
+    assert len(names) == len(set(names))
+
+
+def test_images_are_those_of_compose_at_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    tags = {image["name"]: image["newTag"] for image in kustomization["images"]}
+    assert set(tags.values()) == {version}
+    for service in SERVICE_NAMES:
+        image = container(service)["image"]
+        assert image in tags
+        assert compose[service]["image"] == f"{image}:${{RUNAHEAD_VERSION:-{version}}}"
+
+
+@pytest.mark.parametrize("service", SERVICE_NAMES)
+def test_services_accept_their_environment(service: str) -> None:
+    given = environment(service)
+    model = SERVICES[service]
+    unknown = [n for n in given if n != "POD_IP" and n.removeprefix(PREFIX).lower() not in model.model_fields]
+    assert not unknown
+    _check_endpoints(merge(model, {}, environ=given).config)
+
+
+@pytest.mark.parametrize("service", SERVICE_NAMES)
+def test_pods_keep_to_the_restricted_profile(service: str) -> None:
+    pod, only = pod_template(service)["spec"], container(service)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(pod)
+    assert only["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {next(iter(set(volume) - {"name"})) for volume in pod["volumes"]} <= {"emptyDir", "secret"}
+    assert "memory" in only["resources"]["limits"]
+    assert {mount["name"] for mount in only["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert "/tmp" in [mount["mountPath"] for mount in only["volumeMounts"]]
+
+
+def test_keys_come_as_a_file_from_a_secret() -> None:
+    (secret,) = [v for v in pod_template("frontend")["spec"]["volumes"] if "secret" in v]
+    (mount,) = [m for m in container("frontend")["volumeMounts"] if m["name"] == secret["name"]]
+    assert environment("frontend")["RUNAHEAD_API_KEY_FILE"].startswith(mount["mountPath"] + "/")
+    assert not any(o["kind"] == "Secret" for o in objects())
+
+
+@pytest.mark.parametrize("service", SERVICE_NAMES)
+def test_every_pod_is_probed_in_three_ways_by_what_it_understands(
+    service: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = {port["name"]: port["containerPort"] for port in container(service).get("ports", [])}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = container(service)[kind]
+        if "httpGet" in probe:
+            assert ports[probe["httpGet"]["port"]] == int(environment(service)["RUNAHEAD_PORT"])
+            assert probe["httpGet"]["path"] == ("/readyz" if kind == "readinessProbe" else "/livez")
+            continue
+        command = probe["exec"]["command"]
+        if command[:2] == ["sh", "-c"]:  # Kubernetes fills in variables of commands, but not of probes
+            command = command[2].removeprefix("exec ").replace("$POD_IP", "127.0.0.1").split()
+        assert "$" not in "".join(command)
+        assert command[:2] == ["runahead", "healthcheck"]
+        target = command[-1]
+        assert target.endswith((":5601", ":5602"))
+        arguments = [a.replace("runahead-scheduler", "127.0.0.1") for a in command[2:-1]] + [
+            "tcp://127.0.0.1:1"
+        ]
+        assert healthcheck(arguments, patience=0.05) == 1, capsys.readouterr().err
+        assert probe["timeoutSeconds"] > 5
+
+
+def test_selectors_find_their_own_pods_and_no_others() -> None:
+    for manifest in objects():
+        component = manifest["metadata"].get("labels", {}).get("app.kubernetes.io/component")
+        spec = manifest.get("spec", {})
+        match manifest["kind"]:
+            case "Deployment":
+                assert selected(spec["selector"]["matchLabels"]) == [component]
+            case "Service":
+                assert selected(spec["selector"]) == [component]
+            case "PodDisruptionBudget":
+                service = manifest["metadata"]["name"].removeprefix("runahead-")
+                assert selected(spec["selector"]["matchLabels"]) == [service]
+
+
+def test_endpoints_lead_through_the_services_to_the_ports() -> None:
+    scheduler, headless = environment("scheduler"), named("Service", "runahead-scheduler")["spec"]
+    assert headless["clusterIP"] == "None"
+    ports = {port["name"]: port["containerPort"] for port in container("scheduler")["ports"]}
+    for port in headless["ports"]:
+        assert ports[port["targetPort"]] == port["port"]  # headless: nothing translates
+    for service, endpoint in (("frontend", "CLIENT"), ("worker", "WORKER")):
+        bound = scheduler[f"RUNAHEAD_{endpoint}_ENDPOINT"].removeprefix("tcp://")
+        dialled = environment(service)["RUNAHEAD_SCHEDULER_ENDPOINT"].removeprefix("tcp://")
+        assert ipaddress.ip_address(bound.partition(":")[0]) == ipaddress.ip_address("10.1.2.3")
+        assert dialled == f"runahead-scheduler:{bound.partition(':')[2]}"
+        assert int(bound.partition(":")[2]) in ports.values()
+    (http,) = named("Service", "runahead")["spec"]["ports"]
+    (port,) = container("frontend")["ports"]
+    assert (http["targetPort"], port["containerPort"]) == (
+        port["name"],
+        int(environment("frontend")["RUNAHEAD_PORT"]),
+    )
+
+
+def test_there_is_never_a_second_scheduler() -> None:
+    spec = named("Deployment", "runahead-scheduler")["spec"]
+    assert (spec["replicas"], spec["strategy"]["type"]) == (1, "Recreate")
+
+
+def allowed(source: str, target: str, port: int) -> bool:
+    """Whether the network policies let a pod of `source` ("": anybody else) reach `port` of one of `target`."""
+    policies = [o["spec"] for o in objects() if o["kind"] == "NetworkPolicy"]
+
+    def passes(own: str, other: str, direction: str, peers: str) -> bool:
+        mine = [
+            p
+            for p in policies
+            if selects(p["podSelector"]["matchLabels"], own) and direction.title() in p["policyTypes"]
+        ]
+        if not mine:
+            return True
+        rules = [rule for policy in mine for rule in policy.get(direction, ())]
+        return any(
+            (
+                peers not in rule
+                or any(other and selects(p["podSelector"]["matchLabels"], other) for p in rule[peers])
+            )
+            and ("ports" not in rule or port in [p["port"] for p in rule["ports"]])
+            for rule in rules
+        )
+
+    return (not source or passes(source, target, "egress", "to")) and passes(
+        target, source, "ingress", "from"
+    )
+
+
+def test_network_policies_open_only_the_paths_of_the_design() -> None:
+    ports = (5601, 5602, 8000, 43210)
+    paths = {
+        (source, target, port)
+        for source in ("", *SERVICE_NAMES)
+        for target in SERVICE_NAMES
+        for port in ports
+        if allowed(source, target, port)
+    }
+    assert paths == {
+        ("", "frontend", 8000),
+        ("frontend", "scheduler", 5601),
+        ("worker", "scheduler", 5602),
+        *(("worker", "worker", port) for port in ports),  # rank traffic, at ports that ranks choose
+    }
+
+
+def test_grace_is_longer_than_what_it_is_for() -> None:
+    frontend = pod_template("frontend")["spec"]
+    before = int(container("frontend")["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert frontend["terminationGracePeriodSeconds"] > before + 60
+    budgets = {o["metadata"]["name"] for o in objects() if o["kind"] == "PodDisruptionBudget"}
+    assert budgets == {"runahead-frontend", "runahead-worker"}
