@@ -20,6 +20,7 @@ from torch import distributed
 from protocol.membership import Assignment
 from services.worker.rendezvous import local_address
 from services.worker.runner import RanksLost
+from services.worker.staging import MAX_STEPS_IN_FLIGHT
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """For the ranks to find one another."""
@@ -30,9 +31,8 @@ STEP_TIMEOUT = timedelta(minutes=30)
 _c10d: Any = distributed  # its stubs lack most of what is used here
 ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
 """Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
-UNDERWAY = (64, 1024)
-"""Messages of each tag that may be on their way before the sender waits for the oldest. The first stage may take what
-comes back much later than it was sent, but never by so many steps; ids are small."""
+AHEAD = 4
+"""Steps that a stage computes before the next stage takes the first of them: as many activations are kept."""
 
 
 class _Peers:
@@ -62,7 +62,7 @@ class _Peers:
         """Raises: RanksLost"""
         try:
             for work in works:
-                work.wait()
+                work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
         except RuntimeError as error:
             raise RanksLost(str(error)) from error
 
@@ -144,8 +144,11 @@ class Stages:
     def __init__(self, peers: _Peers | None = None) -> None:
         self._peers = peers
         self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
-        self._leaving: deque[tuple[torch.Tensor, distributed.Work]] = deque()
-        """What is on its way, kept until it has left."""
+        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque())
+        """What is on its way, by tag, kept until it has left; gloo tells that only to those who wait."""
+        self._most = (AHEAD, 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size))
+        """Messages kept, by tag. Those to the first stage wait there until a step needs them, but never longer than
+        steps can be in flight; so nobody waits for them here."""
 
     @property
     def is_first(self) -> bool:
@@ -188,10 +191,11 @@ class Stages:
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
         if self._peers is None:
             raise RuntimeError("a group of one stage sends nothing")
-        while self._leaving and self._leaving[0][1].is_completed():
-            self._peers.wait(self._leaving.popleft()[1])
+        leaving = self._leaving[tag]
+        while len(leaving) >= self._most[tag]:
+            self._peers.wait(leaving.popleft()[1])
         tensor = tensor.contiguous()
-        self._leaving.append((tensor, self._peers.send(tensor, to, tag)))
+        leaving.append((tensor, self._peers.send(tensor, to, tag)))
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
         if self._peers is None:
@@ -288,9 +292,9 @@ class Ranks:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = JOIN_TIMEOUT
-        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(name, self._store), rank, size, options)
-        group._set_default_timeout(STEP_TIMEOUT)
-        return _Peers(group, rank, size)
+        return _Peers(
+            _c10d.ProcessGroupGloo(_c10d.PrefixStore(name, self._store), rank, size, options), rank, size
+        )
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.

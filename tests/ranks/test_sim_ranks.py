@@ -8,7 +8,7 @@ import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput
-from services.worker.ranks import UNDERWAY
+from services.worker.ranks import AHEAD
 from services.worker.staging import MAX_STEPS_IN_FLIGHT
 from tests.ranks.sim_group import MakeGroup, RankError, group_fixture  # noqa: F401
 from tests.ranks.sim_story import story
@@ -78,7 +78,7 @@ def test_what_nobody_needs_is_taken_in_the_end(make_group: MakeGroup) -> None:
         {number % 8: alone(prompt(number, 2), GREEDY, 1)[0]} for number in range(steps)
     ]
     assert group.stage(0).call("waiting_feedback") <= MAX_STEPS_IN_FLIGHT + 1
-    assert group.stage(0).call("on_their_way")[0] <= UNDERWAY[0]
+    assert group.stage(0).call("on_their_way")[0] <= AHEAD
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
