@@ -11,7 +11,15 @@ import msgspec
 import pytest
 
 from protocol.codec import pack
-from protocol.membership import Heartbeat, InitializeCache, LoadFailed, LoadProgress, Ready, Shutdown
+from protocol.membership import (
+    Heartbeat,
+    InitializeCache,
+    LoadFailed,
+    LoadProgress,
+    Ready,
+    Register,
+    Shutdown,
+)
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault
 from protocol.transport import PeerGone
 from services.config import WorkerConfig
