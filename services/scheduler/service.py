@@ -37,7 +37,7 @@ from services.scheduler.connections import WorkerConnections
 from services.scheduler.engine import EngineCore, StallError
 from services.scheduler.limits import Limits
 from services.scheduler.membership import Ended, GroupError, Refuse, Send, Started, WorkerGroup
-from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.policies import make_policy
 from services.scheduler.scheduler import Scheduler, UnknownResult
 from services.scheduler.step_watch import StepWatch
 
@@ -212,7 +212,10 @@ class Service:
         c, limits = self.config, started.limits
         self._ranks, self._limits, self._loaded = started.peers, limits, started.loaded
         self._lost_at = None
-        policy = ChunkedPolicy(c.long_prefill_token_threshold)
+        try:
+            policy = make_policy(c, limits)
+        except ValueError as error:
+            raise GroupError(str(error)) from None
         log.info(
             "ready: epoch %d, %d x %d ranks, %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
             started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
