@@ -1,11 +1,11 @@
 """Plays a workload against the world; every choice comes from the seed and the depth."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
-from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.oracle import reference
-from tests.simulation.policies import WhimsicalPolicy
+from tests.simulation.policies import build, conserves_work
 from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import Stream, World
 
@@ -16,27 +16,36 @@ MOST_ROUNDS = 5_000
 def play(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
     load = draw(seed)
-    policy = WhimsicalPolicy(seed) if load.whimsical else ChunkedPolicy(load.threshold)
-    world = World(load.limits, depth, load.vocab, load.use_priority, policy, trace)
-    world.coverage["whimsical policies"] += load.whimsical
+    policy = build(load, seed)
+    world = World(load.limits, depth, load.vocab, load.use_priority, policy, trace, conserves_work(load))
+    world.coverage[f"policies: {load.policy}"] += 1
+    world.coverage[f"stages: {load.limits.stages}"] += 1
     world.log(load)
-    _Player(world, load, Random(f"{seed}/{depth}")).run()
+    _Player(world, load, seed, Random(f"{seed}/{depth}")).run()
     return world
 
 
 class _Player:
-    def __init__(self, world: World, load: Workload, rng: Random) -> None:
-        self.world, self.load, self.rng = world, load, rng
+    def __init__(self, world: World, load: Workload, seed: int, rng: Random) -> None:
+        self.world, self.load, self.seed, self.rng = world, load, seed, rng
         self.arrivals = list(reversed(load.arrivals))
 
     def run(self) -> None:
         """A round is one turn of the service's loop: clients, then results, then everything there is to send."""
         world, rng = self.world, self.rng
         for _ in range(MOST_ROUNDS):
-            if not self.arrivals and not world.engine.requests and not world.pending:
+            if not self.arrivals and not world.engine.requests and not (world.pending or world.pipeline.busy):
                 world.drain()
+                while world.orphans:
+                    world.late_result()
                 return
             self._clients()
+            gated = any(request.stale_rows for request in world.scheduler.waiting)
+            if rng.random() < self.load.epochs * (4 if gated else 1):
+                self._change_workers()
+            if world.orphans and rng.random() < 0.3:
+                world.late_result()
+            self._compute()
             idle = not world.pending or (bool(self.arrivals) and rng.random() < 0.3)
             for _ in range(0 if idle else rng.choice((1, 1, 1, 2, 3))):
                 if world.pending:
@@ -46,6 +55,41 @@ class _Player:
                 world.repeat_result(rng.randrange(8), epoch_before=rng.random() < 0.5)
             world.dispatch()
         raise AssertionError(f"liveness: not finished after {MOST_ROUNDS} rounds")
+
+    def _compute(self) -> None:
+        """Pipeline stages run what has been dispatched, in step or each at its own pace."""
+        world, rng, stages = self.world, self.rng, self.load.limits.stages
+        for _ in range(rng.randint(0, stages + 1) if stages > 1 else 0):
+            uneven = self.load.uneven and rng.random() < 0.7
+            awake = rng.random()
+            world.tick([stage for stage in range(stages) if rng.random() < awake] if uneven else None)
+        if world.pipeline.busy and not world.pending and rng.random() < 0.5:
+            world.tick()
+
+    def _change_workers(self) -> None:
+        """The epoch ends; clients come and go until the next one begins, which may end at once."""
+        world, rng = self.world, self.rng
+        again = True
+        while again:
+            world.end_epoch()
+            for _ in range(rng.choice((0, 0, 1, 2))):
+                self._clients()
+                if world.orphans and rng.random() < 0.3:
+                    world.late_result()
+                if rng.random() < 0.3:
+                    world.publish()
+            if rng.random() < 0.2:
+                world.end_epoch()
+            base = self.load.limits
+            num_blocks = rng.choice(
+                (base.num_blocks, rng.randint(max(2, base.num_blocks // 3), base.num_blocks * 3 // 2))
+            )
+            longest = base.max_model_len
+            if rng.random() < 0.7:
+                longest = min(longest, num_blocks * base.block_size)
+            limits = replace(base, num_blocks=num_blocks, max_model_len=longest)
+            world.start_epoch(limits, build(self.load, self.seed))
+            again = rng.random() < 0.15
 
     def _clients(self) -> None:
         world, rng, load = self.world, self.rng, self.load
@@ -71,7 +115,7 @@ class _Player:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
 
     def _arrive(self, a: Arrival) -> None:
-        answer = reference(a.prompt, a.params, self.load.limits.max_model_len, self.load.vocab)
+        answer = reference(a.prompt, a.params, self.world.limits.max_model_len, self.load.vocab)
         replayed = min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1)
         self.world.coverage["replays"] += replayed > 0
         self.world.add(a.prompt, a.params, a.client, None, a.priority, a.salt, replayed)

@@ -63,10 +63,58 @@ class Checker:
         names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
         self._last_sampled.update(zip(names, step.samples.tolist(), strict=True))
 
+    def on_idle(self) -> None:
+        """S4-4: nothing was scheduled although the queue has room, so nothing was ready that could be computed.
+        A row waits for its sampled id, for blocks or for its certain end; a request for a seat or for blocks."""
+        scheduler, limits = self.scheduler, self.scheduler.limits
+        s, pool, size = scheduler.slots, scheduler.kv.pool, limits.block_size
+        sampled: dict[int, list[int]] = {}
+        for step in scheduler.ledger.steps:
+            for slot in step.slots[step.samples].tolist():
+                sampled.setdefault(slot, []).append(step.step_id)
+        for slot in scheduler.running.tolist():
+            promised = int(s.tokens[slot]) + len(sampled.get(slot, ()))
+            want = promised - int(s.computed[slot])
+            on_its_way = slot in sampled and scheduler._next_step - sampled[slot][-1] < limits.stages
+            if want < 1 or promised >= int(s.limit[slot]) or on_its_way:
+                continue
+            most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens)
+            if -(-most // size) - len(scheduler.kv.tables[slot]) > pool.num_free:
+                return
+            demand(False, "S4-4", f"slot {slot} is ready, but step {scheduler._next_step} is empty")
+        if len(scheduler.running) >= limits.max_num_seqs or not s.free:
+            return
+        for request in scheduler.waiting:
+            if not request.stale_rows:
+                fits = -(-len(request.token_ids) // size) <= pool.num_free
+                demand(
+                    not fits,
+                    "S4-4",
+                    f"{request.number} could enter, but step {scheduler._next_step} is empty",
+                )
+                return
+
     def on_void(self) -> None:
-        """Everything in flight was given up; its ids are never processed."""
+        """The epoch is over (spec 0.7, void): nothing is in flight, held, fenced, cached or gated any more."""
+        scheduler = self.scheduler
         self._touched.clear()
-        self._processed = self.scheduler._next_step - 1
+        self._processed = scheduler._next_step - 1
+        demand(not len(scheduler.running), "void", "requests run on")
+        demand(not scheduler.ledger.steps and not scheduler._fences, "void", "steps or fences remain")
+        demand(not scheduler.kv.pool.by_hash, "void", "blocks of lost workers can be hit")
+        demand(scheduler.kv.pool.num_free == scheduler.limits.num_blocks, "void", "blocks are held")
+        demand(len(scheduler.slots.free) == scheduler.limits.num_slots, "void", "slots are held")
+        demand(scheduler.take_releases() is None, "void", "lost workers would be told of slots")
+        gated = [request.number for request in scheduler.waiting if request.stale_rows]
+        demand(not gated, "S1-14", f"{gated} wait for rows that will never come")
+
+    def on_new_epoch(self, scheduler: Scheduler) -> None:
+        """Other workers, whose step ids begin at 1 and whose cache is empty; what is known about tokens stays."""
+        self.scheduler = scheduler
+        self._touched.clear()
+        self._last_sampled.clear()
+        self._processed = 0
+        demand(not scheduler.kv.pool.by_hash, "S1-9", "a new epoch begins with cached blocks")
 
     def learn(self, requests: list[Request]) -> None:
         """Notes the hashes of full blocks of tokens that the scheduler knows now."""
@@ -237,6 +285,11 @@ class Checker:
             content = self.known.get(block_hash)
             demand(content is not None, "S1-9", f"block {block} is cached under a hash of no known tokens")
             demand(kv[block] == content, "S1-9", f"block {block} does not hold what its hash promises")
+
+    @property
+    def confirmed(self) -> int:
+        """The last step whose result was applied."""
+        return self._processed
 
     def check_drained(self) -> None:
         """S1-11."""

@@ -3,9 +3,11 @@
 Each physical KV position stores the hash of the prefix it stands for, and a token is a pure function of that hash (and
 of the seed, for sampled requests). So one wrong block, position, slot or fed-back token raises, or changes the answer.
 The worker knows only what plan messages told it. Its state is a function of their order alone, so it executes a plan
-as it receives it; *when* the result travels back is up to the test.
+as it receives it; *when* each pipeline stage runs the step (`Pipeline`) and the result travels back is up to the test.
 """
 
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +16,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepMessage
+from services.scheduler.limits import Limits
 
 _MASK = (1 << 64) - 1
 ROOT = 0x243F6A8885A308D3
@@ -60,7 +63,7 @@ def reference(prompt: list[int], params: SamplingParams, max_model_len: int, voc
                 return Answer(tokens, FinishReason.STOP, None)
             if token in params.stop_token_ids:
                 return Answer(tokens, FinishReason.STOP, token)
-        if len(tokens) == params.max_tokens or len(prompt) + len(tokens) == max_model_len:
+        if len(tokens) >= params.max_tokens or len(prompt) + len(tokens) >= max_model_len:
             return Answer(tokens, FinishReason.LENGTH, None)
         prefix = extend(prefix, token)
 
@@ -75,12 +78,19 @@ class _Slot:
     """prefixes[i] is the hash of tokens[: i + 1], the worker's own belief."""
     computed: int | None = None
     """None until the first row says where the cached prefix ends."""
+    sampled: int = 0
+    """The step that sampled the last token; 0: a plan brought it."""
 
 
 class OracleWorker:
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int, vocab: int, epoch: int = 1) -> None:
-        self.num_slots, self.num_blocks, self.block_size = num_slots, num_blocks, block_size
-        self.vocab, self.epoch = vocab, epoch
+    def __init__(self, limits: Limits, vocab: int, epoch: int = 1) -> None:
+        num_blocks, block_size = limits.num_blocks, limits.block_size
+        self.num_slots, self.num_blocks, self.block_size = limits.num_slots, num_blocks, block_size
+        self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
+        self.confirmed = 0
+        """The last step whose tokens the scheduler knew when it formed the plan that comes next."""
+        self.needs = 0
+        """The newest step that sampled an input of the last plan; 0: none did."""
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         """KV by block and offset; None is poison: given away and not written since."""
         self.slots: dict[int, _Slot] = {}
@@ -100,7 +110,7 @@ class OracleWorker:
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
         self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
-        self._last_step = plan.step_id
+        self._last_step, self.needs = plan.step_id, 0
         self._release(plan.released)
         for new in plan.new:
             self._enter(new)
@@ -160,6 +170,12 @@ class OracleWorker:
         self._demand(
             samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}"
         )
+        if end == len(s.tokens) and s.sampled:
+            self.needs = max(self.needs, s.sampled)
+            self._demand(
+                s.sampled <= self.confirmed or self._last_step - s.sampled >= self.stages,
+                f"slot {slot} needs what step {s.sampled} sampled, which {self.stages} stages cannot have back by then",
+            )
         for position in range(start, end):
             self.kv[s.table[position // size]][position % size] = s.prefixes[position]
         s.computed = end
@@ -181,6 +197,7 @@ class OracleWorker:
             token = sample(s.prefixes[-1], s.params, self.vocab)
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
+            s.sampled = plan.step_id
             tokens.append(token)
         return ModelRunnerOutput(
             plan.epoch,
@@ -194,3 +211,45 @@ class OracleWorker:
     def _demand(self, holds: bool, otherwise: str) -> None:
         if not holds:
             raise OracleError(f"step {self._last_step}: {otherwise}")
+
+
+class Pipeline:
+    """Which stage has run which step: each takes them in order, one per tick, and the ids that the last one sampled are
+    at the first one when the next tick begins."""
+
+    def __init__(self, stages: int) -> None:
+        self.ran = [0] * stages
+        """The last step that each stage has run."""
+        self.stalls = 0
+        """Ticks in which the first stage had a step and lacked a sampled id."""
+        self._waiting: deque[int] = deque()
+        """For each step that has not entered: the step whose ids it needs."""
+        self._results: deque[bytes] = deque()
+
+    def enter(self, needs: int, result: bytes) -> None:
+        self._waiting.append(needs)
+        self._results.append(result)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._results)
+
+    def tick(self, running: Collection[int] | None = None) -> bytes | None:
+        """Lets all stages, or those in `running`, take their next step. Returns what left the last stage."""
+        last, before = len(self.ran) - 1, list(self.ran)
+        for stage in range(len(self.ran)) if running is None else running:
+            if stage:
+                self.ran[stage] += before[stage - 1] > before[stage]
+            elif self._waiting and self._waiting[0] <= before[last]:
+                self._waiting.popleft()
+                self.ran[0] += 1
+            else:
+                self.stalls += bool(self._waiting)
+        return self._results.popleft() if self.ran[last] > before[last] else None
+
+    def take_results(self) -> list[bytes]:
+        """Everything that was under way, as if it were run to its end."""
+        results = list(self._results)
+        self._results.clear()
+        self._waiting.clear()
+        return results

@@ -4,9 +4,10 @@ from random import Random
 
 import numpy as np
 
-from services.scheduler.policies import SchedulerView, StepBudget
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView, StepBudget
 from services.scheduler.request import Request
 from services.scheduler.slots import Rows
+from tests.simulation.workload import Workload
 
 
 class WhimsicalPolicy:
@@ -31,3 +32,18 @@ class WhimsicalPolicy:
         size = view.limits.block_size
         fewer = self._rng.randint(0, hit // size) * size if self._rng.random() < 0.3 else hit
         return fewer, self._rng.randint(1, count)
+
+
+def build(load: Workload, seed: int) -> BatchingPolicy:
+    """The workload's policy."""
+    match load.policy:
+        case "whimsical":
+            return WhimsicalPolicy(seed)
+        case "chunked":
+            return ChunkedPolicy(load.threshold)
+    raise ValueError(f"no policy is called {load.policy!r}")
+
+
+def conserves_work(load: Workload) -> bool:
+    """Whether the policy computes whatever can be computed (S4-4)."""
+    return load.policy == "chunked"

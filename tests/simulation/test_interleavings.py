@@ -13,6 +13,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.world import World, params
 
 
@@ -27,7 +28,11 @@ class Case:
     proves: str
     """What must have happened on some path, see `World.coverage`."""
     reset: bool = False
+    loss: bool = False
+    """Whether the workers are lost once, and replaced."""
 
+
+ONCE = ("add", "abort", "reset", "loss")
 
 CASES = {
     # Room for one and a half requests: blocks run short while steps are in flight.
@@ -58,6 +63,32 @@ CASES = {
         "resets in flight: running=True",
         reset=True,
     ),
+    "workers lost": Case(
+        Limits(1, 4, 8, 4, 2),
+        ([2, 3, 4], [5, 6]),
+        (params(2, eos=False),) * 2,
+        (1, 0),
+        7,
+        "resumed in another epoch",
+        loss=True,
+    ),
+    "two stages": Case(
+        Limits(2, 4, 12, 8, 4, stages=2),
+        ([2, 3, 4, 5, 6], [7, 8]),
+        (params(3, eos=False),) * 2,
+        (0, 0),
+        8,
+        "chunked prefills",
+    ),
+    "two stages, workers lost": Case(
+        Limits(2, 2, 8, 4, 2, stages=2),
+        ([2, 3, 4], [5]),
+        (params(2, eos=False),) * 2,
+        (0, 0),
+        7,
+        "resumed in another epoch",
+        loss=True,
+    ),
     "three requests": Case(
         Limits(2, 4, 8, 5, 2),
         ([2, 3], [4], [2, 3, 5]),
@@ -84,6 +115,15 @@ def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[st
             yield f"add {index}", partial(_add, case=case, index=index)
         elif f"abort {index}" not in done:
             yield f"abort {index}", partial(_abort, index=index)
+    if case.loss and "loss" not in done:
+        yield "loss", lambda world: world.end_epoch()
+    if world.orphans and not world.pending:
+        yield "late result", lambda world: world.late_result()
+    if world.lost:
+        yield "replacement", lambda world: world.start_epoch(world.limits, ChunkedPolicy())
+        return
+    if world.pipeline.busy:
+        yield "tick", lambda world: world.tick()
     if world.engine.has_requests and not world.engine.queue.full:
         yield "dispatch", lambda world: world.dispatch() and None
     if world.pending:
@@ -118,11 +158,14 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
         tuple(s.free),
         tuple((x.number, len(x.tokens), x.finish is None, x.aborted) for x in world.streams),
         tuple(scheduler._released),
+        (world.lost, scheduler.epoch, len(world.orphans), tuple(world.pipeline.ran)),
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [(name, depth + case.limits.stages - 1) for name, case in CASES.items() for depth in (1, 2, 3)],
+)
 def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> None:
     case = CASES[name]
     start = World(case.limits, depth, vocab=16, use_priority=True)
@@ -138,13 +181,17 @@ def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> 
                     after.publish()
                 except Exception as error:
                     pytest.fail(f"{type(error).__name__}: {error}\nevents: {[*path, event]}")
-                marks = done if event in ("dispatch", "complete") else done | {event}
+                marks = done | {event} if event.split()[0] in ONCE else done
                 following.setdefault(fingerprint(after, marks), (after, marks, (*path, event)))
         frontier = list(following.values())
         seen += len(frontier)
     for world, _, path in frontier:
         try:
+            if world.lost:
+                world.start_epoch(world.limits, ChunkedPolicy())
             world.drain()
+            while world.orphans:
+                world.late_result()
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}\nevents, then drained: {list(path)}")
         happened += world.coverage

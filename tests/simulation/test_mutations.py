@@ -1,23 +1,28 @@
 """The simulator can fail: each fault below is put into the production classes on purpose and must be caught."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from protocol.requests import FinishReason
+from services.scheduler import engine
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.block_pool import BlockPool
+from services.scheduler.engine import EngineCore
 from services.scheduler.kv_cache import KVCacheManager
 from services.scheduler.ledger import Ledger
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.slots import DELIVER, DROP, SlotTable
 from services.scheduler.waiting import WaitingQueue
 from tests.simulation.driver import play
+from tests.simulation.workload import draw
 
 SEEDS = 150
-"""Within so many seeds, at depths 2 and 3, each fault must show."""
+"""Within so many seeds, running ahead by one step and by more, each fault must show."""
 
 Fault = tuple[type, str, Callable[[Any], Any]]
 
@@ -222,7 +227,162 @@ def finished_twice(complete: Any) -> Any:
     return broken
 
 
+def a_void_forgets_a_fence(void: Any) -> Any:
+    def broken(self: Scheduler) -> None:
+        kept = dict(list(self._fences.items())[:1])
+        for step_id in kept:
+            del self._fences[step_id]
+        void(self)
+        self._fences.update(kept)
+
+    return broken
+
+
+def a_void_keeps_a_cached_block(void: Any) -> Any:
+    def broken(self: Scheduler) -> None:
+        kept = list(self.kv.pool.by_hash.items())[:1]
+        void(self)
+        for block_hash, block in kept:
+            self.kv.pool.take(self.kv.pool.num_free)
+            self.kv.pool.register(block, block_hash)
+            self.kv.pool.give_back(range(self.kv.pool.num_blocks))
+
+    return broken
+
+
+def a_void_leaves_requests_gated(void: Any) -> Any:
+    def broken(self: Scheduler) -> None:
+        gates = {request: request.stale_rows for request in self.waiting}
+        void(self)
+        for request, stale_rows in gates.items():
+            request.stale_rows = stale_rows
+
+    return broken
+
+
+def a_void_counts_promised_tokens_as_known(void: Any) -> Any:
+    def broken(self: Scheduler) -> None:
+        for slot in self.running.tolist():
+            if self.slots.placeholders[slot]:
+                self.slots.tokens[slot] -= 1
+        void(self)
+
+    return broken
+
+
+def lost_workers_are_told_of_slots(void: Any) -> Any:
+    def broken(self: Scheduler) -> None:
+        void(self)
+        self._released.append(0)
+
+    return broken
+
+
+def an_epoch_without_its_number(start: Any) -> Any:
+    return lambda self, limits, policy, epoch: start(self, limits, policy, self.scheduler.epoch)
+
+
+def results_of_any_epoch_are_applied(on_result: Any) -> Any:
+    def broken(self: EngineCore, result: Any) -> None:
+        on_result(self, msgspec.structs.replace(result, epoch=self.scheduler.epoch))
+
+    return broken
+
+
+def the_queue_outlives_its_epoch(end: Any) -> Any:
+    def broken(self: EngineCore) -> None:
+        self.scheduler.void()
+
+    return broken
+
+
+def what_does_not_fit_goes_on(start: Any) -> Any:
+    def broken(self: EngineCore, limits: Any, policy: Any, epoch: int) -> None:
+        self.scheduler = engine.Scheduler(limits, policy, epoch, before=self.scheduler)
+
+    return broken
+
+
+def a_new_epoch_forgets_a_request(init: Any) -> Any:
+    def broken(self: Scheduler, limits: Any, policy: Any, epoch: int = 1, before: Any = None) -> None:
+        if before is not None and before.waiting._members:
+            before.waiting._members.popitem()
+        init(self, limits, policy, epoch, before)
+
+    return broken
+
+
+def cadence_one_step_short(wanted: Any) -> Any:
+    return lambda self, rows, next_step, stages: wanted(self, rows, next_step, max(1, stages - 1))
+
+
+def cadence_one_step_long(wanted: Any) -> Any:
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        return wanted(self, rows, next_step, stages + (stages > 1))
+
+    return broken
+
+
+def cadence_without_regard_to_what_is_known(wanted: Any) -> Any:
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        want = wanted(self, rows, next_step, stages)
+        if stages > 1:
+            want[(self.sampled_step[rows] > 0) & (next_step - self.sampled_step[rows] < stages)] = 0
+        return want
+
+    return broken
+
+
+def cadence_of_the_last_owner(assign: Any) -> Any:
+    def broken(self: SlotTable, request: Any, max_model_len: int) -> int:
+        before = int(self.sampled_step[self.free[0]])
+        slot = int(assign(self, request, max_model_len))
+        self.sampled_step[slot] = before
+        self.placeholders[slot] = before > 0
+        return slot
+
+    return broken
+
+
+def admission_beyond_the_prefill_budget(admit: Any) -> Any:
+    def broken(self: Scheduler, choice: Any, budget: Any) -> None:
+        choice.prefill_left = choice.tokens_left
+        admit(self, choice, budget)
+
+    return broken
+
+
+def slices_beyond_the_budget_of_decodes(slices: Any) -> Any:
+    return lambda self, rows, budget: slices(self, rows, dataclasses.replace(budget, decodes=None))
+
+
+def slices_beyond_the_chunk(slices: Any) -> Any:
+    return lambda self, rows, budget: slices(self, rows, dataclasses.replace(budget, chunk=budget.tokens))
+
+
+def more_admissions_than_allowed(admit: Any) -> Any:
+    return lambda self, choice, budget: admit(self, choice, dataclasses.replace(budget, admissions=None))
+
+
 FAULTS: list[Fault] = [
+    (Scheduler, "void", a_void_forgets_a_fence),
+    (Scheduler, "void", a_void_keeps_a_cached_block),
+    (Scheduler, "void", a_void_leaves_requests_gated),
+    (Scheduler, "void", a_void_counts_promised_tokens_as_known),
+    (Scheduler, "void", lost_workers_are_told_of_slots),
+    (EngineCore, "start_epoch", an_epoch_without_its_number),
+    (EngineCore, "on_result", results_of_any_epoch_are_applied),
+    (EngineCore, "end_epoch", the_queue_outlives_its_epoch),
+    (EngineCore, "start_epoch", what_does_not_fit_goes_on),
+    (Scheduler, "__init__", a_new_epoch_forgets_a_request),
+    (SlotTable, "wanted", cadence_one_step_short),
+    (SlotTable, "wanted", cadence_one_step_long),
+    (SlotTable, "wanted", cadence_without_regard_to_what_is_known),
+    (SlotTable, "assign", cadence_of_the_last_owner),
+    (Scheduler, "_admit_waiting", admission_beyond_the_prefill_budget),
+    (Scheduler, "_slices", slices_beyond_the_budget_of_decodes),
+    (Scheduler, "_slices", slices_beyond_the_chunk),
+    (Scheduler, "_admit_waiting", more_admissions_than_allowed),
     (Scheduler, "_free", released_slots_are_not_told),
     (Scheduler, "_complete", finished_twice),
     (Ledger, "add", every_chunk_samples),
@@ -254,7 +414,7 @@ def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, broken = fault
     monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     for seed in range(SEEDS):
-        for depth in (2, 3):
+        for depth in draw(seed).depths[1:3]:
             try:
                 play(seed, depth)
             except Exception:

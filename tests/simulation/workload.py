@@ -24,8 +24,8 @@ class Workload:
     limits: Limits
     threshold: int
     """long_prefill_token_threshold, 0: none."""
-    whimsical: bool
-    """Whether a policy of whims takes the place of the chunked one."""
+    policy: str
+    """One of `policies.POLICIES`."""
     vocab: int
     use_priority: bool
     arrivals: list[Arrival]
@@ -37,10 +37,20 @@ class Workload:
     """Chance per round of an abort, of a reset, of a late or repeated result."""
     shuffle: bool
     """Whether results may overtake one another."""
+    epochs: float
+    """Chance per round that the workers are lost and others take over."""
+    uneven: bool
+    """Whether pipeline stages take differently long."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Batch queue depths worth playing: synchronous, and ahead by one and by more."""
+        stages = self.limits.stages
+        return (1, 2, 3, 5) if stages == 1 else (stages, stages + 1, 2 * stages)
 
 
 def draw(seed: int) -> Workload:
-    rng = Random(seed)
+    rng, of_group = Random(seed), Random(f"group/{seed}")
     block_size = rng.choice((4, 4, 16))
     num_blocks = rng.randint(17, 33) if block_size == 4 or rng.random() < 0.5 else rng.randint(5, 12)
     longest = min(num_blocks * block_size, rng.choice((32, 48, 72)))
@@ -52,6 +62,7 @@ def draw(seed: int) -> Workload:
         num_blocks=num_blocks,
         block_size=block_size,
         enable_prefix_caching=rng.random() < 0.9,
+        stages=of_group.choice((1, 1, 1, 1, 1, 2, 4)),
     )
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
@@ -59,7 +70,7 @@ def draw(seed: int) -> Workload:
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
-        whimsical=rng.random() < 0.15,
+        policy="whimsical" if rng.random() < 0.15 else "chunked",
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
         arrivals=[_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))],
@@ -68,6 +79,8 @@ def draw(seed: int) -> Workload:
         reset=0.0 if calm else 0.02,
         noise=0.0 if calm else 0.03,
         shuffle=rng.random() < 0.3,
+        epochs=of_group.choice((0.0, 0.0, 0.02, 0.08)),
+        uneven=of_group.random() < 0.3,
     )
 
 

@@ -6,7 +6,7 @@ the checker recomputes the invariants; every delivered token is compared with th
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,8 +22,9 @@ from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.scheduler.request import Request, RequestStatus
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.slots import Column
+from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.invariants import Checker
-from tests.simulation.oracle import Answer, OracleWorker, reference
+from tests.simulation.oracle import Answer, OracleWorker, Pipeline, reference
 
 EOS = 1
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
@@ -70,6 +71,10 @@ class Stream:
     hit: int = 0
     """Tokens found in the prefix cache when it was first scheduled."""
     request: Request | None = None
+    voids: int = 0
+    """Epochs that ended while it was running."""
+    doomed: bool = False
+    """Whether it must end with an error: it does not fit, or nobody will compute it."""
 
     @property
     def open(self) -> bool:
@@ -113,23 +118,38 @@ class World:
         use_priority: bool = False,
         policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
+        conserves_work: bool = True,
     ) -> None:
+        """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4)."""
         self.limits, self.depth, self.vocab = limits, depth, vocab
-        self.scheduler = _Watched(limits, policy or ChunkedPolicy())
-        self.scheduler.world = self
-        self.engine = EngineCore(self.scheduler, depth, vocab, use_priority=use_priority)
-        self.worker = OracleWorker(limits.num_slots, limits.num_blocks, limits.block_size, vocab)
-        self.checker = Checker(self.scheduler, depth)
+        self.conserves_work = conserves_work
+        self.policy = WatchedPolicy(policy or ChunkedPolicy())
+        scheduler = _Watched(limits, self.policy)
+        scheduler.world = self
+        self.engine = EngineCore(scheduler, depth, vocab, use_priority=use_priority)
+        self.worker = OracleWorker(limits, vocab)
+        self.pipeline = Pipeline(limits.stages)
+        self.checker = Checker(scheduler, depth)
+        self.lost = False
+        """Whether the epoch has ended and no other has begun."""
+        self.even = True
+        """Whether all stages took as long for every step so far."""
         self.coverage: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.pending: dict[int, bytes] = {}
         """step_id -> result on its way back."""
         self.delivered: deque[bytes] = deque(maxlen=8)
         self.plans: list[SchedulerOutput] = []
+        self.orphans: deque[bytes] = deque()
+        """Results of epochs that have ended."""
         self.expected_stale = 0
         self._by_key: dict[tuple[int, int], Stream] = {}
         self._by_request: dict[Request, Stream] = {}
         self._trace = trace
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
 
     def log(self, *parts: object) -> None:
         if self._trace is not None:
@@ -162,6 +182,9 @@ class World:
             f"rank {priority}",
             f"replayed {replayed}",
         )
+        positions = self.limits.positions(len(prompt), sampling)
+        stream.doomed = not self._fits(stream) or positions < len(prompt)
+        self.coverage["arrivals between epochs"] += self.lost
         self.streams.append(stream)
         self._by_key[client, number] = stream
         self.engine.add(client, message)
@@ -174,6 +197,7 @@ class World:
     def abort(self, *streams: Stream) -> None:
         for stream in streams:
             self.coverage[f"aborts: {self.stage(stream)}"] += 1
+            self.coverage["aborts between epochs"] += self.lost and stream.open
             self.log("abort", f"{stream.client}/{stream.number}", self.stage(stream))
             current = self._by_key.get((stream.client, stream.number))
             if current in (None, stream):
@@ -211,8 +235,83 @@ class World:
 
     def fail_all(self, error: str) -> None:
         """The worker failed; results that were on their way may still arrive."""
+        for stream in self._by_key.values():
+            stream.doomed = stream.request is None or not stream.request.finished
         self.engine.fail_all(error)
         self.checker.on_void()
+        self.checker.check()
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def end_epoch(self) -> None:
+        """The workers are lost, whatever is going on. Their results may still arrive."""
+        scheduler, queue, happened = self.scheduler, self.engine.queue, self.coverage
+        self.log("end of epoch", scheduler.epoch)
+        happened["epochs: ended in flight"] += len(queue) > 0
+        happened["epochs: ended with fences"] += bool(scheduler._fences)
+        happened["epochs: ended with stale rows"] += any(r.stale_rows for r in scheduler.waiting)
+        happened["epochs: ended with results on the way"] += bool(self.pending)
+        happened["epochs: ended with results held back"] += bool(queue._results)
+        happened["epochs: ended with a filled cache"] += bool(scheduler.kv.pool.by_hash)
+        happened["epochs: ended twice"] += self.lost
+        for slot in scheduler.running.tolist():
+            self._by_request[scheduler.slots.request(slot)].voids += 1
+        self.orphans.extend(self.pending.values())
+        self.orphans.extend(self.pipeline.take_results())
+        self.pending.clear()
+        self.lost = True
+        self.engine.end_epoch()
+        self.checker.on_void()
+        self._transition()
+        assert not queue, "I-d: steps are in flight without workers"
+
+    def start_epoch(self, limits: Limits, policy: BatchingPolicy) -> None:
+        """Other workers take over. What no longer fits must end with an error, everything else with its answer."""
+        self.publish()
+        for stream in self._by_key.values():
+            assert stream.request is not None
+            known = stream.request.token_ids.tolist()
+            assert known == stream.prompt + stream.tokens, (
+                f"{stream.number}: confirmed tokens were lost or doubled"
+            )
+        more = limits.num_blocks - self.limits.num_blocks
+        self.coverage["epochs: " + ("larger" if more > 0 else "smaller" if more else "of equal size")] += 1
+        self.limits, self.lost, epoch = limits, False, self.scheduler.epoch + 1
+        self.log("epoch", epoch, limits)
+        for stream in self._by_key.values():
+            stream.doomed = not self._fits(stream)
+            stream.answer = reference(stream.prompt, stream.params, limits.max_model_len, self.vocab)
+        doomed = [stream for stream in self._by_key.values() if stream.doomed]
+        self.policy = WatchedPolicy(policy)
+        self.engine.start_epoch(limits, self.policy, epoch)
+        self.scheduler.__class__ = _Watched  # made by the engine: from here on it reports its transitions too
+        assert isinstance(self.scheduler, _Watched)
+        self.scheduler.world = self
+        self.worker = OracleWorker(limits, self.vocab, epoch)
+        self.pipeline, self.even = Pipeline(limits.stages), True
+        self.checker.on_new_epoch(self.scheduler)
+        self._transition()
+        self.publish()
+        assert all(stream.finish is not None for stream in doomed), "a request that cannot fit lives on"
+        self.coverage["epochs: a request no longer fits"] += len(doomed)
+
+    def _fits(self, stream: Stream) -> bool:
+        """Whether a group of these limits can go on with the request."""
+        limits = self.limits
+        room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
+        most = min(len(stream.prompt) + stream.params.max_tokens, limits.max_model_len) - 1
+        return room and most <= limits.num_blocks * limits.block_size
+
+    def late_result(self) -> None:
+        """Workers of an epoch that has ended finish a step after all."""
+        result = _RESULTS.decode(self.orphans.popleft())
+        queued = any(step.step_id == result.step_id for step in self.engine.queue._steps)
+        self.coverage["late results: of a step id that is in flight again"] += queued
+        self.coverage["late results: epoch ended"] += 1
+        self.expected_stale += 1
+        self.log("late result", result.epoch, result.step_id)
+        self.engine.on_result(result)
+        assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
         self.checker.check()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -220,12 +319,17 @@ class World:
     def dispatch(self) -> int:
         """What the service does after each batch of events: fill the queue, send, publish. Returns the steps sent."""
         before = len(self.engine.queue)
+        self.worker.confirmed = self.checker.confirmed
         for message in self.engine.dispatch():
             frame = encode(message)
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
             result = self.worker.receive(frame)
-            if result is not None:
+            if result is None:
+                continue
+            if self.limits.stages > 1:
+                self.pipeline.enter(self.worker.needs, result)
+            else:
                 self.pending[_RESULTS.decode(result).step_id] = result
         self.checker.check_cache(self.worker.kv)
         queued = [step.step_id for step in self.engine.queue._steps]
@@ -237,6 +341,20 @@ class World:
         )
         self.publish()
         return len(self.engine.queue) - before
+
+    def tick(self, running: Collection[int] | None = None) -> None:
+        """Pipeline stages run a step each; all of them, or those in `running` while the others are slow."""
+        self.even = self.even and running is None
+        result = self.pipeline.tick(running)
+        if result is not None:
+            self.pending[_RESULTS.decode(result).step_id] = result
+        self.coverage["uneven stages"] += running is not None
+        self.coverage["first stage waited"] += self.pipeline.stalls > 0
+        assert not (self.even and self.pipeline.stalls), "the first stage waits for a sampled id (spec 0.5 A)"
+
+    def _await_result(self) -> None:
+        while self.pipeline.busy and not self.pending:
+            self.tick()
 
     def complete(self, which: int = 0) -> None:
         """The result of the `which`-th step whose result is still on its way arrives."""
@@ -268,6 +386,7 @@ class World:
     def step(self) -> None:
         """Fills the queue and lets the oldest result arrive; clients see it before they say anything more."""
         self.dispatch()
+        self._await_result()
         if self.pending:
             self.complete()
             self.publish()
@@ -276,6 +395,7 @@ class World:
         """Runs until nothing is left, then checks what must hold of an empty engine."""
         for _ in range(most):
             self.dispatch()
+            self._await_result()
             if not self.pending:
                 self.check_drained()
                 return
@@ -302,6 +422,7 @@ class World:
             step, plan = planned
             self.checker.on_scheduled(step)
             entering = {new.slot for new in plan.new}
+            self.policy.check(step, self.scheduler.slots, entering)
             rows = (step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist())
             for slot, start, count, samples in zip(*rows, strict=True):
                 stream = self._by_request[self.scheduler.slots.request(slot)]
@@ -311,7 +432,13 @@ class World:
                 self.coverage["prefix hits"] += start > 0 and slot in entering
                 self.coverage["chunked prefills"] += not samples
                 self.coverage["resumed"] += slot in entering and stream.steps > 1
+                self.coverage["resumed in another epoch"] += slot in entering and stream.voids > 0
+                self.coverage["prefix hits in another epoch"] += (
+                    start > 0 and slot in entering and plan.epoch > 1
+                )
             self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
+        elif self.conserves_work:
+            self.checker.on_idle()
         self.checker.check()
 
     def _on_updated(self, step: InflightStep) -> None:
@@ -351,7 +478,10 @@ class World:
         stream.finish = finish
         del self._by_key[stream.client, stream.number]
         self.coverage[f"finishes: {finish.reason.name}"] += 1
-        if finish.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        failed = finish.reason not in (FinishReason.STOP, FinishReason.LENGTH)
+        if failed != stream.doomed:
+            raise DeliveryError(f"{name} finished with {finish}, doomed: {stream.doomed}")
+        if failed:
             return
         got = (stream.tokens, finish.reason, finish.stop_reason)
         wanted = (stream.answer.tokens, stream.answer.reason, stream.answer.stop_reason)
@@ -377,10 +507,10 @@ class World:
             raise DeliveryError(
                 f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
             )
-        if finish.num_preemptions:
+        if finish.num_preemptions or stream.voids:
             return
         exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit
-        slack = 0 if finish.reason is FinishReason.LENGTH else self.depth - 1
+        slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(
                 f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})"

@@ -1,0 +1,58 @@
+"""What a policy answered, and whether the step that came of it kept to that."""
+
+from services.scheduler.ledger import InflightStep
+from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
+from services.scheduler.request import Request
+from services.scheduler.slots import Rows, SlotTable
+from tests.simulation.invariants import demand
+
+
+class WatchedPolicy:
+    """Passes every question on to the policy it watches."""
+
+    def __init__(self, policy: BatchingPolicy) -> None:
+        self.policy = policy
+        self._budget = StepBudget(0, 0)
+        self._shown: set[int] = set()
+        """Slots that the policy named in its last order."""
+        self._first: dict[Request, tuple[int, int]] = {}
+        """Where and how large the first slice of each request that it let in may be."""
+
+    def begin(self, view: SchedulerView) -> StepBudget:
+        self._first.clear()
+        self._budget = self.policy.begin(view)
+        demand(1 <= self._budget.tokens <= view.limits.max_num_batched_tokens, "S4-5", self._budget)
+        return self._budget
+
+    def order(self, view: SchedulerView) -> Rows:
+        rows = self.policy.order(view)
+        self._shown = set(rows.tolist())
+        return rows
+
+    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+        answer = self._first[request] = self.policy.admit(view, request, hit, count)
+        return answer
+
+    def check(self, step: InflightStep, slots: SlotTable, entering: set[int]) -> None:
+        """Whether the step is within the budget, row by row and as a whole (spec 0.5, S4-5)."""
+        budget, sums = self._budget, {"decodes": 0, "prefill": 0, "tokens": 0}
+        for slot, start, count in zip(
+            *(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True
+        ):
+            if slot in entering:
+                demand(
+                    (start, count) == self._first[slots.request(slot)],
+                    "policy",
+                    f"first slice of slot {slot}",
+                )
+            else:
+                demand(slot in self._shown, "policy", f"slot {slot} was hidden")
+            demand(count <= budget.chunk, "policy", f"a chunk of {count}, allowed {budget.chunk}")
+            is_prefill = start < slots.entry[slot]
+            sums["prefill" if is_prefill else "decodes"] += count
+            sums["tokens"] += count
+        for name, total in sums.items():
+            most = getattr(budget, name)
+            demand(most is None or total <= most, "S4-5", f"{name}: {total} tokens, budget {most}")
+        most = budget.admissions
+        demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

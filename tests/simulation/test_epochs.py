@@ -1,0 +1,243 @@
+"""Workers are lost and replaced at moments chosen by hand, and pipeline stages: what the random runs cover, by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from protocol.requests import FinishReason
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.request import RequestStatus
+from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
+from tests.simulation.world import World, params
+
+
+def change_workers(world: World, limits: Limits | None = None) -> None:
+    world.end_epoch()
+    world.start_epoch(limits or world.limits, ChunkedPolicy())
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_running_requests_go_on_with_their_confirmed_tokens(depth: int) -> None:
+    world = World(ROOMY, depth)
+    streams = [world.add(prompt_of(30, seed=i), params(20, eos=False)) for i in range(4)]
+    for _ in range(6):
+        world.step()
+    world.dispatch()
+    confirmed = [len(stream.tokens) for stream in streams]
+    assert confirmed == [6] * 4
+    change_workers(world)
+    for stream in streams:
+        assert stream.request is not None
+        assert stream.request.status is RequestStatus.PREEMPTED
+    world.dispatch()
+    first = world.plans[-len(world.engine.queue)]
+    assert (first.epoch, first.step_id) == (2, 1), "step ids begin anew with the epoch"
+    assert [len(new.token_ids) // 4 for new in first.new] == [36] * 4, "recomputed from every confirmed token"
+    world.drain()
+    while world.orphans:
+        world.late_result()
+    assert world.coverage["late results: epoch ended"] == depth
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_cache_of_lost_workers_is_not_hit(depth: int) -> None:
+    world = World(ROOMY, depth)
+    world.add(prompt_of(160), params(3, eos=False))
+    world.drain()
+    assert world.scheduler.kv.pool.by_hash
+    change_workers(world)
+    world.add(prompt_of(160), params(3, eos=False))
+    world.drain()
+    assert entered(world, 1)[1:] == (0, 160), "computed from its first token"
+    world.add(prompt_of(160), params(3, eos=False))
+    world.drain()
+    assert entered(world, 2)[1:] == (144, 16), "the new workers' own cache is hit"
+
+
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+def test_a_request_that_waited_for_stale_rows_need_not_wait_for_lost_ones(depth: int) -> None:
+    world = World(Limits(1, 64, 128, 32, 4), depth, use_priority=True)
+    displaced = world.add(prompt_of(8), params(20, eos=False))
+    for _ in range(3):
+        world.step()
+    world.dispatch()
+    world.add(prompt_of(8, seed=1), params(2, eos=False), priority=-1)
+    world.complete()
+    world.dispatch()
+    assert displaced.request is not None
+    assert displaced.request.stale_rows == depth - 1
+    world.end_epoch()
+    assert world.coverage["epochs: ended with stale rows"] == 1
+    assert displaced.request.stale_rows == 0
+    world.start_epoch(world.limits, ChunkedPolicy())
+    world.drain()
+    assert len(displaced.tokens) == 20
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_slots_and_blocks_behind_a_fence_come_back(depth: int) -> None:
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(40), params(20, eos=False))
+    world.add(prompt_of(40, seed=1), params(20, eos=False))
+    world.dispatch()
+    world.abort(stream)
+    assert world.scheduler._fences
+    world.end_epoch()
+    assert world.coverage["epochs: ended with fences"] == 1
+    world.start_epoch(world.limits, ChunkedPolicy())
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_late_result_of_a_step_id_that_is_in_flight_again_is_dropped(depth: int) -> None:
+    """Same step id, same slots and generations: only the epoch tells them apart."""
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(30), params(9, eos=False))
+    world.dispatch()
+    change_workers(world)
+    world.dispatch()
+    while world.orphans:
+        world.late_result()
+    assert world.coverage["late results: of a step id that is in flight again"] == depth
+    world.publish()
+    assert stream.tokens == []
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_requests_come_and_go_while_there_are_no_workers(depth: int) -> None:
+    world = World(Limits(2, 64, 128, 32, 4), depth)
+    streams = [world.add(prompt_of(20, seed=i), params(8, eos=False)) for i in range(4)]
+    world.step()
+    world.dispatch()
+    world.end_epoch()
+    world.abort(streams[0], streams[3])
+    world.add(prompt_of(20), params(8, eos=False), number=0)
+    world.end_epoch()
+    world.start_epoch(world.limits, ChunkedPolicy())
+    change_workers(world)
+    world.drain()
+    assert [len(stream.tokens) for stream in world.streams] == [1, 8, 8, 0, 8]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("num_blocks", [8, 64])
+def test_a_group_with_less_memory_ends_what_does_not_fit_and_only_that(num_blocks: int, depth: int) -> None:
+    world = World(Limits(4, 64, 128, 32, 4), depth)
+    small = world.add(prompt_of(10), params(12, eos=False))
+    large = world.add(prompt_of(60, seed=1), params(20, eos=False))
+    waits = world.add(prompt_of(70, seed=2), params(2, eos=False))
+    for _ in range(3):
+        world.step()
+    world.dispatch()
+    before = len(large.tokens)
+    change_workers(world, replace(world.limits, num_blocks=num_blocks))
+    world.drain()
+    assert len(small.tokens) == 12
+    if num_blocks == 64:
+        assert (len(large.tokens), len(waits.tokens)) == (20, 2)
+        return
+    for stream in (large, waits):
+        assert stream.finish is not None
+        assert stream.finish.reason is FinishReason.ERROR
+        assert "less memory" in stream.finish.message
+    assert len(large.tokens) == before
+
+
+def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> None:
+    world = World(ROOMY, 2)
+    done = world.add(prompt_of(5), params(1, eos=False))
+    world.dispatch()
+    world.complete()
+    world.end_epoch()
+    world.publish()
+    assert done.finish is not None
+    assert done.finish.reason is FinishReason.LENGTH
+    world.start_epoch(world.limits, ChunkedPolicy())
+    world.drain()
+
+
+def test_totals_outlive_the_workers() -> None:
+    """Prometheus counters never fall."""
+    world = World(ROOMY, 2)
+    world.add(prompt_of(64), params(5, eos=False))
+    world.drain()
+    world.add(prompt_of(64), params(5, eos=False))
+    for _ in range(3):
+        world.step()
+    before = world.engine.stats()
+    change_workers(world)
+    after = world.engine.stats()
+    totals = [
+        name
+        for name, value in before.items()
+        if value and name.split("_")[0] not in ("kv", "num", "inflight")
+    ]
+    assert "prefix_cache_hits" in totals
+    assert {name: after[name] for name in totals} == {name: before[name] for name in totals}
+    world.drain()
+
+
+# -- pipeline stages ---------------------------------------------------------------------------------------------------
+
+
+def of_stages(stages: int) -> list[int]:
+    return sorted({stages, stages + 1, 2 * stages})
+
+
+PIPELINES = [(stages, depth) for stages in (1, 2, 4) for depth in of_stages(stages)]
+
+
+@pytest.mark.parametrize(("stages", "depth"), PIPELINES)
+def test_stages_are_fed_without_a_stall_and_without_a_hole(stages: int, depth: int) -> None:
+    """With a budget's worth of requests per stage, each of `stages` steps in a row has work (S4-4)."""
+    world = World(Limits(4 * stages, 4, 128, 1024, 4, stages=stages), depth)
+    streams = [world.add(prompt_of(4, seed=i), params(40, eos=False)) for i in range(4 * stages)]
+    rounds = 0
+    while all(len(stream.tokens) < 35 for stream in streams):
+        world.dispatch()
+        assert len(world.engine.queue) >= stages
+        if stages > 1:
+            world.tick()
+        if world.pending:
+            world.complete()
+            world.publish()
+        rounds += 1
+    world.drain()
+    assert world.pipeline.stalls == 0
+    assert rounds < 4 * stages + 36 * stages
+
+
+@pytest.mark.parametrize(("stages", "depth"), PIPELINES)
+def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: int, depth: int) -> None:
+    world = World(replace(ROOMY, stages=stages), depth)
+    world.add(prompt_of(10), params(30, eos=False))
+    world.dispatch()
+    assert len(world.plans) == (1 if stages > 1 else depth), (
+        "a second step would need an id that no stage has yet"
+    )
+    while not world.streams[0].finish:
+        world.step()
+    assert world.streams[0].steps == 30
+
+
+@pytest.mark.parametrize(("stages", "depth"), PIPELINES[1:])
+def test_a_stage_is_lost_with_steps_in_every_stage(stages: int, depth: int) -> None:
+    world = World(Limits(8, 4, 128, 256, 4, stages=stages), depth)
+    for i in range(8):
+        world.add(prompt_of(6, seed=i), params(20, eos=False))
+    for _ in range(10 * stages):
+        world.dispatch()
+        if stages > 1:
+            world.tick()
+        if world.pending:
+            world.complete()
+    world.dispatch()
+    inflight = len(world.engine.queue)
+    assert inflight >= stages
+    change_workers(world)
+    assert len(world.orphans) == inflight
+    world.drain()
+    while world.orphans:
+        world.late_result()
