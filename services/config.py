@@ -206,6 +206,21 @@ class FrontendConfig(ServiceConfig):
 class ServeConfig(FrontendConfig, SchedulerConfig, WorkerConfig):
     """All three services on one machine. The endpoints are `serve`'s own business: no flag sets them."""
 
+    @property
+    def num_workers(self) -> int:
+        """Ranks of one group; `serve` starts one worker for each."""
+        tp = self.tensor_parallel_size
+        return self.pipeline_parallel_size * (1 if tp == "auto" else tp)
+
+    @model_validator(mode="after")
+    def _size_is_a_number(self) -> Self:
+        if self.tensor_parallel_size == "auto":
+            raise ValueError(
+                "--tensor-parallel-size auto is for workers that come by themselves (runahead scheduler); "
+                "serve starts them and needs a number"
+            )
+        return self
+
     def of(self, service: type[ServiceConfig]) -> dict[str, object]:
         """The values of one service's fields, those that were set."""
         return self.model_dump(include=set(service.model_fields), exclude_unset=True)

@@ -23,6 +23,11 @@ POLL_INTERVAL = 0.1
 """Seconds between two looks at a frontend that is not ready."""
 
 
+FINAL = (3, 4, 5)
+"""Exit statuses of a worker that would end in the same way again: its model cannot be served, the scheduler refused
+it, or is gone."""
+
+
 def serve(config: ServeConfig) -> int:
     """Serves until a signal or a failure. Returns the exit status: 0 after an orderly stop.
 
@@ -36,7 +41,7 @@ def serve(config: ServeConfig) -> int:
     screen = display()
     if (danger := warning(config)) is not None:
         screen.line(danger)
-    width = max(map(len, SERVICES))
+    width = max(map(len, _names(config)))
     supervisor = Supervisor(lambda name, line: screen.line(f"{name:{width}} | {line}"))
     probe = Probe(config.host, config.port, config.api_key[0] if config.api_key else "")
     is_ready = False
@@ -57,7 +62,8 @@ def serve(config: ServeConfig) -> int:
     try:
         with supervisor.signals(), _private_directory() as directory:
             for name, arguments in _commands(config, directory):
-                supervisor.start(name, arguments, _environment())
+                is_worker = name.startswith("worker")
+                supervisor.start(name, arguments, _environment(), comes_back=is_worker, final=FINAL)
             status = supervisor.wait(tick)
     finally:
         screen.done()
@@ -74,12 +80,20 @@ def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[
         "scheduler": {"client_endpoint": clients, "worker_endpoint": workers},
         "worker": {"scheduler_endpoint": workers},
     }
-    for name, model in SERVICES.items():
-        file = directory / f"{name}.json"
-        file.write_text(model.model_validate(config.of(model) | endpoints[name]).model_dump_json())
+    for name in _names(config):
+        service = name.partition("-")[0]
+        model, file = SERVICES[service], directory / f"{name}.json"
+        file.write_text(model.model_validate(config.of(model) | endpoints[service]).model_dump_json())
         # -P: a folder named like one of our packages in the current directory is not what we run
-        command = [sys.executable, "-P", "-m", "services.cli.child", name, str(file), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]
         yield name, command
+
+
+def _names(config: ServeConfig) -> list[str]:
+    """The services to start, in the order in which they are stopped."""
+    frontend, scheduler, worker = SERVICES
+    workers = config.num_workers
+    return [frontend, scheduler, *([worker] if workers == 1 else [f"{worker}-{i}" for i in range(workers)])]
 
 
 def _environment() -> dict[str, str]:

@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from services.cli.logs import error_text
 
@@ -17,6 +17,10 @@ ABORT_GRACE = 1.0
 """Seconds that children get after SIGTERM when there is nothing to wait for."""
 STOP_GRACE = 10.0
 """Seconds that an orderly stop of a service without clients may take."""
+RESTARTS, RESTART_WINDOW = 3, 60.0
+"""A child that may come back does so at most so often in so many seconds."""
+FIRST_PAUSE = 0.5
+"""Seconds until it comes back, doubled each time."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -30,6 +34,14 @@ class Child:
     last_error: str = ""
     silent: bool = False
     """Its output has ended."""
+    respawn: Callable[[], subprocess.Popen[bytes]] | None = None
+    """Starts it again, if it may come back."""
+    final: Collection[int] = ()
+    """Exit statuses after which it would only end in the same way."""
+    due: float | None = None
+    """When it comes back."""
+    ended: list[float] = field(default_factory=list)
+    """When it ended unasked, within the window."""
     _rest: bytes = b""
 
     @property
@@ -55,8 +67,18 @@ class Child:
             self.last_error = error_text(line) or self.last_error
         return lines
 
+    def comes_back(self, now: float) -> bool:
+        """Whether its unasked end is one to recover from; then `due` says when."""
+        if self.respawn is None or self.process.returncode in self.final:
+            return False
+        self.ended = [*(at for at in self.ended if at > now - RESTART_WINDOW), now]
+        if len(self.ended) > RESTARTS:
+            return False
+        self.due = now + FIRST_PAUSE * 2 ** (len(self.ended) - 1)
+        return True
+
     def signal(self, number: int) -> None:
-        self.told = True
+        self.told, self.due = True, None
         if self.alive:
             self.process.send_signal(number)
 
@@ -87,20 +109,36 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_writer = socket.socketpair()
 
-    def start(self, name: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
-        """Its own process group: a Ctrl-C in the terminal is the supervisor's to handle."""
-        process = subprocess.Popen(
-            arguments,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ)
-        self.children.append(Child(name, process))
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        comes_back: bool = False,
+        final: Collection[int] = (),
+    ) -> None:
+        """Its own process group: a Ctrl-C in the terminal is the supervisor's to handle.
+
+        Args:
+            comes_back: started again when it ends unasked, a few times, after growing pauses.
+            final: exit statuses after which it is not.
+        """
+
+        def spawn() -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                arguments,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            self._selector.register(process.stdout, selectors.EVENT_READ)
+            return process
+
+        self.children.append(Child(name, spawn(), respawn=spawn if comes_back else None, final=final))
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Runs until all children have ended.
@@ -112,8 +150,9 @@ class Supervisor:
             0 after an orderly stop, 128 + the signal's number after a second one, else what the failed child returned.
         """
         try:
-            while any(child.alive for child in self.children):
+            while any(child.alive or child.due is not None for child in self.children):
                 self._selector.select(self._timeout(None if self._stopping else tick()))
+                self._restart()
                 with contextlib.suppress(BlockingIOError):
                     self._on_signals(self._wakeup.recv(64))
                 self._look()
@@ -156,8 +195,17 @@ class Supervisor:
         return self.draining or self.failure is not None
 
     def _timeout(self, wanted: float | None) -> float | None:
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        return min((seconds for seconds in (wanted, left) if seconds is not None), default=None)
+        now, times = time.monotonic(), [self._deadline, *(child.due for child in self.children)]
+        left = [max(0.0, at - now) for at in times if at is not None]
+        return min(left if wanted is None else [wanted, *left], default=None)
+
+    def _restart(self) -> None:
+        """Those whose pause is over."""
+        for child in self.children:
+            if child.due is not None and child.respawn is not None and time.monotonic() >= child.due:
+                if child.process.stdout is not None:
+                    child.process.stdout.close()
+                child.due, child.silent, child.process = None, False, child.respawn()
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -174,9 +222,13 @@ class Supervisor:
             self.children
         ):  # who ended first depends on who comes later, seldom the reverse
             self._read(child)
-            if not child.alive and not child.told and self.failure is None:
-                self.failure = child
-                self._abort()
+            if child.alive or child.told or child.due is not None or self.failure is not None:
+                continue
+            if not self._stopping and child.comes_back(time.monotonic()):
+                self._show(child.name, f"{child.how_it_ended()}; it is started again")
+                continue
+            self.failure = child
+            self._abort()
         if self.draining and self.failure is None and not self._aborted_by:
             self._stop_next()
         if self._deadline is not None and time.monotonic() >= self._deadline:
