@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,8 @@ class EngineClient:
         while self.state is None or self.state.phase is not EnginePhase.READY:
             self.receive()
 
-    def generate(self, prompt: np.ndarray, number: int, max_tokens: int) -> None:
-        """Asks for `max_tokens` greedy tokens after `prompt`, int32[tokens]."""
+    def generate(self, prompt: np.ndarray | Sequence[int], number: int, max_tokens: int) -> None:
+        """Asks for `max_tokens` greedy tokens after `prompt`, token ids."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params))
 

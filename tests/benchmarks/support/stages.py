@@ -20,9 +20,9 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: `prompt` is int32[tokens], `at` are seconds after the first one."""
+    """A request: `prompt` are its token ids, `at` are seconds after the first one."""
 
-    prompt: NDArray[np.int32]
+    prompt: NDArray[np.int32] | Sequence[int]
     max_tokens: int
     at: float = 0.0
 
@@ -115,7 +115,7 @@ def run_stages(
             seconds = load.run()
             _until_written(trace, num_stages)
         return StagesRun(
-            seconds, _spans(trace), client.tokens, load.preemptions,
+            seconds, read_trace(trace), client.tokens, load.preemptions,
             np.array(load.first), np.array(load.gaps),
         )  # fmt: skip
 
@@ -123,14 +123,15 @@ def run_stages(
 def _until_written(trace: Path, num_stages: int) -> None:
     """The first stages write the last step's line before the last one does, but in processes of their own."""
     for _ in range(100):
-        steps = [span.stage for span in _spans(trace)]
+        steps = [span.stage for span in read_trace(trace)]
         if len({steps.count(stage) for stage in range(num_stages)}) == 1:
             return
         time.sleep(0.05)
     raise RuntimeError("not every stage has written a line for every step")
 
 
-def _spans(trace: Path) -> tuple[Span, ...]:
+def read_trace(trace: Path) -> tuple[Span, ...]:
+    """What the stages of one epoch wrote to `--sim-trace`, by stage, then by step."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     if len({line["epoch"] for line in lines}) > 1:
         raise RuntimeError("a worker was lost on the way: the steps belong to several epochs")

@@ -1,0 +1,103 @@
+"""The running services with simulated ranks: a real scheduler ahead of real stages, and the answers of one rank."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from tests.benchmarks.support.stages import Ask, Span, read_trace, run_stages
+from tests.integration.scheduler.engine import EngineClient, engine
+from tests.unit.worker.plans import prompt
+
+SIM = {"backend": "sim", "sim_vocab_size": 1000, "sim_prefill_token_us": 0.0}
+HOP = 0.002
+REQUESTS = range(12)
+TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
+"""Blocks for three or four requests."""
+
+
+def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> EngineClient:
+    """Twelve requests of 24 tokens, half of them sampled, one of them aborted on the way."""
+    directory.mkdir()
+    worker = {**SIM, "sim_step_ms": 8.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
+    with engine(directory, {**sizes, **scheduler}, worker, tp * pp) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        for number in REQUESTS:
+            ids = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
+            client.generate(
+                number, ids, SamplingParams(max_tokens=24, temperature=float(number % 2), seed=number)
+            )
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=64, temperature=0.0))
+        while len(client.tokens[99]) < 2:
+            client.receive()
+        client.abort(99)
+        client.wait_finished(*REQUESTS)
+        assert {client.finished[number].reason for number in REQUESTS} == {FinishReason.LENGTH}
+        client.close()
+        assert set(running.stop()) == {0}
+    del client.tokens[99]
+    return client
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    """The answers of one rank at depth one."""
+    return run_load(tmp_path_factory.mktemp("one") / "rank", {"batch_queue_depth": 1}).tokens
+
+
+def check_trace(path: Path, stages: int) -> None:
+    """On the modelled timeline: every stage takes every step once, in order, and after the stage before it."""
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in read_trace(path):
+        spans[span.stage].append(span)
+    assert sorted(spans) == list(range(stages))
+    for stage, own in spans.items():
+        assert [span.step_id for span in own] == list(range(1, len(spans[0]) + 1))
+        assert all(before.ended <= after.began + 1e-9 for before, after in pairwise(own))
+        if stage:
+            for before, after in zip(spans[stage - 1], own, strict=True):
+                assert after.tokens == before.tokens
+                assert after.began >= before.ended + HOP - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "settings"),
+    [
+        (1, 4, {}),
+        (1, 2, {"async_scheduling": False}),
+        (2, 2, {"batch_queue_depth": 4, "max_num_batched_tokens": 64}),
+        (1, 4, TIGHT),
+        (1, 3, {"batching_policy": "balanced"}),
+    ],
+)
+def test_many_ranks_serve_the_answers_of_one(
+    tmp_path: Path, alone: dict[int, list[int]], tp: int, pp: int, settings: dict[str, object]
+) -> None:
+    """S1-7, S4-2: run ahead or not, chunked prompts, a pool that preempts, an abort."""
+    client = run_load(tmp_path / "ranks", settings, tp, pp)
+    assert client.tokens == alone
+    if settings is TIGHT:
+        assert sum(client.finished[number].num_preemptions for number in REQUESTS)
+    check_trace(tmp_path / "ranks" / "trace", pp)
+
+
+def test_stages_compute_at_the_same_time() -> None:
+    """What the benchmark of the policies measures: several microbatches are in the pipeline at once."""
+    asks = [Ask(prompt(number, 20), 20) for number in range(8)]
+    run = run_stages(
+        3, asks, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
+    )
+    assert run.tokens == 8 * 20
+    assert sum(run.microbatches) == 8 * (20 + 20 - 1)
+    assert len(run.ttft) == 8
+    assert len(run.itl) == 8 * 19
+    assert len(run.bubbles) == 3
+    busy = sum(span.ended - span.began for span in run.spans)
+    assert busy > 1.5 * run.makespan  # one at a time it would be no more than the makespan
+    assert json.dumps(run.figures())
