@@ -1,7 +1,11 @@
-"""Equal microbatches for pipeline stages: the budget of a step is the estimated demand over the stages (spec 4).
+"""Equal microbatches for pipeline stages: a budget per step from the estimated demand of one round (spec 4).
 
-Without it the first step takes all it can, its requests become ready together and stay together, and one huge
-microbatch alternates with tiny ones while stages idle.
+A *round* is as many steps as there are stages. Without such a budget the first step takes all it can, its requests
+become ready together and stay together, and one huge microbatch alternates with tiny ones while stages idle.
+
+Demand is what a round has to compute, whether it is in flight by now or not: a budget from what is left alone would
+shrink from step to step after a large cohort has gone. Nothing is stored; the number of the step is the place in the
+round.
 """
 
 import numpy as np
@@ -10,12 +14,12 @@ from services.scheduler.policies.base import SchedulerView, StepBudget
 from services.scheduler.request import Request
 from services.scheduler.slots import Rows
 
-MIN_CHUNK = 128
-"""Tokens of prefill that a step takes at least, if there are any: smaller ones cost more steps than they balance."""
+MIN_CHUNK = 64
+"""Tokens of prefill that a step takes at least, if so many wait: the cost of a step hardly depends on fewer."""
 
 
 class BalancedPolicy:
-    """Demand counts whether it is in flight or not: else the budget collapses after a large cohort has left."""
+    """Decodes and prefills have budgets of their own, so that neither pushes the other out of a step."""
 
     def __init__(self, long_prefill_token_threshold: int = 0) -> None:
         self._threshold = long_prefill_token_threshold
@@ -25,37 +29,50 @@ class BalancedPolicy:
         chunk = self._threshold or most
         if stages == 1:
             return StepBudget(most, chunk)
-        decodes, left = self._running_demand(view)
-        prefill = left + self._waiting_demand(view, stages * most - left)
-        decodes = -(-decodes // stages)
-        prefill = max(-(-prefill // stages), min(prefill, MIN_CHUNK))
-        tokens = max(1, min(most, decodes + prefill))
-        return StepBudget(tokens, chunk, max(1, decodes), max(1, prefill))
+        demand, left, under_way = _running(view)
+        decodes = max(1, _share(demand, view.next_step, stages))
+        left += _waiting(view, stages * most - left)
+        even = -(-(left + under_way) // stages) if left else 0
+        prefill = min(left, max(even, MIN_CHUNK))
+        return StepBudget(min(most, decodes + prefill), chunk, decodes, prefill)
 
     def order(self, view: SchedulerView) -> Rows:
-        """Longest not scheduled first: cohorts take turns, and none starves."""
+        """Longest not scheduled first, then by rank: cohorts take turns, and none starves."""
+        rows = view.running
         if view.limits.stages == 1:
-            return view.running
-        return view.running[np.argsort(view.slots.last_step.take(view.running), kind="stable")]
+            return rows
+        return rows[np.argsort(view.slots.last_step.take(rows), kind="stable")]
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         return hit, count
 
-    @staticmethod
-    def _running_demand(view: SchedulerView) -> tuple[int, int]:
-        """Decode tokens that the running requests want per round, and prefill tokens that they still lack."""
-        s, rows = view.slots, view.running
-        going_on = s.tokens.take(rows) + s.placeholders.take(rows) < s.limit.take(rows)
-        decoding = s.decoding(rows)
-        left = (s.entry.take(rows) - s.computed.take(rows))[~decoding]
-        return int((going_on & decoding).sum()), int(left.sum())
 
-    @staticmethod
-    def _waiting_demand(view: SchedulerView, enough: int) -> int:
-        """Prefill tokens of the requests that could be admitted now; those that could not do not count."""
-        total = 0
-        for request, hit in view.admissible():
-            total += len(request.token_ids) - hit
-            if total >= enough:
-                break
-        return total
+def _share(demand: int, step: int, stages: int) -> int:
+    """One step's part of a round: any `stages` steps in a row get `demand` together, and no two differ by more than 1."""
+    place = step % stages
+    return demand * (place + 1) // stages - demand * place // stages
+
+
+def _running(view: SchedulerView) -> tuple[int, int, int]:
+    """Tokens of running requests: decodes that a round wants, prefill not dispatched yet, prefill in flight."""
+    s, rows = view.slots, view.running
+    entry, computed = s.entry.take(rows), s.computed.take(rows)
+    goes_on = s.tokens.take(rows) + s.placeholders.take(rows) < s.limit.take(rows)
+    dispatched = np.minimum(computed, entry)
+    written = np.minimum(computed - s.inflight.take(rows), entry)
+    return (
+        int(np.count_nonzero(goes_on & (computed >= entry))),
+        int((entry - dispatched).sum()),
+        int((dispatched - written).sum()),
+    )
+
+
+def _waiting(view: SchedulerView, enough: int) -> int:
+    """Prefill tokens of the waiting requests that could be admitted now; the others would only re-create a front
+    load. The walk ends where the budget is as large as it can be."""
+    total = 0
+    for request, hit in view.admissible():
+        if total >= enough:
+            break
+        total += len(request.token_ids) - hit
+    return total
