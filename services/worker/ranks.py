@@ -7,12 +7,14 @@ There is no other transport yet: groups on CUDA devices (NCCL) are refused by na
 """
 
 import os
+import queue
 import socket
+import threading
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import distributed
@@ -24,6 +26,8 @@ from services.worker.staging import MAX_STEPS_IN_FLIGHT
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """For the ranks to find one another."""
+ATTEMPT = timedelta(seconds=5)
+"""For one attempt to reach the first rank. An epoch that ends while its ranks join leaves a thread for that long."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Equal for all processes of a machine, in whichever container, and for no others."""
 STEP_TIMEOUT = timedelta(minutes=30)
@@ -227,8 +231,8 @@ class Ranks:
             )
         self.assignment, self.shard = assignment, assignment.shard
         self._listener = listener
-        self._store: Any = None
-        self._aborted = False
+        self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
+        self._aborted = threading.Event()
         self._others = _sockets()
         """Not ours. Until the ranks have joined, every other socket is."""
         self._ours: set[str] | None = None
@@ -241,72 +245,108 @@ class Ranks:
     def join(self) -> Self:
         """Connects this rank with the others. `abort` may be called meanwhile.
 
+        A thread of its own connects: nothing but its own patience ends a connection attempt of torch, and the epoch
+        may end sooner.
+
         Raises: RanksLost, when the others do not come.
         """
-        assignment, listener = self.assignment, self._listener
-        team, stages, together = Team(), Stages(), 1
-        try:
-            if assignment.world_size > 1:
-                self._store = self._meet(assignment, listener)
-                together = self._neighbours(assignment)
-                address = local_address(assignment.rendezvous.rpartition(":")[0])
-                team, stages = self._team(address), self._stages(address)
-        except RuntimeError as error:
-            raise RanksLost(f"rank {assignment.rank} cannot reach the others: {error}") from error
-        finally:
-            if listener is not None:
-                listener.close()
-            self._ours = _sockets() - self._others
-        if self._aborted:
+        if self.assignment.world_size == 1:
+            self._connect()
+        else:
+            threading.Thread(target=self._connect, name="joining", daemon=True).start()
+        joined = self._outcome.get()
+        if self._aborted.is_set():
             raise RanksLost("the epoch ended while its ranks were joining")
-        self.team, self.stages, self.on_this_machine = team, stages, together
+        if isinstance(joined, RuntimeError):
+            raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {joined}") from joined
+        if isinstance(joined, Exception):
+            raise joined
+        self.team, self.stages, self.on_this_machine, self._store = joined
         return self
+
+    def _connect(self) -> None:
+        listener = self._listener
+        try:
+            outcome: _Joined | Exception = self._joined(self.assignment, listener)
+        except Exception as error:
+            outcome = error
+        if listener is not None:
+            listener.close()
+        self._ours = _sockets() - self._others
+        self._outcome.put(outcome)
+
+    def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
+        if assignment.world_size == 1:
+            return _Joined(Team(), Stages(), 1, None)
+        store = self._meet(assignment, listener)
+        together = self._neighbours(store, assignment)
+        address = local_address(assignment.rendezvous.rpartition(":")[0])
+        return _Joined(self._team(store, address), self._stages(store, address), together, store)
 
     def _meet(self, assignment: Assignment, listener: socket.socket | None) -> Any:
         host, _, port = assignment.rendezvous.rpartition(":")
-        is_first, fd = assignment.rank == 0, None
-        if is_first:
+        world = assignment.world_size
+        if assignment.rank == 0:
             if listener is None:
                 raise ValueError("rank 0 needs the socket it registered with")
-            fd = listener.detach()
-        return _c10d.TCPStore(
-            host, int(port), assignment.world_size, is_first, JOIN_TIMEOUT,
-            wait_for_workers=False, master_listen_fd=fd,
-        )  # fmt: skip
+            return _c10d.TCPStore(
+                host, int(port), world, True, JOIN_TIMEOUT,
+                wait_for_workers=False, master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        for last in (*(False,) * (JOIN_TIMEOUT // ATTEMPT - 1), True):
+            try:
+                store = _c10d.TCPStore(host, int(port), world, False, ATTEMPT, wait_for_workers=False)
+                store.set_timeout(JOIN_TIMEOUT)
+                return store
+            except RuntimeError:
+                if last or self._aborted.is_set():
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
-    def _neighbours(self, assignment: Assignment) -> int:
+    def _neighbours(self, store: Any, assignment: Assignment) -> int:
         """How many ranks say that they run on this machine."""
         machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
-        self._store.set(f"machine{assignment.rank}", machine)
-        return [self._store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
+        store.set(f"machine{assignment.rank}", machine)
+        return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
 
-    def _team(self, address: str) -> Team:
+    def _team(self, store: Any, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
-        return Team(self._peers(f"tp{self.shard.pp_rank}", rank, size, address)) if size > 1 else Team()
+        name = f"tp{self.shard.pp_rank}"
+        return Team(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
 
-    def _stages(self, address: str) -> Stages:
+    def _stages(self, store: Any, address: str) -> Stages:
         rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
-        return Stages(self._peers(f"pp{self.shard.tp_rank}", rank, size, address)) if size > 1 else Stages()
-
-    def _peers(self, name: str, rank: int, size: int, address: str) -> _Peers:
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = JOIN_TIMEOUT
-        return _Peers(
-            _c10d.ProcessGroupGloo(_c10d.PrefixStore(name, self._store), rank, size, options), rank, size
-        )
+        name = f"pp{self.shard.tp_rank}"
+        return Stages(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Stages()
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.
 
         gloo knows no way to interrupt a wait but a closed connection, so the connections are shut down under it.
         """
-        self._aborted = True
+        self._aborted.set()
+        self._outcome.put(RanksLost("aborted"))
         ours = _sockets() - self._others if self._ours is None else self._ours & _sockets()
         for name in ours:
             with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
                 connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Joined(NamedTuple):
+    """All that joining yields."""
+
+    team: Team
+    stages: Stages
+    on_this_machine: int
+    store: Any
+
+
+def _peers(store: Any, rank: int, size: int, address: str) -> _Peers:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = JOIN_TIMEOUT
+    return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size)
 
 
 def _sockets() -> set[str]:

@@ -39,7 +39,10 @@ class Pool:
         self._processes.remove(process)
 
     def close(self) -> list[int]:
-        return [process.close() for process in self._processes]
+        """Exit statuses."""
+        for process in self._processes:
+            process.end()
+        return [process.wait() for process in self._processes]
 
 
 @pytest.fixture(scope="session")

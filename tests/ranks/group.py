@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -35,7 +35,10 @@ class Process:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.ranks.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # so that `select` tells whether an answer is there
         )
 
     def send(self, name: str, payload: object = None) -> None:
@@ -56,16 +59,23 @@ class Process:
         self._process.send_signal(number)
 
     @property
+    def stdout(self) -> BinaryIO:
+        return self._process.stdout
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def close(self) -> int:
-        """Ends the process, stopped or hanging ones too; returns its exit status."""
+    def end(self) -> None:
+        """Tells the process to end, stopped or hanging ones too."""
         self.signal(signal.SIGCONT)
         for stream in (self._process.stdin, self._process.stdout):
             stream.close()
+
+    def wait(self) -> int:
+        """The exit status, after `end`."""
         try:
-            return self._process.wait(20)
+            return self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
@@ -94,8 +104,9 @@ class Group:
         """Of each rank."""
         self.progress: list[int] = []
         """How often each rank reported progress when it loaded."""
+        self.config = {"model": str(model), "threads": 1, "dtype": "float32", **config}
         self._unread: deque[Answer] = deque()
-        self.call("open", {"model": str(model), "threads": 1, "dtype": "float32", **config})
+        self.call("open", self.config)
 
     @property
     def output(self) -> int:
@@ -115,6 +126,13 @@ class Group:
         while not answer.of:
             self._unread.popleft().of[:] = [rank.receive() for rank in self.ranks]
         return answer.of
+
+    def forget(self) -> None:
+        """Answers that were posted for are not waited for: a test has read them."""
+        self._unread.clear()
+
+    def identify(self) -> list[object]:
+        return self.call("open", self.config)[0]
 
     def load(self, assignment: Assignment, progress: Callable[[str, float], None]) -> Loaded:
         self.epoch += 1
@@ -156,7 +174,7 @@ class Group:
         return Handle(self, self.post("sample", None if grammar is None else encode(grammar)))
 
     def release(self, slots: NDArray[np.int32]) -> None:
-        self.post("release", slots.tobytes())
+        self.call("release", slots.tobytes())
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,17 @@ def write(stream: BinaryIO, value: object) -> None:
 
 def read(stream: BinaryIO) -> Any:
     """The next frame's value. Raises: EOFError"""
-    head = stream.read(HEAD.size)
-    if len(head) < HEAD.size:
-        raise EOFError("the other side of the pipe is gone")
-    return msgspec.msgpack.decode(stream.read(HEAD.unpack(head)[0]))
+    return msgspec.msgpack.decode(_exactly(stream, HEAD.unpack(_exactly(stream, HEAD.size))[0]))
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = stream.read(size - len(data))
+        if not more:
+            raise EOFError("the other side of the pipe is gone")
+        data += more
+    return data
 
 
 class Rank:

@@ -1,0 +1,183 @@
+"""A rank that dies or stops: the others learn it, leave, and go on in a new epoch with the weights they have."""
+
+import select
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from protocol.codec import pack
+from protocol.membership import Assignment, InitializeCache
+from protocol.steps import NewRequest, SchedulerOutput
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, Request
+from tests.ranks.conftest import LAYOUTS, Pool
+from tests.ranks.group import Group, GroupDriver, Process, RankError, encode
+
+Start = Callable[..., GroupDriver]
+PROMPT = list(range(20, 49))
+
+
+def lost(rank: Process) -> None:
+    """The rank's next answer is that it lost another."""
+    with pytest.raises(RankError) as raised:
+        rank.receive()
+    assert raised.value.kind == "RanksLost"
+
+
+def abort(rank: Process) -> None:
+    """Until it answers: a call that comes before the waiting began ends nothing."""
+    while not select.select([rank.stdout], [], [], 0.2)[0]:
+        rank.send("abort")
+
+
+def new_epoch(driver: GroupDriver, requests: list[Request]) -> list[Request]:
+    """The same group, joined again, its KV cache and slots empty; the requests come back with all their tokens."""
+    group = driver.runner
+    group.forget()
+    driver.load()
+    group.init_kv_cache(InitializeCache(NUM_BLOCKS, driver.max_model_len))
+    driver.free_slots, driver.free_blocks = list(range(NUM_SLOTS)), list(range(NUM_BLOCKS))
+    again = [driver.preempt(request) for request in requests]
+    driver.released.clear()
+    return again
+
+
+def half_way(driver: GroupDriver) -> tuple[list[list[int]], list[Request]]:
+    """What four requests should say, and the same four with eight tokens each."""
+    whole = [driver.add(PROMPT[i:]) for i in range(4)]
+    driver.generate(whole, 16, depth=3)
+    requests = [driver.add(request.prompt) for request in whole]
+    driver.generate(requests, 8, depth=3)
+    return [request.output for request in whole], requests
+
+
+def test_a_killed_rank_ends_the_epoch_and_is_replaced(tied: Family, start: Start, pool: Pool) -> None:
+    driver = start(tied.path, 2, 2)
+    expected, requests = half_way(driver)
+    group = driver.runner
+    first, victim, follower, last = group.ranks
+    victim.signal(signal.SIGSTOP)  # so that its partner is in the middle of a sum when it dies
+    group.post("execute", encode(driver.plan([(request, 1) for request in requests])))
+    for request in requests:
+        request.known -= 1  # this step is void
+    victim.kill()
+    lost(first)
+    lost(last)
+    first.send("leave")
+    lost(follower)  # it waited for the first rank, which was well until it left
+    assert first.receive() is None
+    for rank in (follower, last):
+        rank.call("leave")
+    pool.discard(victim)
+    group.ranks = [first, pool.take(4)[-1], follower, last]
+    group.ranks[1].call("open", group.config)
+    requests = new_epoch(driver, requests)
+    assert [bool(number) for number in group.progress] == [False, True, False, False]
+    driver.generate(requests, 16, depth=3)
+    assert [request.output for request in requests] == expected
+
+
+def test_abort_frees_a_rank_whose_partner_is_stopped(tied: Family, start: Start) -> None:
+    driver = start(tied.path, 2, 1)
+    expected, requests = half_way(driver)
+    group = driver.runner
+    first, stopped = group.ranks
+    stopped.signal(signal.SIGSTOP)
+    group.post("execute", encode(driver.plan([(request, 1) for request in requests])))
+    for request in requests:
+        request.known -= 1
+    abort(first)
+    lost(first)
+    first.call("leave")  # waits for nobody
+    stopped.signal(signal.SIGCONT)
+    lost(stopped)
+    stopped.call("leave")
+    requests = new_epoch(driver, requests)
+    assert group.progress == [0, 0]
+    driver.generate(requests, 16)
+    assert [request.output for request in requests] == expected
+
+
+def test_abort_frees_stages_that_wait_for_activations_and_for_ids(tied: Family, start: Start) -> None:
+    driver = start(tied.path, 1, 4)
+    expected, requests = half_way(driver)
+    group = driver.runner
+    first, stopped, waiting, last = group.ranks
+    stopped.signal(signal.SIGSTOP)
+    for _ in range(2):  # the second step needs the ids that the first one samples
+        plan = driver.plan([(request, 1) for request in requests])
+        for rank in group.ranks:
+            rank.send("execute", encode(plan))
+            rank.send("sample")
+    for request in requests:
+        request.known -= 2
+    assert first.receive() is None
+    assert first.receive() is None
+    for rank in (first, waiting, last):
+        abort(rank)
+        lost(rank)
+    stopped.signal(signal.SIGCONT)
+    for rank in group.ranks:
+        rank.send("leave")
+    for rank in group.ranks:
+        while True:  # what was sent before fails too
+            try:
+                rank.receive()
+            except RankError:
+                continue
+            break
+    requests = new_epoch(driver, requests)
+    assert group.progress == [0] * 4
+    driver.generate(requests, 16, depth=5)
+    assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_abort_frees_a_rank_whose_partner_never_comes(
+    tied: Family, start: Start, pool: Pool, missing: int
+) -> None:
+    driver = start(tied.path, 2, 1)
+    group, waiting = driver.runner, pool.take(2)[1 - missing]
+    group.call("leave")
+    rendezvous = group.call("listen")[0]
+    plan = Assignment(7, 1 - missing, 2, BLOCK_SIZE, NUM_SLOTS, 64, 0, 2, 1, rendezvous)
+    waiting.send("load", encode(plan))
+    abort(waiting)
+    lost(waiting)
+    request = new_epoch(driver, [driver.add(PROMPT)])[0]
+    driver.generate([request], 4)
+    assert len(request.output) == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_canary_step_leaves_nothing_behind(tied: Family, start: Start, layout: tuple[int, int]) -> None:
+    """One row on all ranks at once; then a request with the same slot and generation gets its own tokens."""
+    driver = start(tied.path, *layout)
+    expected = driver.add(PROMPT)
+    driver.generate([expected], 4)
+    driver.finish(expected)
+    new_epoch(driver, [])
+    zero, one = pack([0]), pack([1])
+    plan = SchedulerOutput(0, 0, zero, one, zero, one, b"\1", [NewRequest(0, 1, zero, 1, zero, GREEDY)])
+    driver.runner.execute_model(plan)
+    assert driver.runner.sample_tokens(None).get().counts == one
+    driver.finish(Request(0, 1, [0], GREEDY, [0]))
+    driver.generation, driver.free_slots = 0, list(range(NUM_SLOTS))
+    request = driver.add(PROMPT)
+    assert (request.slot, request.generation) == (0, 1)
+    driver.generate([request], 4, chunk=1)
+    assert request.output == expected.output
+
+
+def test_a_size_that_the_model_does_not_allow_is_refused(tied: Family, pool: Pool) -> None:
+    group = Group(pool.take(3), tied.path, 3, 1)
+    with pytest.raises(
+        RankError, match="LoadError: this model cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"
+    ):
+        group.load(Assignment(1, 0, 1, BLOCK_SIZE, NUM_SLOTS, 64), lambda phase, fraction: None)
+    for rank in group.ranks[1:]:
+        with pytest.raises(RankError, match="LoadError"):
+            rank.receive()
+    group.call("leave")
+    assert group.identify() == [[1, 2, 4], 5]
