@@ -5,20 +5,23 @@ the other. What the phased policy must keep (S0-1 to S0-7) is checked with every
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
 
+import msgspec.structs
 import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.scheduler.ledger import InflightStep, Ledger
 from services.scheduler.limits import Limits
+from services.scheduler.policies import BatchingPolicy
 from services.scheduler.policies.geometry import Geometry
 from services.scheduler.policies.phased import PhasedPolicy
 from services.scheduler.slots import LIVE
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker
-from tests.simulation.world import Stream, World
+from tests.simulation.world import Stream, World, params
 
 Progress = Callable[[int, int, int], int]
 """(start, scheduled end, furthest end possible) of a chunk -> where the device's chunk really ends."""
@@ -164,10 +167,8 @@ class RigidWorker(OracleWorker):
 
 
 def _with_progress(result: ModelRunnerOutput, report: list[tuple[int, int]]) -> ModelRunnerOutput:
-    from msgspec.structs import replace as with_fields
-
     slots, frontiers = [slot for slot, _ in report], [frontier for _, frontier in report]
-    return with_fields(result, progress_slots=pack(slots), progress_frontiers=pack(frontiers))
+    return msgspec.structs.replace(result, progress_slots=pack(slots), progress_frontiers=pack(frontiers))
 
 
 class RigidChecker(Checker):
@@ -210,13 +211,14 @@ class RigidWorld(World):
         max_volume: int = 0,
         pausing: bool = False,
         progress: Progress = as_scheduled,
+        policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
         self.interleave, self.max_volume, self.progress = interleave, max_volume, progress
         self.geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
         self.kinds: list[str] = []
         """One letter a step: P for prefill, D for decode."""
-        policy = PhasedPolicy(limits, interleave, max_volume, pausing)
+        policy = policy or PhasedPolicy(limits, interleave, max_volume, pausing)
         super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
         self.worker = RigidWorker(limits, vocab, max_volume, progress)
         self.checker = RigidChecker(self.scheduler, depth)
@@ -293,3 +295,92 @@ def limits(**changes: int | bool) -> Limits:
     """Blocks of 4, chunks of 8, room for all."""
     base = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, num_blocks=128, block_size=4)
     return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A random workload for the rigid world."""
+
+    limits: Limits
+    interleave: bool
+    max_volume: int
+    pausing: bool
+    fickle: float
+    """Share of the chunks that come to another end than planned."""
+    use_priority: bool
+    arrivals: int
+    aborts: float
+    resets: float
+    """Chances per round."""
+
+
+def draw(seed: int, stages: int = 1) -> Load:
+    rng = Random(f"rigid/{seed}")
+    block = rng.choice((2, 4, 4))
+    longest = rng.choice((24, 37, 48, 61))
+    blocks = -(-longest // block) + rng.choice((0, 4, 24, 64))
+    least = -(-longest // block) * block + block
+    return Load(
+        limits=Limits(
+            max_num_seqs=rng.choice((1, 2, 4, 8)),
+            max_num_batched_tokens=block * rng.choice((1, 2, 2, 3, 5)),
+            max_model_len=longest,
+            num_blocks=blocks,
+            block_size=block,
+            enable_prefix_caching=rng.random() < 0.8,
+            stages=stages,
+        ),
+        interleave=rng.random() < 0.7,
+        max_volume=rng.choice((0, least, least + rng.randint(0, 120))),
+        pausing=rng.random() < 0.4,
+        fickle=rng.choice((0.0, 0.0, 0.3, 0.8)),
+        use_priority=rng.random() < 0.3,
+        arrivals=rng.randint(3, 12),
+        aborts=rng.choice((0.0, 0.05)),
+        resets=rng.choice((0.0, 0.0, 0.03)),
+    )
+
+
+def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | None = None) -> RigidWorld:
+    """One random run to its end; raises an AssertionError of the broken rule."""
+    load, rng = draw(seed, stages), Random(f"rigid/{seed}/{depth}")
+    device = Random(f"device/{seed}/{depth}")
+    shared = [rng.randrange(64) for _ in range(load.limits.max_model_len)]
+
+    def progress(start: int, end: int, most: int) -> int:
+        return device.randint(start + 1, most) if device.random() < load.fickle else end
+
+    world = RigidWorld(
+        load.limits,
+        depth,
+        use_priority=load.use_priority,
+        interleave=load.interleave,
+        max_volume=load.max_volume,
+        pausing=load.pausing,
+        progress=progress,
+        trace=trace,
+    )
+    left = load.arrivals
+    for _ in range(3000):
+        while left and rng.random() < 0.3:
+            left -= 1
+            length = rng.randint(1, load.limits.max_model_len - 1 if rng.random() < 0.2 else 24)
+            length = min(length, load.limits.max_model_len - 1)
+            kept = rng.choice((0, length // 2, length))
+            prompt = shared[:kept] + [rng.randrange(64) for _ in range(length - kept)]
+            stop = rng.sample(range(64), rng.choice((0, 2)))
+            world.add(prompt, params(rng.randint(1, 16), *stop), priority=rng.choice((0, 0, 1, -1)))
+        alive = [stream for stream in world.streams if stream.open]
+        if alive and rng.random() < load.aborts:
+            world.abort(rng.choice(alive))
+        if rng.random() < load.resets:
+            world.reset_prefix_cache(reset_running=rng.random() < 0.7)
+        if stages > 1 and rng.random() < 0.7:
+            world.tick()
+        if world.pending and rng.random() < 0.7:
+            world.complete(rng.randrange(len(world.pending)) if rng.random() < 0.2 else 0)
+        world.dispatch()
+        if not left and not world.engine.requests and not world.pending and not len(world.engine.queue):
+            world.drain()
+            return world
+    raise AssertionError("liveness: not finished")

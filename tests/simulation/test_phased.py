@@ -1,0 +1,423 @@
+"""The phased policy on a rigid device that checks its shapes: spec 5(c) S0-1 to S0-10 (in `rigid.py`) and 5(e)."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from protocol.codec import unpack
+from services.scheduler.ledger import InflightStep
+from services.scheduler.policies import SchedulerView, StepBudget
+from services.scheduler.policies.phased import PhasedPolicy
+from services.scheduler.request import Request, RequestStatus
+from services.scheduler.slots import Rows
+from tests.simulation.rigid import RigidWorld, limits, play
+from tests.simulation.world import Stream, params
+
+SEEDS, CHUNK = 32, 8
+SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
+"""Stages, depth."""
+
+MUST_HAPPEN = [
+    "rollbacks",
+    "preemptions",
+    "displacements",
+    "stale deliveries",
+    "prefix hits",
+    "chunked prefills",
+    "resumed",
+    "paused",
+    "results out of order",
+    "aborts: waiting",
+    "aborts: prefill in flight",
+    "aborts: decode in flight",
+    "resets in flight: running=True",
+    "stops: stop token",
+    "stops: max_tokens",
+    "stops: context",
+]
+
+
+def prompt(length: int, first: int = 2) -> list[int]:
+    return [(first + i) % 64 for i in range(length)]
+
+
+def starts(world: RigidWorld, stream: Stream, slot: int = 0) -> list[tuple[int, int, int]]:
+    """(generation, start, end) of each row planned for a slot."""
+    rows = []
+    for plan in world.plans:
+        columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
+        rows += [(g, at, at + n) for s, g, at, n in zip(*columns, strict=True) if s == slot]
+    return rows
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_any_workload_answers_as_the_reference_and_keeps_every_invariant(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        for stages, depth in SHAPES:
+            try:
+                play(seed, depth, stages)
+            except Exception as error:
+                pytest.fail(f"play({seed}, {depth}, {stages}): {type(error).__name__}: {error}")
+
+
+def test_the_random_workloads_meet_what_they_are_for() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(40):
+        world = play(seed, 2 + seed % 2)
+        happened += world.coverage
+        happened += world.scheduler.counters
+    assert [name for name in MUST_HAPPEN if not happened[name]] == []
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("interleave", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bool, caching: bool) -> None:
+    """5(e) 2: prompts of 1, 2, 3 and 5 chunks; every token is compared with the reference as it is delivered."""
+    world = RigidWorld(limits(enable_prefix_caching=caching), depth, interleave=interleave)
+    for length in (3, 13, 22, 40, 40):
+        world.add(prompt(length), params(12, eos=False))
+        for _ in range(4):
+            world.step()
+    world.drain()
+    assert ("PP" not in "".join(world.kinds)) == interleave
+    assert (world.coverage["prefix hits"] > 0) == caching
+
+
+# -- interleaving (rules 3, 4, 13) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_chunks_and_decodes_take_turns_while_there_are_both(depth: int) -> None:
+    """S0-4, and starvation of either is bounded: each gets every second step."""
+    world = RigidWorld(limits(enable_prefix_caching=False), depth)
+    world.add(prompt(3), params(40, eos=False))
+    while world.streams[0].tokens == []:
+        world.step()
+    seen = len(world.kinds)
+    for length in (24, 24, 24):
+        world.add(prompt(length, first=length), params(2, eos=False))
+    while any(stream.open for stream in world.streams[1:]):
+        world.step()
+    kinds = "".join(world.kinds[seen:])
+    assert kinds.count("P") == 9
+    assert "PP" not in kinds
+    assert "DDD" not in kinds.rstrip("D")
+    world.drain()
+
+
+def test_without_interleaving_prefills_go_first() -> None:
+    world = RigidWorld(limits(), 2, interleave=False)
+    world.add(prompt(3), params(20, eos=False))
+    while not world.streams[0].tokens:
+        world.step()
+    world.add(prompt(24, first=5), params(2, eos=False))
+    seen = len(world.kinds)
+    world.step()
+    world.step()
+    world.step()
+    assert "".join(world.kinds[seen:]).startswith("PPP")
+    world.drain()
+
+
+def test_the_kind_of_the_last_step_outlives_its_result() -> None:
+    """Rule 13: with an empty queue too, no second prefill follows the first while somebody decodes."""
+    world = RigidWorld(limits(), 1)
+    world.add(prompt(3), params(9, eos=False))
+    while not world.streams[0].tokens:
+        world.step()
+    world.add(prompt(16, first=9), params(1, eos=False))
+    for _ in range(8):
+        assert not world.engine.queue or world.pending
+        world.step()
+    assert "PP" not in "".join(world.kinds[1:])
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nothing_is_remembered_between_steps(depth: int) -> None:
+    """Rule 13: a policy made anew for each question, and asked twice, plans the same."""
+
+    def anew() -> PhasedPolicy:
+        return PhasedPolicy(limits(), max_volume=100, pausing=True)
+
+    class Forgetful:
+        def begin(self, view: SchedulerView) -> StepBudget:
+            anew().order(view)
+            anew().begin(view)
+            return anew().begin(view)
+
+        def order(self, view: SchedulerView) -> Rows:
+            anew().begin(view)
+            return anew().order(view)
+
+        def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+            anew().admit(view, request, hit, count)
+            return anew().admit(view, request, hit, count)
+
+    plans = []
+    for policy in (anew(), Forgetful()):
+        world = RigidWorld(limits(), depth, max_volume=100, pausing=True, policy=policy)
+        for length in (3, 20, 9, 30, 17, 5):
+            world.add(prompt(length, first=length), params(14, eos=False))
+            world.step()
+        world.drain()
+        plans.append([(plan.slots, plan.starts, plan.counts) for plan in world.plans])
+    assert plans[0] == plans[1]
+
+
+def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
+    """All chunks are on their way, nothing can be decoded yet; then the second prefill may follow, but not at once."""
+    world = RigidWorld(limits(), 4)
+    world.add(prompt(20), params(4, eos=False))
+    world.dispatch()
+    newest = world.scheduler.ledger.newest
+    assert len(world.scheduler.ledger.steps) == 3
+    for _ in range(3):
+        assert world.scheduler.schedule() is None
+        assert world.scheduler.ledger.newest is newest
+    world.drain()
+    assert "".join(world.kinds) == "PPPDDD"
+
+
+# -- admission (rules 6 to 9) ----------------------------------------------------------------------------------------
+
+
+def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
+    """Rule 6: 16 blocks; the first may need 11 of them, so the second (6) waits although many are free, and nobody
+    passes it."""
+    world = RigidWorld(limits(num_blocks=16, enable_prefix_caching=False), 2)
+    first = world.add(prompt(5), params(40, eos=False))
+    second = world.add(prompt(16, first=9), params(8, eos=False))
+    third = world.add(prompt(2, first=30), params(2, eos=False))
+    for _ in range(20):
+        world.step()
+    assert first.open
+    assert world.scheduler.kv.pool.num_free >= 6
+    assert not second.steps
+    assert not third.steps
+    world.drain()
+    assert second.steps
+    assert world.scheduler.counters["preemptions"] == 0
+
+
+def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
+    """5(e) 5, rule 7: the long request reaches 60 of 64 positions; beside it the newcomer would be padded beyond."""
+    world = RigidWorld(limits(), 2)
+    long = world.add(prompt(30), params(30, eos=False))
+    while len(long.tokens) < 10:
+        world.step()
+    late = world.add(prompt(16, first=9), params(30, eos=False))
+    while long.open:
+        world.step()
+        if long.open and len(long.tokens) > 14:
+            assert late.steps == 1  # its first chunk ran, its last one is held back while decodes go on
+    world.drain()
+    assert late.steps > 2
+
+
+def test_a_newcomer_waits_until_the_volume_has_room() -> None:
+    """5(e) 4, rule 8: three rows that end near 40 and a fourth are more than 120."""
+    world = RigidWorld(limits(), 2, max_volume=120)
+    early = [world.add(prompt(8, first=7 * i), params(20 + 4 * i, eos=False)) for i in range(3)]
+    while not all(stream.tokens for stream in early):
+        world.step()
+    late = world.add(prompt(8, first=40), params(20, eos=False))
+    while all(stream.open for stream in early):
+        world.step()
+        assert not late.steps or not early[0].open
+    world.drain()
+    assert late.steps
+    assert not world.coverage["paused"]
+
+
+def test_projections_leave_nothing_to_pausing() -> None:
+    """5(e) 4: where newcomers are held back, no decode ever has to be; where they are not, some have."""
+    paused = Counter[bool]()
+    for pausing in (False, True):
+        for seed in range(30):
+            rng = np.random.default_rng(seed)
+            world = RigidWorld(
+                limits(max_num_seqs=6), 1 + seed % 3, max_volume=int(rng.integers(68, 200)), pausing=pausing
+            )
+            for _ in range(10):
+                tokens = [int(t) for t in rng.integers(2, 64, rng.integers(1, 20))]
+                world.add(tokens, params(int(rng.integers(1, 30)), eos=False))
+                for _ in range(int(rng.integers(0, 6))):
+                    world.step()
+            world.drain()
+            paused[pausing] += world.coverage["paused"]
+    assert paused[False] == 0
+    assert paused[True] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_eight_decoders_share_a_small_volume(depth: int) -> None:
+    """5(e) 9, rule 9: some pause, longest-waiting first, and everyone is served again within a few steps."""
+    world = RigidWorld(limits(), depth, max_volume=100, pausing=True)
+    streams = [world.add(prompt(3, first=5 * i), params(30, eos=False)) for i in range(8)]
+    gaps: Counter[int] = Counter()
+    world.drain()
+    rows = [set(unpack(plan.slots).tolist()) for plan in world.plans]
+    for slot in range(8):
+        at = [step for step, slots in enumerate(rows) if slot in slots]
+        gaps.update(after - before for before, after in pairwise(at[2:]))
+    assert world.coverage["paused"] > 0
+    assert max(gaps) <= 5  # 100 // 36 rows at the end: eight of them in four steps
+    assert all(len(stream.tokens) == 30 for stream in streams)
+
+
+def test_who_pauses_goes_before_who_is_new() -> None:
+    """Rule 5."""
+    world = RigidWorld(limits(), 2, max_volume=80, pausing=True)
+    early = [world.add(prompt(8, first=5 * i), params(30, eos=False)) for i in range(4)]
+    while not world.coverage["paused"]:
+        world.step()
+    late = world.add(prompt(3), params(2, eos=False))
+    while all(stream.open for stream in early):
+        assert not late.steps
+        world.step()
+    world.drain()
+
+
+# -- progress (rules 14 and 15) --------------------------------------------------------------------------------------
+
+
+def test_less_progress_with_the_next_chunk_in_flight() -> None:
+    """5(e) 3: chunks of 8 and 8 in flight, the first comes to 4. The second was formed from a wrong start and is void;
+    its blocks stay; nothing that was computed is computed again."""
+    cuts = iter([4])
+    world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
+    stream = world.add(prompt(16), params(3, eos=False))
+    world.dispatch()
+    table = list(world.scheduler.kv.tables[0])
+    world.complete()
+    s = world.scheduler.slots
+    assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (4, 0, 0)
+    assert world.scheduler.kv.tables[0] == table
+    world.drain()
+    assert starts(world, stream)[:4] == [(1, 0, 8), (1, 8, 16), (2, 4, 8), (2, 8, 16)]
+    assert world.scheduler.counters["rollbacks"] == 1
+
+
+def test_more_progress_with_the_next_chunk_in_flight() -> None:
+    ends = iter([8])
+    world = RigidWorld(limits(), 3, progress=lambda _start, end, _most: next(ends, end))
+    stream = world.add(prompt(20), params(3, eos=False))
+    world.drain()
+    assert starts(world, stream)[:5] == [(1, 0, 4), (1, 4, 12), (1, 12, 20), (2, 8, 12), (2, 12, 20)]
+
+
+def test_the_last_chunk_comes_short_and_returns_no_token() -> None:
+    ends = iter([4, 9])
+    world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(ends, end))
+    stream = world.add(prompt(12), params(3, eos=False))
+    world.drain()
+    assert starts(world, stream)[:3] == [(1, 0, 4), (1, 4, 12), (2, 9, 12)]
+
+
+@pytest.mark.parametrize("when", ["abort", "displace", "reset"])
+def test_a_request_leaves_while_its_rows_are_void(when: str) -> None:
+    """Late rows belong to a generation that nobody has any more; the slot stays behind its fence until they came."""
+    cuts = iter([4])
+    world = RigidWorld(
+        limits(max_num_seqs=1), 3, use_priority=True, progress=lambda _start, end, _most: next(cuts, end)
+    )
+    stream = world.add(prompt(24), params(3, eos=False))
+    world.dispatch()
+    world.complete()
+    match when:
+        case "abort":
+            world.abort(stream)
+        case "displace":
+            world.add(prompt(3), params(2, eos=False), priority=-1)
+            world.dispatch()
+            assert stream.request is not None
+            assert stream.request.status is RequestStatus.PREEMPTED
+        case "reset":
+            world.reset_prefix_cache(reset_running=True)
+    world.drain()
+    assert stream.aborted or len(stream.tokens) == 3
+    assert world.scheduler.counters["rollbacks"] >= 1
+
+
+def test_progress_of_a_request_that_has_left_is_ignored() -> None:
+    cuts = iter([4])
+    world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
+    stream = world.add(prompt(16), params(3, eos=False))
+    world.dispatch()
+    world.abort(stream)
+    world.drain()
+    assert world.scheduler.counters["rollbacks"] == 0
+
+
+# -- aborts (rule 16) ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("length", [3, 13, 24])
+def test_abort_at_every_moment(depth: int, length: int) -> None:
+    """5(e) 6: waiting, at every chunk, decoding, paused; what remains is nothing (S1-11), others are not disturbed."""
+    happened: Counter[str] = Counter()
+    for moment in range(14):
+        world = RigidWorld(limits(num_blocks=24), depth, max_volume=80, pausing=True)
+        for i in range(3):
+            world.add(prompt(9, first=7 * i), params(18, eos=False))
+        for _ in range(6):
+            world.step()
+        victim = world.add(prompt(length, first=33), params(9, eos=False))
+        for _ in range(moment):
+            world.step()
+        world.abort(victim)
+        world.drain()
+        happened += world.coverage
+    assert happened["aborts: waiting"] > 0
+    assert sum(n for name, n in happened.items() if name.startswith("aborts: ")) >= 10
+
+
+# -- prefix cache ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
+    """S0-10: 24 equal tokens in prompts of other lengths, so of other chunks, are the same blocks."""
+    world = RigidWorld(limits(), 2)
+    shared = prompt(24)
+    for tail in (1, 5, 2, 8):
+        stream = world.add([*shared, *prompt(tail, first=40 + tail)], params(2, eos=False))
+        while stream.open:
+            world.step()
+    assert world.coverage["prefix hits"] == 3
+    assert all(stream.hit in (16, 20, 24) for stream in world.streams[1:])
+    cached = {world.scheduler.kv.pool.hash_of[block] for block in range(128)} - {None}
+    assert len(cached) < 6 + 4 * 3  # one block for each six of the shared prefix
+    world.drain()
+
+
+def test_only_confirmed_blocks_are_shared() -> None:
+    """A device may come less far than planned: what is in flight is in no prefix cache (spec 0.7)."""
+    world = RigidWorld(limits(), 2)
+    world.add(prompt(24), params(2, eos=False))
+    world.dispatch()
+    assert not world.scheduler.kv.pool.by_hash
+    world.complete()
+    assert len(world.scheduler.kv.pool.by_hash) == 2
+    world.drain()
+
+
+def test_entries_of_another_generation_count_for_nothing() -> None:
+    """Spec 0.2: F and H are sums over entries of the slot's present generation."""
+    world = RigidWorld(limits(), 3)
+    world.add(prompt(24), params(2, eos=False))
+    world.dispatch()
+    ledger, s = world.scheduler.ledger, world.scheduler.slots
+    assert [int(step.counts[0]) for step in ledger.steps] == [8, 8, 8]
+    ledger.roll_back(0, 5)
+    assert int(s.computed[0]) - int(s.inflight[0]) == 5
+    step: InflightStep = ledger.steps[0]
+    assert not ledger.current(step).any()
+    for _ in range(3):
+        ledger.remove_oldest()
+        assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (5, 0, 0)
