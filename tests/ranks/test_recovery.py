@@ -1,0 +1,136 @@
+"""Ranks are killed or stopped while 32 streams run, with a spare registered: every stream finishes, and its tokens are
+those of a calm run (F1, F2, F4). In float32 the native backend gives a row the same bits in every batch, so the tokens
+are equal without exception."""
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from protocol.requests import EnginePhase, FinishReason
+from protocol.sampling import SamplingParams
+from tests.integration.scheduler.engine import Engine, EngineClient, engine
+
+SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
+MOMENTS = range(20 if SOAK else 3)
+STREAMS, TOKENS = range(32), 48
+WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)} | ({"tp2-pp2": (2, 2)} if SOAK else {})
+
+
+def scheduler(layout: str) -> dict[str, object]:
+    tp, pp = LAYOUTS[layout]
+    return {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "max_model_len": 256,
+        "heartbeat_timeout_seconds": 3.0,
+    }
+
+
+def generate(client: EngineClient) -> None:
+    """Half of them greedy, prompts of different lengths, some with a common beginning."""
+    for number in STREAMS:
+        rng = random.Random(number)
+        prompt = [300 + i for i in range(20 * (number % 3))]
+        prompt += [rng.randrange(300, 4000) for _ in range(rng.randint(1, 40))]
+        params = SamplingParams(max_tokens=TOKENS, temperature=float(number % 2), seed=number)
+        client.generate(number, prompt, params)
+
+
+def wait(client: EngineClient, until: Callable[[EngineClient], bool]) -> None:
+    while client.state is None or not until(client):
+        client.receive()
+
+
+def delivered(client: EngineClient) -> int:
+    return sum(map(len, client.tokens.values()))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def calm(layout: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    tp, pp = LAYOUTS[layout]
+    with engine(tmp_path_factory.mktemp("calm"), scheduler(layout), WORKER, tp * pp) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        generate(client)
+        client.wait_finished(*STREAMS)
+        client.close()
+        return client.tokens
+
+
+def with_spare(running: Engine, layout: str) -> EngineClient:
+    """A client of a group that serves and has a spare: the last of `running.workers`, always."""
+    client = EngineClient(running.client_endpoint)
+    client.wait_ready()
+    running.add_worker()
+    wait(client, lambda c: c.state.stats.get("num_workers") == len(running.workers))
+    return client
+
+
+def disturb(client: EngineClient, rng: random.Random) -> None:
+    """Opens all streams and reads until a random moment."""
+    client.tokens.clear()
+    client.finished.clear()
+    generate(client)
+    goal = rng.randrange(len(STREAMS) * (TOKENS - 8))
+    while delivered(client) < goal:
+        client.receive()
+
+
+def test_killed_ranks_cost_no_stream_a_token(layout: str, calm: dict[int, list[int]], tmp_path: Path) -> None:
+    """One kill after another: each time a spare is there, and a new one comes after."""
+    rng = random.Random(f"{layout} {os.environ.get('RUNAHEAD_SEED', '0')}")
+    tp, pp = LAYOUTS[layout]
+    with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
+        client = with_spare(running, layout)
+        for moment in MOMENTS:
+            disturb(client, rng)
+            victim = running.workers.pop(rng.randrange(tp * pp))
+            victim.kill()
+            victim.communicate()
+            client.wait_finished(*STREAMS)
+            assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
+            assert client.tokens == calm, f"{layout}, moment {moment}"
+            running.add_worker()
+            client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))  # a state follows
+            wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
+            assert client.state is not None
+            assert client.state.stats["epoch"] == moment + 2
+            client.wait_finished(99)
+        assert client.state.stats["kv_cache_usage_perc"] == 0
+        client.close()
+        pids = [process.pid for process in running.workers]
+        assert running.stop() == (0,) * (tp * pp + 2)
+    assert not any(map(psutil.pid_exists, pids)), "a process was left"
+
+
+def test_stopped_rank_is_declared_dead_and_its_late_words_are_dropped(
+    layout: str, calm: dict[int, list[int]], tmp_path: Path
+) -> None:
+    """F4. The others hang in a collective with it; they are freed without losing their weights."""
+    tp, pp = LAYOUTS[layout]
+    with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
+        client = with_spare(running, layout)
+        disturb(client, random.Random(layout))
+        running.worker.send_signal(signal.SIGSTOP)
+        wait(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        wait(client, lambda c: c.state.phase is EnginePhase.READY)
+        running.worker.send_signal(signal.SIGCONT)
+        client.wait_finished(*STREAMS)
+        assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
+        assert client.tokens == calm
+        client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
+        wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
+        assert client.state is not None
+        assert client.state.stats["epoch"] == 2
+        client.close()
