@@ -1,0 +1,67 @@
+"""The phased policy over real rigid workers: answers are those of any policy, and the scheduler runs ahead (S0-9)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from tests.integration.scheduler.engine import EngineClient, engine
+
+SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000, "threads": 1}
+"""Steps long enough that a busy machine does not blur who came first."""
+LIMITS = {"max_model_len": 256, "block_size": 16, "max_num_batched_tokens": 32, "max_num_seqs": 6}
+PHASED = {**LIMITS, "batching_policy": "phased", "phased_max_volume": 512}
+RIGID = {**SIM, "sim_rigid": True, "sim_max_volume": 512}
+
+
+def answers(
+    tmp_path: Path, scheduler: dict[str, object], worker: dict[str, object], workers: int = 1
+) -> tuple[dict[int, list[int]], Path]:
+    """Twelve requests of one to five chunks on six seats; their tokens, and the step trace."""
+    tmp_path.mkdir()
+    trace = tmp_path / "trace.jsonl"
+    with engine(tmp_path, {**scheduler, "step_trace": str(trace)}, worker, workers) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        for number in range(12):
+            prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]
+            params = SamplingParams(max_tokens=20, temperature=float(number % 2), seed=number)
+            client.generate(number, prompt, params)
+        client.wait_finished(*range(12))
+        assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
+        client.close()
+        assert set(running.stop()) == {0}
+    return client.tokens, trace
+
+
+def ahead(trace: Path) -> tuple[int, int]:
+    """Steps whose successor was scheduled before their result arrived, and all that have a successor."""
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    at = {(event["event"], event["step_id"]): event["at"] for event in events}
+    steps = [step for event, step in at if event == "schedule" and ("schedule", step + 1) in at]
+    return sum(at["schedule", step + 1] < at["result", step] for step in steps), len(steps)
+
+
+@pytest.mark.timeout(300)
+def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path) -> None:
+    """At TP 1, 2 and 4. Only a last chunk may have to be awaited, where nobody else can decode (rule 11)."""
+    expected, _ = answers(tmp_path / "chunked", LIMITS, SIM)
+    for ranks in (1, 2, 4):
+        scheduler = {**PHASED, "tensor_parallel_size": ranks}
+        tokens, trace = answers(tmp_path / f"tp{ranks}", scheduler, RIGID, ranks)
+        assert tokens == expected
+        early, steps = ahead(trace)
+        assert early >= 0.9 * steps
+    tokens, trace = answers(tmp_path / "synchronous", {**PHASED, "batch_queue_depth": 1}, RIGID)
+    assert tokens == expected
+    assert ahead(trace)[0] == 0
+
+
+@pytest.mark.timeout(300)
+def test_rigid_stages(tmp_path: Path) -> None:
+    """Two stages: all decodes stand in one step, which is correct and leaves a stage idle."""
+    expected, _ = answers(tmp_path / "chunked", LIMITS, SIM)
+    tokens, _ = answers(tmp_path / "pp2", {**PHASED, "pipeline_parallel_size": 2}, RIGID, 2)
+    assert tokens == expected
