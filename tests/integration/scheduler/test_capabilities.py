@@ -1,0 +1,82 @@
+"""Every cell of the capability table: it serves with the same answers as any other, or refuses by name."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from services.scheduler.capabilities import Combination, refusal, table
+from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
+
+WORKERS: dict[str, dict[str, object]] = {
+    "native": {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20},
+    "sim": {"backend": "sim", "sim_step_ms": 1.0},
+    "sim rigid": {"backend": "sim", "sim_step_ms": 1.0, "sim_rigid": True},
+}
+CELLS = dict(table())
+STREAMS = range(8)
+
+
+def scheduler(cell: Combination) -> dict[str, object]:
+    stages = 2 if cell.pipeline else 1
+    return {
+        "batching_policy": cell.batching_policy,
+        "pipeline_parallel_size": stages,
+        "batch_queue_depth": stages + cell.runs_ahead,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "settle_seconds": 0,
+    }
+
+
+def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
+    directory.mkdir(exist_ok=True)
+    with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
+        client = EngineClient(running.client_endpoint)
+        state = client.wait_ready()
+        assert state.info["batching_policy"] == cell.batching_policy
+        for number in STREAMS:
+            prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 20 * number)]
+            params = SamplingParams(max_tokens=16, temperature=float(number % 2), seed=number)
+            client.generate(number, prompt, params)
+        client.wait_finished(*STREAMS)
+        assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
+        client.close()
+        assert set(running.stop()) == {0}
+    return client.tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[int]]]:
+    """By backend, what the plainest cell answers; a rigid device simulates the same model."""
+    plain = {
+        backend: answers(Combination("chunked", False, False, backend), tmp_path_factory.mktemp("plain"))
+        for backend in ("native", "sim")
+    }
+    return plain | {"sim rigid": plain["sim"]}
+
+
+@pytest.mark.parametrize("cell", [cell for cell, why in CELLS.items() if why is None], ids=str)
+def test_cell_that_is_not_refused_serves_the_same_answers(
+    cell: Combination, expected: dict[str, dict[int, list[int]]], tmp_path: Path
+) -> None:
+    assert answers(cell, tmp_path) == expected[cell.backend]
+
+
+@pytest.mark.parametrize("cell", [cell for cell, why in CELLS.items() if why is not None], ids=str)
+def test_cell_that_is_refused_says_why_and_the_scheduler_stays(cell: Combination, tmp_path: Path) -> None:
+    with engine(tmp_path, scheduler(cell), WORKERS[cell.backend]) as running:
+        _, log = running.worker.communicate(timeout=PATIENCE)
+        assert running.worker.returncode == 4
+        assert str(refusal(cell)) in log
+        assert running.scheduler.poll() is None
+
+
+def test_the_table_covers_every_policy_of_the_configuration() -> None:
+    from typing import get_args
+
+    from services.config import SchedulerConfig
+
+    policies = get_args(SchedulerConfig.model_fields["batching_policy"].annotation)
+    assert {cell.batching_policy for cell in CELLS} == set(policies)
