@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
-SUITES := tests/unit tests/simulation tests/integration tests/e2e
+SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
 
 .PHONY: setup serve images test test-docker check bench soak clean
 
@@ -51,7 +51,7 @@ bench: $(STAMP)
 
 # More seeds and longer runs, and the tests marked `soak` that `make test` leaves out.
 soak: $(STAMP)
-	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/simulation tests/integration $(ARGS)
+	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/simulation tests/integration tests/ranks $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
