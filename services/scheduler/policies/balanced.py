@@ -48,7 +48,8 @@ class BalancedPolicy:
 
 
 def _share(demand: int, step: int, stages: int) -> int:
-    """One step's part of a round: any `stages` steps in a row get `demand` together, and no two differ by more than 1."""
+    """One step's part of a round: any `stages` steps in a row get `demand` together, and no two differ by more than
+    one token."""
     place = step % stages
     return demand * (place + 1) // stages - demand * place // stages
 

@@ -1,0 +1,269 @@
+"""The budgets of `balanced` on the production scheduler, with results in the order of dispatch and no time at all."""
+
+from collections import deque
+from random import Random
+
+import numpy as np
+import pytest
+
+from protocol.sampling import SamplingParams
+from services.scheduler.ledger import InflightStep
+from services.scheduler.limits import Limits
+from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
+from services.scheduler.policies.balanced import MIN_CHUNK
+from services.scheduler.request import Request
+from services.scheduler.scheduler import Scheduler
+
+
+class Pipeline:
+    """A scheduler with `depth` steps in flight."""
+
+    def __init__(self, limits: Limits, depth: int | None = None) -> None:
+        self.scheduler = Scheduler(limits, BalancedPolicy())
+        self.depth = depth or limits.stages + 1
+        self.inflight: deque[InflightStep] = deque()
+        self._requests = 0
+
+    def add(self, prompt: int, output: int = 1000) -> Request:
+        tokens = np.full(prompt, self._requests + 1, np.int32)
+        params = SamplingParams(max_tokens=output, temperature=0.0)
+        request = Request(0, self._requests, tokens, prompt, params, self._requests)
+        self._requests += 1
+        self.scheduler.add(request)
+        return request
+
+    def budget(self) -> StepBudget:
+        return self.scheduler.policy.begin(self.scheduler._view())
+
+    def form(self) -> InflightStep | None:
+        planned = self.scheduler.schedule()
+        if planned is not None:
+            self.inflight.append(planned[0])
+        return planned[0] if planned else None
+
+    def result(self) -> None:
+        step = self.inflight.popleft()
+        self.scheduler.update_from_output(step, np.full(int(step.samples.sum()), 5, np.int32))
+
+    def step(self) -> InflightStep:
+        """The next step, formed as soon as the queue has room and something is ready."""
+        while len(self.inflight) >= self.depth:
+            self.result()
+        while (step := self.form()) is None:
+            self.result()
+        return step
+
+    def cohort(self, size: int) -> None:
+        """`size` requests whose prefill shares one step, as a greedy policy forms it."""
+        policy, self.scheduler.policy = self.scheduler.policy, ChunkedPolicy()
+        for _ in range(size):
+            self.add(8)
+        step = self.form()
+        assert step is not None
+        assert len(step.slots) == size
+        self.scheduler.policy = policy
+
+
+def limits(stages: int = 4, **changes: int) -> Limits:
+    sizes = {
+        "max_num_seqs": 512,
+        "max_num_batched_tokens": 65536,
+        "max_model_len": 16384,
+        "num_blocks": 20_000,
+    }
+    return Limits(**(sizes | changes), block_size=16, enable_prefix_caching=False, stages=stages)  # type: ignore[arg-type]
+
+
+def tokens(step: InflightStep) -> int:
+    return int(step.counts.sum())
+
+
+def test_uneven_cohorts_are_even_after_one_round() -> None:
+    pipeline = Pipeline(limits())
+    for size in (7, 13, 2, 10):
+        pipeline.cohort(size)
+    sizes = [tokens(pipeline.step()) for _ in range(12)]
+    assert sum(sizes[:4]) <= 32
+    assert sizes[4:] == [8] * 8
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_s4_3_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
+    rng = Random(seed)
+    stages = rng.choice((2, 3, 4, 8))
+    pipeline = Pipeline(limits(stages), depth=rng.choice((stages, stages + 1)))
+    cohorts = [rng.randint(1, 40) for _ in range(rng.randint(1, stages))]
+    for size in cohorts:
+        pipeline.cohort(size)
+    if rng.random() < 0.5:  # everything has drained: all are ready at once
+        while pipeline.inflight:
+            pipeline.result()
+    for _ in range(2 * stages):
+        pipeline.step()
+    sizes = [tokens(pipeline.step()) for _ in range(4 * stages)]
+    if sum(cohorts) >= stages:
+        assert max(sizes) - min(sizes) <= 1
+        assert all(sum(sizes[i : i + stages]) == sum(cohorts) for i in range(3 * stages))
+    else:
+        assert set(sizes) == {1}
+
+
+def test_equal_prompts_fill_equal_microbatches() -> None:
+    pipeline = Pipeline(limits())
+    for _ in range(256):
+        pipeline.add(128)
+    assert [tokens(pipeline.step()) for _ in range(4)] == [8192] * 4
+
+
+def test_what_cannot_be_admitted_does_not_inflate_the_budget() -> None:
+    """125 of 256 prompts fit into the blocks: the first round prefills these and no more."""
+    pipeline = Pipeline(limits(num_blocks=1000))
+    for _ in range(256):
+        pipeline.add(128)
+    assert [tokens(pipeline.step()) for _ in range(4)] == [4000] * 4
+
+
+def test_seats_bound_the_demand() -> None:
+    pipeline = Pipeline(limits(max_num_seqs=8))
+    for _ in range(256):
+        pipeline.add(128)
+    assert [tokens(pipeline.step()) for _ in range(4)] == [256] * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_s4_7_a_round_of_budgets_covers_the_demand(seed: int) -> None:
+    """With room for all: decodes of running requests, prefill that is left, and prefill of all that waits."""
+    rng = Random(seed)
+    stages = rng.choice((2, 3, 4, 8))
+    pipeline = Pipeline(limits(stages, max_num_batched_tokens=rng.choice((100, 500, 65536))))
+    for _ in range(rng.randint(1, 60)):
+        pipeline.add(rng.choice((1, 30, 128, 700)))
+    for _ in range(rng.randint(0, 12)):
+        pipeline.step()
+    for _ in range(rng.randint(0, 60)):
+        pipeline.add(rng.choice((1, 30, 128, 700)))
+    scheduler = pipeline.scheduler
+    s, rows, most = scheduler.slots, scheduler.running, scheduler.limits.max_num_batched_tokens
+    left = np.maximum(s.entry[rows] - s.computed[rows], 0)
+    demand = int((left == 0).sum()) + int(left.sum()) + scheduler.waiting.num_tokens
+    budgets = 0
+    for _ in range(stages):
+        budgets += pipeline.budget().tokens
+        pipeline.form()
+    assert budgets >= min(demand, stages * most)
+
+
+def test_a_prompt_far_above_the_budget_progresses_in_chunks_and_small_ones_are_served() -> None:
+    pipeline = Pipeline(limits(max_num_batched_tokens=500))
+    small = [pipeline.add(20, output=10) for _ in range(4)]
+    for _ in range(6):
+        pipeline.step()
+    head = pipeline.add(10_000)
+    late = [pipeline.add(20, output=10) for _ in range(4)]
+    done_before_head = 0
+    for _ in range(200):
+        step = pipeline.step()
+        assert tokens(step) <= 500
+        done_before_head += all(request.finished for request in small)
+        if all(request.finished for request in late):
+            break
+    assert done_before_head
+    assert head.slot >= 0
+    assert pipeline.scheduler.slots.computed[head.slot] >= 10_000
+
+
+def test_a_few_tokens_of_prefill_are_not_cut_smaller() -> None:
+    pipeline = Pipeline(limits())
+    pipeline.add(100)
+    assert [tokens(pipeline.step()) for _ in range(2)] == [MIN_CHUNK, 100 - MIN_CHUNK]
+
+
+def test_s4_4_every_ready_request_gets_its_turn_while_prompts_stream_in() -> None:
+    pipeline, last = Pipeline(limits(max_num_batched_tokens=128)), {}
+    pipeline.cohort(15)
+    pipeline.cohort(15)
+    longest = 0
+    for index in range(400):
+        if index % 3 == 0:
+            pipeline.add(200, output=3)
+        step = pipeline.step()
+        for slot, entry in zip(
+            step.slots.tolist(), pipeline.scheduler.slots.rank[step.slots].tolist(), strict=True
+        ):
+            if entry < 30:
+                longest = max(longest, step.step_id - last.get(slot, step.step_id))
+                last[slot] = step.step_id
+    assert len(last) == 30
+    assert longest <= 4 + 5, "the cadence of four steps, and not more than Pd + 1 beyond it"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_s4_5_budgets_stay_within_their_range(seed: int) -> None:
+    rng = Random(seed)
+    pipeline = Pipeline(
+        limits(
+            rng.choice((2, 4)),
+            max_num_batched_tokens=rng.choice((1, 2, 7, 64)),
+            num_blocks=rng.randint(20, 60),
+        )
+    )
+    for _ in range(rng.randint(0, 20)):
+        pipeline.add(rng.randint(1, 100), output=rng.randint(1, 50))
+    for _ in range(80):
+        budget, most = pipeline.budget(), pipeline.scheduler.limits.max_num_batched_tokens
+        assert 1 <= budget.tokens <= most
+        assert budget.decodes is not None
+        assert budget.decodes >= 1
+        step = pipeline.form()
+        assert step is None or tokens(step) <= most
+        if len(pipeline.inflight) >= pipeline.depth or (step is None and pipeline.inflight):
+            pipeline.result()
+
+
+def test_s4_1_asking_the_policy_changes_nothing() -> None:
+    """Neither queues nor blocks nor columns, whether requests wait, prefill, decode or are in flight."""
+    pipeline = Pipeline(limits(num_blocks=200))
+    for _ in range(40):
+        pipeline.add(128)
+    for _ in range(7):
+        pipeline.step()
+    scheduler = pipeline.scheduler
+    view = scheduler._view()
+
+    def state() -> list[object]:
+        columns = [
+            value.tobytes() for value in vars(scheduler.slots).values() if isinstance(value, np.ndarray)
+        ]
+        return [
+            *columns,
+            [request.number for request in scheduler.waiting],
+            scheduler.waiting.num_tokens,
+            scheduler.running.tolist(),
+            scheduler.kv.pool.num_free,
+            list(scheduler.slots.free),
+            [step.step_id for step in scheduler.ledger.steps],
+            vars(scheduler.policy).copy(),
+        ]
+
+    before = state()
+    answers = [(scheduler.policy.begin(view), scheduler.policy.order(view).tolist()) for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    assert state() == before
+
+
+def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> None:
+    """A step costs what it may admit, however many wait."""
+
+    def looked_at(**changes: int) -> int:
+        pipeline = Pipeline(limits(**changes))
+        for _ in range(400):
+            pipeline.add(128)
+        kv, seen = pipeline.scheduler.kv, []
+        find, kv.find_prefix = kv.find_prefix, lambda r: seen.append(r) or find(r)  # type: ignore[method-assign,assignment,func-returns-value]
+        pipeline.budget()
+        return len(seen)
+
+    assert looked_at() == 400
+    assert looked_at(max_num_seqs=10) <= 11
+    assert looked_at(num_blocks=80) <= 11
+    assert looked_at(max_num_batched_tokens=256) <= 9

@@ -1,0 +1,145 @@
+"""A policy that fails in every way it can, under the production engine: requests are served all the same."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import FinishReason, GenerateRequest
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.config import SchedulerConfig
+from services.scheduler.engine import EngineCore
+from services.scheduler.limits import Limits
+from services.scheduler.policies import (
+    BalancedPolicy,
+    BatchingPolicy,
+    ChunkedPolicy,
+    GuardedPolicy,
+    PhasedPolicy,
+    SchedulerView,
+    StepBudget,
+    make_policy,
+)  # fmt: skip
+from services.scheduler.request import Request
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.slots import Rows
+
+LIMITS = Limits(8, 64, 128, 64, 16, stages=2)
+
+
+class Faulty(ChunkedPolicy):
+    """Answers as `chunked` does, but for what the test replaces."""
+
+    def __init__(
+        self,
+        budget: Callable[[StepBudget], Any] = lambda budget: budget,
+        rows: Callable[[Rows], Any] = lambda rows: rows,
+        slice_: Callable[[int, int], Any] = lambda hit, count: (hit, count),
+    ) -> None:
+        super().__init__()
+        self._budget, self._rows, self._slice = budget, rows, slice_
+
+    def begin(self, view: SchedulerView) -> StepBudget:
+        return self._budget(super().begin(view))
+
+    def order(self, view: SchedulerView) -> Rows:
+        return self._rows(super().order(view))
+
+    def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
+        return self._slice(hit, count)
+
+
+def broken(*_: object) -> Any:
+    raise ZeroDivisionError("a policy's mistake")
+
+
+FAULTS = {
+    "begin raises": Faulty(budget=broken),
+    "order raises": Faulty(rows=broken),
+    "admit raises": Faulty(slice_=broken),
+    "no budget": Faulty(budget=lambda _: None),
+    "budget 0": Faulty(budget=lambda b: replace(b, tokens=0)),
+    "budget below 0": Faulty(budget=lambda b: replace(b, tokens=-3)),
+    "budget above the limit": Faulty(budget=lambda b: replace(b, tokens=65)),
+    "chunk 0": Faulty(budget=lambda b: replace(b, chunk=0)),
+    "neither decodes nor prefill": Faulty(budget=lambda b: replace(b, decodes=0, prefill=0)),
+    "prefill below 0": Faulty(budget=lambda b: replace(b, prefill=-1)),
+    "slots that are not running": Faulty(rows=lambda rows: np.arange(LIMITS.num_slots)),
+    "slots beyond the table": Faulty(rows=lambda rows: np.append(rows, 1000)),
+    "a slot twice": Faulty(rows=lambda rows: np.concatenate((rows, rows))),
+    "no slots": Faulty(rows=lambda rows: None),
+    "more cached tokens than there are": Faulty(slice_=lambda hit, count: (hit + 16, count)),
+    "half a block of cache": Faulty(slice_=lambda hit, count: (hit + 1, count)),
+    "a slice above the offer": Faulty(slice_=lambda hit, count: (hit, count + 1)),
+    "a slice below 0": Faulty(slice_=lambda hit, count: (hit, -1)),
+}
+
+
+def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason], list[SchedulerOutput]]:
+    """How the requests ended, and every plan."""
+    core, plans, ends = EngineCore(Scheduler(LIMITS, policy), 3, 1000), [], []
+    for number in range(requests):
+        prompt = np.arange(number, number + 40, dtype=np.int32)
+        core.add(0, GenerateRequest(number, pack(prompt), 40, SamplingParams(max_tokens=9, temperature=0.0)))
+    for _ in range(5000):
+        plans += (sent := [m for m in core.dispatch() if isinstance(m, SchedulerOutput)])
+        for plan in sent:
+            samples = np.frombuffer(plan.samples, np.bool_)
+            slots, generations = unpack(plan.slots)[samples], unpack(plan.generations)[samples]
+            ones = pack(np.ones(len(slots), np.int32))
+            core.on_result(ModelRunnerOutput(1, plan.step_id, pack(slots), pack(generations), ones, ones))
+        ends += [finish.reason for _, outputs in core.take_outputs() for finish in outputs.finished]
+        if not core.has_requests:
+            return ends, plans
+    raise AssertionError("the engine makes no progress")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_engine_serves_on_and_the_fault_is_logged_once(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "runahead.scheduler"):
+        ends, plans = serve(GuardedPolicy(FAULTS[fault]))
+    assert ends == [FinishReason.LENGTH] * 12
+    assert len([record for record in caplog.records if "batching policy failed" in record.message]) == 1
+    for plan in plans:
+        slots, counts = unpack(plan.slots), unpack(plan.counts)
+        assert len(set(slots.tolist())) == len(slots)
+        assert counts.sum() <= LIMITS.max_num_batched_tokens
+        if fault in ("begin raises", "budget 0", "no budget"):
+            assert counts.sum() == 1, "one unit"
+
+
+@pytest.mark.parametrize(
+    "policy", [ChunkedPolicy(), BalancedPolicy()], ids=lambda policy: type(policy).__name__
+)
+def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "runahead.scheduler"):
+        guarded, bare = serve(GuardedPolicy(policy)), serve(policy)
+    assert guarded == bare
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("chunked", ChunkedPolicy), ("balanced", BalancedPolicy), ("phased", PhasedPolicy)]
+)
+def test_policies_by_name(name: str, kind: type) -> None:
+    config = SchedulerConfig.model_validate(
+        {"batching_policy": name, "max_num_batched_tokens": 64, "max_model_len": 128}
+    )
+    policy = make_policy(config, LIMITS)
+    assert isinstance(policy, GuardedPolicy)
+    assert isinstance(policy._policy, kind)
+
+
+def test_the_threshold_for_long_prompts_holds_in_balanced_too() -> None:
+    config = SchedulerConfig.model_validate(
+        {"batching_policy": "balanced", "long_prefill_token_threshold": 10}
+    )
+    _, plans = serve(make_policy(config, LIMITS))
+    assert max(int(unpack(plan.counts).max()) for plan in plans) == 10
