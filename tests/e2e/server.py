@@ -52,9 +52,13 @@ class Server:
         match = re.search(r"http://\S+(?=/v1 )", self.welcome)
         assert match, f"not ready; its log says:\n{self.log.read_text()}"
         self.url = match[0]
+        self.find_services()
+
+    def find_services(self) -> None:
+        """Names the children; again, after one was started again."""
         for child in psutil.Process(self.process.pid).children():
-            command = child.cmdline()
-            self.services[command[command.index("services.cli.child") + 1]] = child
+            if is_alive(child) and (command := child.cmdline()):
+                self.services[Path(command[command.index("services.cli.child") + 2]).stem] = child
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)

@@ -80,7 +80,7 @@ async def test_second_sigterm_does_not_wait_for_streams() -> None:
                     assert await usage(stream) == 2000
 
 
-@pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
+@pytest.mark.parametrize("service", ["frontend", "scheduler"])
 async def test_killed_service_ends_all_and_is_named(service: str) -> None:
     with serving(*SLOW_SIM) as server:
         async with server.async_client() as client:

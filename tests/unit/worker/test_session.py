@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.codec import ProtocolError
-from protocol.membership import Assignment, InitializeCache, Shutdown
+from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
 from services.worker.session import Execute, Phase, Resend, Sample, Session
 
@@ -121,3 +121,57 @@ def test_loading_and_initialising_end_once(session: Session) -> None:
         session.loaded()
     with pytest.raises(ProtocolError):
         session.ready()
+
+
+ASSIGNMENT_4 = Assignment(4, 1, 2, 16, 8, 64, 0, 2, 1, "127.0.0.1:1")
+
+
+def in_phase(phase: Phase) -> Session:
+    """A session of epoch 3 that has come as far as `phase`."""
+    session = Session()
+    for reached, go_on in (
+        (Phase.REGISTERED, lambda: session.on(ASSIGNMENT)),
+        (Phase.LOADING, session.loaded),
+        (Phase.LOADED, lambda: session.on(INIT)),
+        (Phase.INITIALIZING, session.ready),
+        (Phase.SERVING, lambda: session.on(plan(1, grammar=True))),
+        (Phase.SAMPLING, session.ranks_lost),
+    ):
+        if phase is reached:
+            return session
+        go_on()
+    assert session.phase is phase
+    return session
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.LEAVING, Phase.FAILED)])
+def test_the_end_of_the_epoch_leads_from_every_phase_to_the_next_one(phase: Phase) -> None:
+    session = in_phase(phase)
+    end = EndEpoch(3, "a rank was lost")
+    assert session.on(end) is end
+    assert session.phase is Phase.REGISTERED
+    assert session.on(ASSIGNMENT_4) is ASSIGNMENT_4
+    session.loaded()
+    session.on(INIT)
+    session.ready()
+    assert session.on(plan(2, epoch=3)) is None, "of the epoch before"
+    assert session.on(plan(1, epoch=4)) == Execute(plan(1, epoch=4)), "steps are counted anew"
+
+
+def test_the_end_of_an_earlier_epoch_is_no_end_of_this_one(session: Session) -> None:
+    assert session.on(EndEpoch(2)) is None
+    assert (session.phase, session.ignored) == (Phase.SERVING, 1)
+
+
+@pytest.mark.parametrize("message", [plan(1), grammar(1), ReleaseSlots(3, b""), INIT, Ping()])
+def test_who_has_lost_the_others_waits_for_the_end_only(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+    session.ranks_lost()
+    assert session.on(message) is None
+    assert session.phase is Phase.ALONE
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.LEAVING, Phase.FAILED)])
+def test_a_ping_changes_nothing(phase: Phase) -> None:
+    session = in_phase(phase)
+    assert session.on(Ping()) is None
+    assert session.phase is phase
