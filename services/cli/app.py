@@ -78,6 +78,14 @@ def _healthcheck(
     raise typer.Exit(main([target] + ["--connected"] * connected))
 
 
+@app.command("capabilities")
+def _capabilities() -> None:
+    """Print what can be combined: batching policy, pipeline stages, running ahead and backend."""
+    from services.cli.capabilities import show as show_capabilities
+
+    show_capabilities()
+
+
 config_app.command("show", help="Print what `serve` would run with, and where each value comes from.")(
     command(ServeConfig, show, omitted=ENDPOINTS, positional="model")
 )

@@ -48,17 +48,10 @@ class Refused:
 
 POLICIES = ("chunked", "balanced", "phased")
 BACKENDS = ("native", "sim", "sim rigid")
+_RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
 REFUSED: tuple[Refused, ...] = (
-    Refused(
-        "a rigid device cannot mix prefill and decode: use --batching-policy phased",
-        batching_policy="chunked",
-        backend="sim rigid",
-    ),
-    Refused(
-        "a rigid device cannot mix prefill and decode: use --batching-policy phased",
-        batching_policy="balanced",
-        backend="sim rigid",
-    ),
+    Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
+    Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
 )
 
 

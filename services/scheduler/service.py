@@ -94,7 +94,7 @@ class Service:
                     self._send()
             self._tell_workers(Shutdown("the scheduler is stopping"))
             return 0
-        except (GroupError, UnknownResult, StallError) as error:
+        except (GroupError, StallError) as error:
             return self._fail(str(error))
         finally:
             self.clients.close()
@@ -170,7 +170,11 @@ class Service:
                     self.group.on_step()
                     self._worker_seconds["idle"] += message.idle
                     self._worker_seconds["busy"] += message.ended - message.started
-                self.engine.on_result(message)
+                try:
+                    self.engine.on_result(message)
+                except UnknownResult as error:  # scheduler and worker have lost each other
+                    self.workers.refuse(worker, str(error))
+                    self.group.on_gone(worker, f"sent a result that cannot be: {error}", now)
             case StepFault(epoch=epoch):
                 if epoch == self.group.epoch:
                     self.group.on_gone(worker, f"failed in step {message.step_id}: {message.error}", now)
