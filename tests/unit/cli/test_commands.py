@@ -116,10 +116,7 @@ def test_frontend_and_scheduler_load_neither_torch_nor_transformers(service: str
 def test_capabilities_prints_every_combination_and_why_one_is_refused() -> None:
     from services.scheduler.capabilities import table
 
-    result = subprocess.run(
-        [sys.executable, "-m", "services.cli", "capabilities"], capture_output=True, text=True, timeout=60
-    )
-    lines = result.stdout.splitlines()
+    lines = runahead("capabilities").stdout.splitlines()
     assert len(lines) == len(list(table()))
     assert any("chunked" in line and "refused: a rigid device cannot mix" in line for line in lines)
     assert any(line.endswith("works") for line in lines)
