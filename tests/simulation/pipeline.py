@@ -12,7 +12,6 @@ first stage also when the token that the last stage sampled for each of its rows
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +56,25 @@ class Costs:
 
     def link(self, tokens: int) -> float:
         return self.hop + self.hop_token * tokens
+
+
+def cards(hop: float, dispatch: float, bandwidth: float = 118e6) -> Costs:
+    """Llama-2-13b in fp16 on four stages of one 12 GB card each, 504 GB/s and 40 TFLOPS, joined by 1 GbE.
+
+    Args:
+        hop, dispatch: latencies, seconds.
+        bandwidth: of the links, bytes per second.
+    """
+    memory = 0.85 * 504e9
+    return Costs(
+        base=2e-3,
+        weights=6.5e9 / memory,
+        token=2 * 3.25e9 / 40e12,
+        context=204_800 / memory,
+        hop=hop,
+        hop_token=20_480 / bandwidth,
+        dispatch=dispatch,
+    )
 
 
 @dataclass(frozen=True)
@@ -232,8 +250,3 @@ def _publish(core: EngineCore, run: PipelineRun, now: float) -> None:
         for finish in outputs.finished:
             if finish.reason is not FinishReason.LENGTH:
                 raise AssertionError(f"request {finish.number}: {finish.reason.name} {finish.message}")
-
-
-def imbalance(sizes: Sequence[int]) -> int:
-    """Largest less smallest."""
-    return cast(int, max(sizes) - min(sizes))
