@@ -1,10 +1,14 @@
 """The native backend's kernels on a static batch: hand-made plans, no scheduler, no transport. Prints JSON.
 
-Each wave prefills its prompts in one step and then decodes all of them together to the last token.
+Each wave prefills its prompts in one step and then decodes all of them together to the last token. With `--ranks` N as
+many processes compute as one tensor-parallel group; all of them make the same plans.
 """
 
 import argparse
 import json
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -16,6 +20,7 @@ from protocol.steps import NewRequest, SchedulerOutput
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.backends.native import NativeRunner
+from services.worker.rendezvous import listen
 
 BLOCK = 16
 I32 = NDArray[np.int32]
@@ -24,14 +29,24 @@ I32 = NDArray[np.int32]
 class StaticBatch:
     """A loaded runner and as many slots as requests."""
 
-    def __init__(self, config: WorkerConfig, batch: int, prompt: int, output: int) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        batch: int,
+        prompt: int,
+        output: int,
+        group: tuple[int, int, str] = (0, 1, ""),
+        listener: socket.socket | None = None,
+    ) -> None:
+        """`group`: rank, ranks, and where the first rank listens."""
         self.batch, self.prompt, self.output = batch, prompt, output
         self.blocks = -(-(prompt + output) // BLOCK)
         self.step_id = self.wave = 0
         self.runner = NativeRunner(config)
-        loaded = self.runner.load(
-            Assignment(1, 0, 1, BLOCK, batch, batch * prompt), lambda phase, fraction: None
-        )
+        self.prefill_s = self.decode_s = 0.0
+        rank, ranks, rendezvous = group
+        place = Assignment(1, rank, ranks, BLOCK, batch, batch * prompt, 0, ranks, 1, rendezvous)
+        loaded = self.runner.load(place, lambda phase, fraction: None, listener)
         self.runner.init_kv_cache(InitializeCache(batch * self.blocks, loaded.max_model_len))
 
     def run(self, tokens: I32) -> None:
@@ -45,9 +60,12 @@ class StaticBatch:
             for slot in range(self.batch)
         ]
         starts = np.zeros_like(slots)
+        began = time.perf_counter()
         self._step(slots, starts, starts + self.prompt, new)
+        prefilled = time.perf_counter()
         for position in range(self.prompt, self.prompt + self.output - 1):
             self._step(slots, starts + position, np.ones_like(slots), [])
+        self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
         self.runner.release(slots)
 
     def _step(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> None:
@@ -70,9 +88,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")
-    for name, default in (("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4)):
+    for name, default in (
+        ("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4), ("ranks", 1), ("rank", 0),
+    ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rendezvous", default="", help="of the first rank, which starts the others")
     args = parser.parse_args()
+    listener, others = None, []
+    if args.ranks > 1 and not args.rank:
+        listener = listen("127.0.0.1")
+        args.rendezvous = "127.0.0.1:" + str(listener.getsockname()[1])
+        command = [sys.executable, *sys.argv, f"--rendezvous={args.rendezvous}"]
+        others = [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(1, args.ranks)]
+    try:
+        result = measure(args, listener)
+    finally:
+        for other in others:
+            other.terminate()
+            other.wait()
+    if not args.rank:
+        print(json.dumps(result))
+
+
+def measure(args: argparse.Namespace, listener: socket.socket | None) -> dict[str, float]:
     load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
     rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
     batch = StaticBatch(
@@ -80,14 +118,24 @@ def main() -> None:
         args.batch,
         args.prompt,
         args.output,
+        (args.rank, args.ranks, args.rendezvous),
+        listener,
     )
     batch.run(rows[: args.batch])  # warm-up
+    prefill, decode = 0.0, 0.0
     started = time.perf_counter()
     for wave in range(args.waves):
         batch.run(rows[wave * args.batch : (wave + 1) * args.batch])
+        prefill, decode = prefill + batch.prefill_s, decode + batch.decode_s
     seconds = time.perf_counter() - started
     tokens = args.waves * args.batch * args.output
-    print(json.dumps({"tokens_per_s": tokens / seconds, "seconds": seconds, "tokens": tokens}))
+    return {
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "prefill_s": prefill / args.waves,
+        "decode_step_ms": decode * 1000 / args.waves / max(1, args.output - 1),
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""What a second rank brings: tokens/s of a static batch on the native backend at TP=2 over TP=1, one thread a rank.
+
+Ranks are real processes that sum over gloo on 127.0.0.1; there is no scheduler and no HTTP. The figures of one repeat
+are measured one after the other, so that a noisy minute meets all.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.report import report
+
+SUPPORT = Path(__file__).parent / "support"
+
+
+def measure(model: str, size: int, args: argparse.Namespace) -> dict[str, float]:
+    """The first rank's figures: tokens_per_s, prefill_s and decode_step_ms of the measured waves."""
+    command = [
+        sys.executable, str(SUPPORT / "static_batch.py"), f"--model={model}", "--threads=1", f"--dtype={args.dtype}",
+        f"--batch={args.batch}", f"--prompt={args.prompt}", f"--output={args.output}", f"--waves={args.waves}",
+        f"--ranks={size}",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--models", nargs="+", default=["demo", "m155"],
+        help=f"demo, a directory, or a random model: {', '.join(SHAPES)}",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2])
+    for name, default in (("batch", 16), ("prompt", 128), ("output", 64), ("waves", 1), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    paths = {
+        name: "" if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
+        for name in args.models
+    }
+    repeats: dict[str, dict[int, list[dict[str, float]]]] = {
+        name: {size: [] for size in args.sizes} for name in paths
+    }
+    for _ in range(args.repeats):
+        for name, path in paths.items():
+            for size in args.sizes:
+                repeats[name][size].append(measure(path, size, args))
+    rows, ratios = [], {}
+    for name, sizes in repeats.items():
+        medians = {
+            size: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            for size, runs in sizes.items()
+        }
+        for size, median in medians.items():
+            ratio = median["tokens_per_s"] / medians[args.sizes[0]]["tokens_per_s"]
+            ratios[f"{name}_tp{size}"] = ratio
+            rows.append(
+                {
+                    "model": name,
+                    "ranks": size,
+                    "output tokens/s": median["tokens_per_s"],
+                    "prefill, s": median["prefill_s"],
+                    "decode step, ms": median["decode_step_ms"],
+                    f"over TP={args.sizes[0]}": ratio,
+                }
+            )
+    report(
+        "tensor_parallel",
+        title=f"{args.dtype}, one thread a rank, batch {args.batch}, {args.prompt} in, {args.output} out: medians",
+        rows=rows,
+        figures={"over_one_rank": ratios},
+        settings=vars(args),
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()
