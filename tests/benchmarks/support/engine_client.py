@@ -32,7 +32,7 @@ def engine(
             ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **scheduler}),
             *[("worker", {"scheduler_endpoint": workers, **worker})] * num_workers,
         ):
-            flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+            flags = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
             process = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", service, *flags], stderr=log, stdout=log
             )
@@ -43,6 +43,12 @@ def engine(
         stack.callback(client.close)
         client.wait_ready()
         yield client
+
+
+def _flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def _show_on_error(log: Path) -> Callable[..., None]:
