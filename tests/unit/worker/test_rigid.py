@@ -1,0 +1,218 @@
+"""The rigid device of `sim`: the shapes it works out itself, what it refuses, and how far it says it came (spec 5)."""
+
+import numpy as np
+import pytest
+
+from protocol.codec import unpack
+from protocol.membership import Assignment, InitializeCache
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.config import WorkerConfig
+from services.worker.backends.sim import SimRunner
+from services.worker.backends.sim.cost import CostModel
+from services.worker.backends.sim.rigid import DUMMY, Reach, Rigid, as_scheduled
+from services.worker.batch import PlanError, SlotTable
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, VOCAB, Plans, alone, prompt, tokens
+
+CHUNK = 8
+
+
+def runner(reach: Reach = as_scheduled, **config: object) -> SimRunner:
+    """Blocks of 4 tokens, chunks of 8."""
+    values: dict[str, object] = {
+        "sim_vocab_size": VOCAB,
+        "sim_step_ms": 0,
+        "sim_prefill_token_us": 0,
+        **config,
+    }
+    made = SimRunner(
+        WorkerConfig(backend="sim", sim_rigid=True, **values),  # type: ignore[arg-type]
+        full_check=True,
+        reach=reach,
+    )
+    made.load(Assignment(1, 0, 1, BLOCK, SLOTS, CHUNK, CONTEXT), lambda *_: None)
+    made.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
+    return made
+
+
+def step(device: SimRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
+    device.execute_model(plan)
+    result = device.sample_tokens(None).get()
+    assert result is not None
+    return result
+
+
+def progress(result: ModelRunnerOutput) -> list[tuple[int, int]]:
+    slots, frontiers = unpack(result.progress_slots).tolist(), unpack(result.progress_frontiers).tolist()
+    return list(zip(slots, frontiers, strict=True))
+
+
+def test_chunks_then_decodes_answer_as_any_device_does() -> None:
+    device, plans = runner(), Plans()
+    request = plans.admit(prompt(1, 10))
+    assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 4)]
+    last = step(device, plans.step((request, 6)))
+    assert progress(last) == [(request.slot, 10)]
+    answers = [tokens(last)[request.slot]]
+    for _ in range(6):
+        result = step(device, plans.step(request))
+        assert not result.progress_slots
+        answers.append(tokens(result)[request.slot])
+    assert answers == alone(prompt(1, 10), GREEDY, 7)
+    device.shutdown()
+
+
+def test_a_step_that_mixes_phases_is_refused() -> None:
+    device, plans = runner(), Plans()
+    first = plans.admit(prompt(1, 3))
+    step(device, plans.step(first))
+    second = plans.admit(prompt(2, 3))
+    with pytest.raises(PlanError, match="mixes prefill and decode"):
+        device.execute_model(plans.step(first, second))
+    device.shutdown()
+
+
+def test_two_prefills_in_a_step_are_refused() -> None:
+    device, plans = runner(), Plans()
+    requests = plans.admit(prompt(1, 3)), plans.admit(prompt(2, 3))
+    with pytest.raises(PlanError, match="has 2 prefills"):
+        device.execute_model(plans.step(*requests))
+    device.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("length", "chunks", "text"),
+    [
+        (10, [8], "computes 0 to 8, but its chunk ends at 4"),
+        (13, [4], "computes 0 to 4, but its chunk ends at 8"),
+        (9, [4, 3], "computes 4 to 7, but its chunk ends at 9"),
+    ],
+)
+def test_chunks_that_are_not_windows_of_the_padded_prompt_are_refused(
+    length: int, chunks: list[int], text: str
+) -> None:
+    device, plans = runner(), Plans()
+    request = plans.admit(prompt(1, length))
+    for count in chunks[:-1]:
+        step(device, plans.step((request, count)))
+    with pytest.raises(PlanError, match=text):
+        device.execute_model(plans.step((request, chunks[-1])))
+    device.shutdown()
+
+
+def test_a_prefix_hit_that_ends_inside_a_window_is_refused() -> None:
+    device, plans = runner(), Plans()
+    first = plans.admit(prompt(1, 13))
+    step(device, plans.step((first, 8)))
+    step(device, plans.step(first))
+    second = plans.admit(prompt(1, 13), hit=4, share=first)
+    with pytest.raises(PlanError, match="begins at 4 inside the chunk of 0 to 8"):
+        device.execute_model(plans.step((second, 4)))
+    device.shutdown()
+
+
+def shapes(
+    lengths: list[int], max_volume: int = 0, context: int = CONTEXT
+) -> tuple[Rigid, SchedulerOutput, SlotTable]:
+    """A device on which prompts of so many tokens were prefilled, and the step that decodes all of them."""
+    table = SlotTable(SLOTS, BLOCK, BLOCKS, context)
+    rigid, plans = Rigid(table, 64, max_volume), Plans()
+    requests = []
+    for i, length in enumerate(lengths):
+        requests.append(plans.admit(prompt(i, length)))
+        plan = plans.step(requests[-1])
+        rigid.shape(plan, table.apply(plan))
+    return rigid, plans.step(*requests), table
+
+
+def test_tables_of_a_decode_step_end_at_the_same_column() -> None:
+    rigid, plan, table = shapes([4, 3, 11])
+    shape = rigid.shape(plan, table.apply(plan))
+    assert shape.tables is not None
+    assert (shape.tables == DUMMY).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [False, False, False],
+    ]
+    for row, own in zip(shape.tables, (2, 1, 3), strict=True):
+        assert len(set(row[row != DUMMY].tolist())) == own
+    assert shape.tkv == 12  # 4 + 5, 8 + 4 and 12: the second and third are the longest
+    assert shape.padded.ends.tolist() == [12, 12, 12]
+
+
+def test_a_rectangle_beyond_the_volume_or_the_context_is_refused() -> None:
+    rigid, plan, table = shapes([4, 3, 11], max_volume=36)
+    assert rigid.shape(plan, table.apply(plan)).tkv == 12
+    rigid, plan, table = shapes([4, 3, 11], max_volume=35)
+    with pytest.raises(PlanError, match="3 rows of 12 tokens, more than 35"):
+        rigid.shape(plan, table.apply(plan))
+    rigid, plan, table = shapes(
+        [8, 3], context=10
+    )  # the shorter one ends its block: 12 positions with padding
+    with pytest.raises(PlanError, match="12 tokens long, the context is 10"):
+        rigid.shape(plan, table.apply(plan))
+
+
+def test_a_step_takes_the_time_of_its_padded_shape() -> None:
+    """A chunk of one token costs a whole window; decodes cost the rectangle."""
+    config = WorkerConfig(sim_step_ms=0, sim_prefill_token_us=1, sim_decode_us=1000, sim_context_token_ns=1)
+    cost, table, plans = CostModel(config), SlotTable(SLOTS, BLOCK, BLOCKS, CONTEXT), Plans()
+    rigid = Rigid(table, CHUNK, 0)
+
+    def seconds(plan: SchedulerOutput) -> float:
+        padded = rigid.shape(plan, table.apply(plan)).padded
+        return cost.step(padded, table.num_prompt[padded.slots])
+
+    short, long = plans.admit(prompt(1, 1)), plans.admit(prompt(2, 7))
+    chunk = 8e-6 + 8e-9
+    assert seconds(plans.step(short)) == pytest.approx(chunk)
+    assert seconds(plans.step(long)) == pytest.approx(chunk)
+    assert seconds(plans.step(short, long)) == pytest.approx(2e-3 + 2 * 8e-9)
+
+
+def test_a_chunk_that_comes_short_voids_what_was_planned_behind_it() -> None:
+    """Rule 15 on the worker's side: void rows compute nothing, and the next generation goes on from the frontier."""
+    cuts = iter([4])
+    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+    request = plans.admit(prompt(1, 16))
+    first, second = plans.step((request, 8)), plans.step(request)
+    device.execute_model(first)
+    one = device.sample_tokens(None)
+    device.execute_model(second)
+    two = device.sample_tokens(None)
+    assert progress(one.get()) == [(request.slot, 4)]  # type: ignore[arg-type]
+    void = two.get()
+    assert void is not None
+    assert (unpack(void.slots).tolist(), unpack(void.counts).tolist()) == ([request.slot], [0])
+    assert not void.token_ids
+    assert not progress(void)
+    request.start, request.known, request.generation = 4, 16, request.generation + 1
+    assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 8)]
+    answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(4)]
+    assert answers == alone(prompt(1, 16), GREEDY, 4)
+    device.shutdown()
+
+
+def test_a_last_chunk_that_comes_short_samples_nothing() -> None:
+    cuts = iter([2])
+    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+    request = plans.admit(prompt(1, 6))
+    short = step(device, plans.step(request))
+    assert (unpack(short.counts).tolist(), progress(short)) == ([0], [(request.slot, 2)])
+    request.start, request.known, request.generation = 2, 6, request.generation + 1
+    answers = [tokens(step(device, plans.step(request)))[request.slot] for _ in range(3)]
+    assert answers == alone(prompt(1, 6), GREEDY, 3)
+    device.shutdown()
+
+
+def test_a_void_slot_is_given_to_another_request() -> None:
+    cuts = iter([4])
+    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+    first = plans.admit(prompt(1, 16))
+    step(device, plans.step((first, 8)))
+    step(device, plans.step(first))
+    device.release(np.array([first.slot], np.int32))
+    plans._free_slots.insert(0, first.slot)
+    second = plans.admit(prompt(2, 5))
+    assert second.slot == first.slot
+    assert tokens(step(device, plans.step(second)))[second.slot] == alone(prompt(2, 5), GREEDY, 1)[0]
+    device.shutdown()
