@@ -40,8 +40,13 @@ LOAD_SILENCE = 30.0
 """Seconds of silence that loading excuses at least: importing and compiling can hold up even the heartbeat."""
 RETURN_TIMEOUT = 15.0
 """Seconds until a worker whose epoch has ended must have registered again."""
+LOAD_STALL = 1800.0
+"""Seconds in which one rank at least of an epoch that is not in effect yet must come further: a rank may hang there,
+and its heart beat on."""
 MAX_FUTILE_EPOCHS = 5
 """Epochs in a row that may end without having finished a step."""
+PROVEN_AFTER = 60.0
+"""Seconds in effect after which an epoch was worth something even if nobody asked for a step."""
 
 
 class State(enum.Enum):
@@ -137,6 +142,10 @@ class WorkerGroup:
     _size: tuple[int, int] = (0, 0)
     """Tensor- and pipeline-parallel size of the current epoch; zeros: there is none."""
     _futile: int = 0
+    _came_further_at: float = 0.0
+    """When a rank of the current epoch did something for the last time before all are ready."""
+    _started_at: float = 0.0
+    """When the last epoch came into effect."""
 
     def take_actions(self) -> Iterator[Action]:
         """What to do, in order; including what doing it brings about."""
@@ -162,13 +171,14 @@ class WorkerGroup:
                 member.last_step = step if epoch == self.epoch else 0
             case LoadProgress(phase=phase, fraction=fraction) if member.state is State.LOADING:
                 self.detail, self.progress = phase, fraction / max(1, self._world)
+                self._came_further_at = now
             case Loaded(epoch=epoch) if epoch == self.epoch and member.state is State.LOADING:
                 member.loaded = message
                 self._become(member, State.LOADED, now)
                 self._initialize_when_loaded(now)
             case Ready(epoch=epoch) if epoch == self.epoch and member.state is State.INITIALIZING:
                 self._become(member, State.READY, now)
-                self._start_when_ready()
+                self._start_when_ready(now)
             case LoadFailed(error=error):
                 self._lose(member, f"worker {member.name} cannot serve: {error}", now)
             case RankLost(epoch=epoch, error=error) if epoch == self.epoch and member.state in IN_EPOCH:
@@ -187,6 +197,7 @@ class WorkerGroup:
     def on_hang(self, reason: str, now: float) -> None:
         """A step took too long: whoever is stuck must register again, or is lost."""
         self._end(reason, now)
+        self._form(now)
 
     def on_step(self) -> None:
         """A step was finished: this epoch was worth something."""
@@ -201,6 +212,8 @@ class WorkerGroup:
             elif member.state is not State.RETURNING and silence > self._patience(member):
                 self._lose(member, f"worker {member.name} was silent for {silence:.1f} s", now)
                 self._send(member.peer, EndEpoch(self.epoch, "this worker was silent for too long"), True)
+        if self._world and not self._in_effect and now - self._came_further_at > LOAD_STALL:
+            self._end(f"no worker came further for {LOAD_STALL:.0f} s: {self.detail}", now)
         self._form(now)
 
     def _patience(self, member: Member) -> float:
@@ -353,11 +366,12 @@ class WorkerGroup:
                 self._become(member, State.INITIALIZING, now)
                 self._send(member.peer, InitializeCache(limits.num_blocks, limits.max_model_len))
 
-    def _start_when_ready(self) -> None:
+    def _start_when_ready(self, now: float) -> None:
         ranks = self._ranks()
         loaded = [m.loaded for m in ranks if m.loaded is not None]
         if len(loaded) == self._world and all(m.state is State.READY for m in ranks):
             self._in_effect = self._served = True
+            self._started_at = now
             self._last_fault = ""
             self.phase, self.detail, self.progress = EnginePhase.READY, "ready", 1.0
             peers = [m.peer for m in ranks]
@@ -374,6 +388,8 @@ class WorkerGroup:
             self._send(member.peer, EndEpoch(self.epoch, reason), everywhere=True)
         if self._in_effect:
             self._actions.append(Ended(reason))
+            if now - self._started_at >= PROVEN_AFTER:
+                self._futile = 0
         self._in_effect = False
         self.phase = EnginePhase.RECOVERING if self._served else EnginePhase.WAITING_FOR_WORKERS
         self.detail, self.progress = reason, 0.0
@@ -390,6 +406,7 @@ class WorkerGroup:
 
     def _become(self, member: Member, state: State, now: float) -> None:
         member.state, member.since = state, now
+        self._came_further_at = now
 
     def _send(self, peer: bytes, message: GroupMessage, everywhere: bool = False) -> None:
         self._actions.append(Send(peer, message, everywhere))
