@@ -13,7 +13,7 @@ class WatchedPolicy:
     def __init__(self, policy: BatchingPolicy) -> None:
         self.policy = policy
         self._budget = StepBudget(0, 0)
-        self._shown: set[int] = set()
+        self.shown: list[int] = []
         """Slots that the policy named in its last order."""
         self._first: dict[Request, tuple[int, int]] = {}
         """Where and how large the first slice of each request that it let in may be."""
@@ -26,7 +26,7 @@ class WatchedPolicy:
 
     def order(self, view: SchedulerView) -> Rows:
         rows = self.policy.order(view)
-        self._shown = set(rows.tolist())
+        self.shown = rows.tolist()
         return rows
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class WatchedPolicy:
                     f"first slice of slot {slot}",
                 )
             else:
-                demand(slot in self._shown, "policy", f"slot {slot} was hidden")
+                demand(slot in self.shown, "policy", f"slot {slot} was hidden")
             demand(count <= budget.chunk, "policy", f"a chunk of {count}, allowed {budget.chunk}")
             is_prefill = start < slots.entry[slot]
             sums["prefill" if is_prefill else "decodes"] += count

@@ -16,7 +16,7 @@ MOST_ROUNDS = 5_000
 def play(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
     load = draw(seed)
-    policy = build(load, seed)
+    policy = build(load, load.limits, seed)
     world = World(load.limits, depth, load.vocab, load.use_priority, policy, trace, conserves_work(load))
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
@@ -88,7 +88,7 @@ class _Player:
             if rng.random() < 0.7:
                 longest = min(longest, num_blocks * base.block_size)
             limits = replace(base, num_blocks=num_blocks, max_model_len=longest)
-            world.start_epoch(limits, build(self.load, self.seed))
+            world.start_epoch(limits, build(self.load, limits, self.seed))
             again = rng.random() < 0.15
 
     def _clients(self) -> None:

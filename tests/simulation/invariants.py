@@ -63,16 +63,17 @@ class Checker:
         names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
         self._last_sampled.update(zip(names, step.samples.tolist(), strict=True))
 
-    def on_idle(self) -> None:
+    def on_idle(self, order: list[int]) -> None:
         """S4-4: nothing was scheduled although the queue has room, so nothing was ready that could be computed.
-        A row waits for its sampled id, for blocks or for its certain end; a request for a seat or for blocks."""
+        A row waits for its sampled id, for its certain end, or with all behind it in `order`
+        for blocks; a request waits for a seat or for blocks."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         s, pool, size = scheduler.slots, scheduler.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
         for step in scheduler.ledger.steps:
             for slot in step.slots[step.samples].tolist():
                 sampled.setdefault(slot, []).append(step.step_id)
-        for slot in scheduler.running.tolist():
+        for slot in order:
             promised = int(s.tokens[slot]) + len(sampled.get(slot, ()))
             want = promised - int(s.computed[slot])
             on_its_way = slot in sampled and scheduler._next_step - sampled[slot][-1] < limits.stages

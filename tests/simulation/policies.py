@@ -4,7 +4,15 @@ from random import Random
 
 import numpy as np
 
-from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView, StepBudget
+from services.scheduler.limits import Limits
+from services.scheduler.policies import (
+    BalancedPolicy,
+    BatchingPolicy,
+    ChunkedPolicy,
+    PhasedPolicy,
+    SchedulerView,
+    StepBudget,
+)
 from services.scheduler.request import Request
 from services.scheduler.slots import Rows
 from tests.simulation.workload import Workload
@@ -34,16 +42,20 @@ class WhimsicalPolicy:
         return fewer, self._rng.randint(1, count)
 
 
-def build(load: Workload, seed: int) -> BatchingPolicy:
-    """The workload's policy."""
+def build(load: Workload, limits: Limits, seed: int) -> BatchingPolicy:
+    """The workload's policy, for the limits of an epoch."""
     match load.policy:
         case "whimsical":
             return WhimsicalPolicy(seed)
         case "chunked":
             return ChunkedPolicy(load.threshold)
+        case "balanced":
+            return BalancedPolicy(load.threshold)
+        case "phased":
+            return PhasedPolicy(limits, interleave=seed % 3 > 0)
     raise ValueError(f"no policy is called {load.policy!r}")
 
 
 def conserves_work(load: Workload) -> bool:
     """Whether the policy computes whatever can be computed (S4-4)."""
-    return load.policy == "chunked"
+    return load.policy in ("chunked", "balanced")

@@ -9,7 +9,7 @@ from tests.simulation.driver import play
 from tests.simulation.workload import draw
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
-SEEDS, CHUNK = (100_000, 1_000) if SOAK else (800, 160)
+SEEDS, CHUNK = (100_000, 1_000) if SOAK else (600, 150)
 
 MUST_HAPPEN = [
     "preemptions",
@@ -23,6 +23,8 @@ MUST_HAPPEN = [
     "numbers reused",
     "client drops",
     "policies: chunked",
+    "policies: balanced",
+    "policies: phased",
     "policies: whimsical",
     "stages: 1",
     "stages: 2",

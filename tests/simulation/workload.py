@@ -1,6 +1,6 @@
 """Workloads drawn from a seed: small pools, few seats, shared prefixes, every kind of stop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from protocol.sampling import SamplingParams
@@ -25,7 +25,7 @@ class Workload:
     threshold: int
     """long_prefill_token_threshold, 0: none."""
     policy: str
-    """One of `policies.POLICIES`."""
+    """chunked, balanced, phased, or whimsical."""
     vocab: int
     use_priority: bool
     arrivals: list[Arrival]
@@ -64,13 +64,18 @@ def draw(seed: int) -> Workload:
         enable_prefix_caching=rng.random() < 0.9,
         stages=of_group.choice((1, 1, 1, 1, 1, 2, 4)),
     )
+    policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
+    if policy == "phased":  # chunks are whole blocks
+        limits = replace(
+            limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
+        )
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
     calm = rng.random() < 0.3
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
-        policy="whimsical" if rng.random() < 0.15 else "chunked",
+        policy="whimsical" if rng.random() < 0.15 else policy,
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
         arrivals=[_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))],

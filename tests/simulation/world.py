@@ -119,15 +119,16 @@ class World:
         policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
         conserves_work: bool = True,
+        epoch: int = 1,
     ) -> None:
         """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4)."""
         self.limits, self.depth, self.vocab = limits, depth, vocab
         self.conserves_work = conserves_work
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
-        scheduler = _Watched(limits, self.policy)
+        scheduler = _Watched(limits, self.policy, epoch)
         scheduler.world = self
         self.engine = EngineCore(scheduler, depth, vocab, use_priority=use_priority)
-        self.worker = OracleWorker(limits, vocab)
+        self.worker = OracleWorker(limits, vocab, epoch)
         self.pipeline = Pipeline(limits.stages)
         self.checker = Checker(scheduler, depth)
         self.lost = False
@@ -265,7 +266,7 @@ class World:
         self._transition()
         assert not queue, "I-d: steps are in flight without workers"
 
-    def start_epoch(self, limits: Limits, policy: BatchingPolicy) -> None:
+    def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int | None = None) -> None:
         """Other workers take over. What no longer fits must end with an error, everything else with its answer."""
         self.publish()
         for stream in self._by_key.values():
@@ -276,7 +277,7 @@ class World:
             )
         more = limits.num_blocks - self.limits.num_blocks
         self.coverage["epochs: " + ("larger" if more > 0 else "smaller" if more else "of equal size")] += 1
-        self.limits, self.lost, epoch = limits, False, self.scheduler.epoch + 1
+        self.limits, self.lost, epoch = limits, False, epoch or self.scheduler.epoch + 1
         self.log("epoch", epoch, limits)
         for stream in self._by_key.values():
             stream.doomed = not self._fits(stream)
@@ -322,6 +323,7 @@ class World:
         self.worker.confirmed = self.checker.confirmed
         for message in self.engine.dispatch():
             frame = encode(message)
+            self._on_sent(frame)
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
             result = self.worker.receive(frame)
@@ -417,6 +419,9 @@ class World:
         self.checker.learn(list(self.engine.requests.values()))
         self.checker.check()
 
+    def _on_sent(self, frame: bytes) -> None:
+        """A message leaves for the workers."""
+
     def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
         if planned is not None:
             step, plan = planned
@@ -438,7 +443,7 @@ class World:
                 )
             self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
         elif self.conserves_work:
-            self.checker.on_idle()
+            self.checker.on_idle(self.policy.shown)
         self.checker.check()
 
     def _on_updated(self, step: InflightStep) -> None:
