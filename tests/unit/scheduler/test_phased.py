@@ -1,0 +1,180 @@
+"""The phased policy asked directly, and what the engine makes of a runner's reports (spec 5(b))."""
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack
+from protocol.requests import GenerateRequest
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.config import SchedulerConfig
+from services.scheduler.engine import EngineCore
+from services.scheduler.limits import Limits
+from services.scheduler.policies import PhasedPolicy, make_policy
+from services.scheduler.scheduler import Scheduler, UnknownResult
+
+SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
+
+
+def core(limits: Limits = SMALL, depth: int = 2, **options: int | bool) -> EngineCore:
+    return EngineCore(Scheduler(limits, PhasedPolicy(limits, **options)), depth, vocab_size=50)  # type: ignore[arg-type]
+
+
+def add(engine: EngineCore, number: int, length: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    engine.add(0, GenerateRequest(number, pack([number + 1] * length), length, params))
+
+
+def plans(engine: EngineCore) -> list[SchedulerOutput]:
+    return [message for message in engine.dispatch() if isinstance(message, SchedulerOutput)]
+
+
+def answer(plan: SchedulerOutput, **changes: bytes) -> ModelRunnerOutput:
+    """Token 7 for every row that samples."""
+    sampled = np.frombuffer(plan.samples, np.bool_)
+    slots, generations = (
+        np.frombuffer(column, np.int32)[sampled] for column in (plan.slots, plan.generations)
+    )
+    fields = {
+        "slots": pack(slots),
+        "generations": pack(generations),
+        "counts": pack(np.ones(len(slots), np.int32)),
+        "token_ids": pack(np.full(len(slots), 7, np.int32)),
+    }
+    return ModelRunnerOutput(plan.epoch, plan.step_id, **(fields | changes))
+
+
+# -- what cannot work is refused by name -----------------------------------------------------------------------------
+
+
+def test_a_volume_that_cannot_hold_one_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="a volume of 67 cannot hold a request of 64 tokens; it takes 68"):
+        PhasedPolicy(SMALL, max_volume=67)
+    PhasedPolicy(SMALL, max_volume=68)
+    config = SchedulerConfig(batching_policy="phased", phased_max_volume=100)
+    with pytest.raises(ValueError, match="a volume of 100"):
+        make_policy(config, Limits(4, 2048, 512, 64, 16))
+
+
+def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 batched tokens are not whole blocks of 4"):
+        PhasedPolicy(Limits(4, 10, 64, 64, 4))
+    with pytest.raises(ValueError, match="must be a multiple of --block-size 16"):
+        SchedulerConfig(batching_policy="phased", max_num_batched_tokens=100)
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_the_printed_volume_holds_three_and_not_four() -> None:
+    """5(e) 4: requests that reach tkv 426 under a limit of 1536. The fourth enters when one of the others has ended."""
+    limits = Limits(
+        max_num_seqs=4, max_num_batched_tokens=448, max_model_len=448, num_blocks=64, block_size=64
+    )
+    engine = core(limits, depth=1, max_volume=1536)
+    for number, max_tokens in enumerate((27, 27, 12, 27)):
+        add(engine, number, 400, max_tokens)
+    entered: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    while engine.has_requests:
+        (plan,) = plans(engine)
+        for _ in plan.new:
+            entered[len(entered)] = plan.step_id
+        engine.on_result(answer(plan))
+        for _, outputs in engine.take_outputs():
+            ended |= {finish.number: plan.step_id for finish in outputs.finished}
+    assert entered[2] < 10
+    assert entered[3] == ended[2] + 1
+    assert ended[3] == max(ended.values())
+
+
+def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
+    """Rules 10 and 11: while that chunk is in flight there is nothing to do, however deep the queue."""
+    engine = core(depth=3)
+    add(engine, 0, 12, 4)
+    chunks = plans(engine)
+    assert [np.frombuffer(plan.counts, np.int32).tolist() for plan in chunks] == [[4], [8]]
+    engine.on_result(answer(chunks[0]))
+    assert plans(engine) == []
+    engine.on_result(answer(chunks[1]))
+    assert [np.frombuffer(plan.starts, np.int32).tolist() for plan in plans(engine)] == [[12], [13], [14]]
+
+
+# -- what a runner may report ----------------------------------------------------------------------------------------
+
+
+def prefilling() -> tuple[EngineCore, list[SchedulerOutput]]:
+    """Chunks 0 to 8 and 8 to 16 of a prompt of 16 are in flight."""
+    engine = core()
+    add(engine, 0, 16, 4)
+    return engine, plans(engine)
+
+
+def report(slot: int, frontier: int) -> dict[str, bytes]:
+    return {"progress_slots": pack([slot]), "progress_frontiers": pack([frontier])}
+
+
+def test_a_report_of_what_was_planned_changes_nothing() -> None:
+    engine, (first, second) = prefilling()
+    engine.on_result(answer(first, **report(0, 8)))
+    engine.on_result(answer(second, **report(0, 16)))
+    assert engine.scheduler.counters["rollbacks"] == 0
+    assert engine.scheduler.counters["generation_tokens"] == 1
+
+
+def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
+    """A runner that computed the void row all the same: its token is no one's."""
+    engine, (first, second) = prefilling()
+    engine.on_result(answer(first, **report(0, 5)))
+    (again,) = plans(engine)
+    assert np.frombuffer(again.generations, np.int32).tolist() == [2]
+    assert np.frombuffer(again.starts, np.int32).tolist() == [5]
+    engine.on_result(answer(second))
+    assert engine.scheduler.counters["generation_tokens"] == 0
+    assert int(engine.scheduler.slots.computed[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (report(1, 4), "slot 1, which is none of its prefills"),
+        (report(0, 0), "0 tokens of slot 0: only 1 to 15 can be"),
+        (report(0, 16), "only 1 to 15 can be"),
+        ({"progress_slots": pack([0, 0]), "progress_frontiers": pack([4, 4])}, "names a slot twice"),
+        ({"progress_slots": pack([0]), "progress_frontiers": b""}, "differ in length"),
+        ({"progress_slots": pack([0]), "progress_frontiers": pack([-4])}, "negative"),
+        ({"slots": pack([0]), "generations": pack([1]), "counts": pack([0])}, "not those of its plan"),
+    ],
+)
+def test_reports_that_cannot_be_true_are_refused(fields: dict[str, bytes], says: str) -> None:
+    engine, (first, _) = prefilling()
+    with pytest.raises(UnknownResult, match=says):
+        engine.on_result(answer(first, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"counts": pack([0]), "token_ids": b""}, "no token for slot 0 and no reason"),
+        ({"counts": pack([2]), "token_ids": pack([7, 7])}, "not those of its plan"),
+        ({"generations": pack([2])}, "not those of its plan"),
+        ({"token_ids": pack([50])}, "outside the vocabulary of 50"),
+        ({"token_ids": pack([-1])}, "negative"),
+        ({"token_ids": b""}, "0 tokens, but its rows count 1"),
+    ],
+)
+def test_rows_that_are_not_the_plan_s_are_refused(fields: dict[str, bytes], says: str) -> None:
+    engine, (first, second) = prefilling()
+    engine.on_result(answer(first))
+    with pytest.raises(UnknownResult, match=says):
+        engine.on_result(answer(second, **fields))
+
+
+def test_decodes_report_no_progress() -> None:
+    engine = core(depth=1)
+    add(engine, 0, 3, 4)
+    (prefill,) = plans(engine)
+    engine.on_result(answer(prefill))
+    (decode,) = plans(engine)
+    with pytest.raises(UnknownResult, match="none of its prefills"):
+        engine.on_result(answer(decode, **report(0, 4)))
