@@ -134,7 +134,9 @@ class WorkerConfig(ServiceConfig):
         "auto", description="auto: the checkpoint's (demo model: float32)"
     )
     device: Literal["cpu"] = Field("cpu", description="where the native backend computes")
-    threads: int = Field(0, ge=0, description="compute threads; 0: one per core")
+    threads: int = Field(
+        0, ge=0, description="compute threads; 0: one per core, shared with the group's ranks on this machine"
+    )
     host_ip: str = Field(
         "",
         description="address at which other ranks reach this one; default: that of the route to the scheduler",
