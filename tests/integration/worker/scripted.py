@@ -12,6 +12,7 @@ from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.membership import (
     Assignment,
+    EndEpoch,
     Heartbeat,
     InitializeCache,
     Loaded,
@@ -34,7 +35,7 @@ class ScriptedScheduler:
     def __init__(self, endpoint: str, roles: tuple[str, ...] = ("worker", "worker-results")) -> None:
         self._server = Server(endpoint, roles)
         self._decoder: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
-        self.worker = b""
+        self.worker = self.results_peer = b""
         self.heard: list[msgspec.Struct] = []
         """Everything but heartbeats, in order of arrival."""
         self.heartbeats: list[Heartbeat] = []
@@ -46,6 +47,8 @@ class ScriptedScheduler:
                 assert self._server.socket.poll(1000 * PATIENCE), "the worker is silent"
             peer, frame = received
             if isinstance(frame, Hello):
+                if frame.role == "worker-results":
+                    self.results_peer = peer
                 continue
             message = self._decoder.decode(frame)
             if isinstance(message, Heartbeat):
@@ -68,18 +71,24 @@ class ScriptedScheduler:
         assert isinstance(message, Register)
         return message
 
-    def assign(self) -> None:
-        self.send(Assignment(EPOCH, 0, 1, BLOCK, SLOTS, 512, CONTEXT))
+    def assign(self, epoch: int = EPOCH) -> None:
+        self.send(Assignment(epoch, 0, 1, BLOCK, SLOTS, 512, CONTEXT))
 
-    def serve(self) -> Loaded:
+    def serve(self, epoch: int = EPOCH) -> Loaded:
         """Takes the worker from its registration to Ready."""
         self.registered()
-        self.assign()
+        self.assign(epoch)
         while not isinstance(loaded := self.listen(), Loaded):
             assert isinstance(loaded, LoadProgress)
+        assert loaded.epoch == epoch
         self.send(InitializeCache(BLOCKS, CONTEXT))
-        assert self.listen() == Ready(EPOCH)
+        assert self.listen() == Ready(epoch)
         return loaded
+
+    def end(self, epoch: int) -> None:
+        """On both connections, as a scheduler does."""
+        for peer in (self.results_peer, self.worker):
+            self._server.send(peer, EndEpoch(epoch, "the script says so"))
 
     def results(self, count: int) -> list[ModelRunnerOutput | StepFault]:
         results = [self.listen() for _ in range(count)]
@@ -103,11 +112,11 @@ class ScriptedScheduler:
 
 
 @contextmanager
-def worker_process(directory: Path, **values: object) -> Iterator[subprocess.Popen[str]]:
-    """A real worker process; whatever happens, it does not stay."""
+def worker_process(directory: Path, before: str = "", **values: object) -> Iterator[subprocess.Popen[str]]:
+    """A real worker process; whatever happens, it does not stay. `before` is code that it runs first."""
     config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
     code = (
-        "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
+        f"{before}import logging, sys; logging.basicConfig(level=logging.INFO)\n"
         "from services.config import WorkerConfig\n"
         "from services.worker.service import run\n"
         "sys.exit(run(WorkerConfig.model_validate_json(sys.argv[1])))"

@@ -1,0 +1,129 @@
+"""A worker lives through several epochs on the same connections (DESIGN 7)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.membership import (
+    Assignment,
+    InitializeCache,
+    Loaded,
+    LoadProgress,
+    Ready,
+    Register,
+    Shard,
+    Shutdown,
+)
+from services.worker.results import EXIT_STUCK
+from tests.integration.worker.scripted import ScriptedScheduler, exit_status, worker_process
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
+    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w")
+    yield scheduler
+    scheduler.close()
+
+
+def answers(scheduler: ScriptedScheduler, epoch: int, steps: int) -> list[int]:
+    """Tokens of one request alone; the results must be of this epoch and counted from 1."""
+    plans = Plans()
+    request = plans.admit(prompt(1, 6))
+    scheduler.send(*(msgspec.structs.replace(plans.step(request), epoch=epoch) for _ in range(steps)))
+    results = scheduler.results(steps)
+    assert [(r.epoch, r.step_id) for r in results] == [(epoch, i + 1) for i in range(steps)]
+    return [tokens(result)[request.slot] for result in results]
+
+
+def test_the_next_epoch_starts_from_nothing_but_what_is_in_memory(
+    scheduler: ScriptedScheduler, tmp_path: Path
+) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve(1)
+        first = scheduler.heard[0]
+        assert isinstance(first, Register)
+        assert (first.epoch, first.shard) == (0, None)
+        assert answers(scheduler, 1, 4) == alone(prompt(1, 6), GREEDY, 4)
+        scheduler.end(1)
+        scheduler.serve(2)
+        again = next(m for m in scheduler.heard[1:] if isinstance(m, Register))
+        assert (again.epoch, again.shard) == (1, Shard())
+        assert again.rendezvous != first.rendezvous, "each epoch has a place of its own to meet"
+        assert answers(scheduler, 2, 4) == alone(prompt(1, 6), GREEDY, 4)
+        scheduler.send(Shutdown("enough"))
+        assert exit_status(process)[0] == 0
+
+
+@pytest.mark.parametrize("phase", ["registered", "loading", "loaded", "initialising"])
+def test_an_epoch_may_end_before_it_is_in_effect(
+    scheduler: ScriptedScheduler, tmp_path: Path, phase: str
+) -> None:
+    """In "loading" the worker waits for a second rank that never comes: the end reaches it there."""
+    with worker_process(tmp_path) as process:
+        register = scheduler.registered()
+        if phase == "loading":
+            scheduler.send(Assignment(1, 0, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, register.rendezvous))
+        elif phase != "registered":
+            scheduler.assign(1)
+            while not isinstance(message := scheduler.listen(), Loaded):
+                assert isinstance(message, LoadProgress)
+        if phase == "initialising":
+            scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+            assert scheduler.listen() == Ready(1)
+        scheduler.end(1)
+        while not isinstance(message := scheduler.listen(), Register):
+            assert phase == "loading", message
+        scheduler.assign(2)
+        while not isinstance(message := scheduler.listen(), Loaded):
+            assert isinstance(message, LoadProgress)
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+        assert scheduler.listen() == Ready(2)
+        assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
+        scheduler.send(Shutdown())
+        assert exit_status(process)[0] == 0
+
+
+def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve(1)
+        plans = Plans()
+        late = plans.step(plans.admit(prompt(3, 4)))
+        scheduler.end(1)
+        scheduler.serve(2)
+        scheduler.send(late)
+        assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
+        scheduler.send(Shutdown())
+        assert exit_status(process)[0] == 0
+
+
+def test_spare_is_heard_of_while_it_waits(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with worker_process(tmp_path):
+        scheduler.registered()
+        beats = [scheduler.wait_heartbeat() for _ in range(3)]
+        assert {(beat.epoch, beat.last_step_id) for beat in beats} == {(0, 0)}
+
+
+def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    """A forward pass that never returns, where no collective can be cut: the process ends with a status of its own."""
+    code = (
+        "import services.worker.results as results, time\n"
+        "results.ABORT_GRACE = 0.5\n"
+        "from services.worker.backends.sim.runner import SimRunner\n"
+        "execute = SimRunner.execute_model\n"
+        "def hang(self, step):\n"
+        "    execute(self, step)\n"
+        "    while step.step_id: time.sleep(3600)\n"
+        "SimRunner.execute_model = hang\n"
+    )
+    with worker_process(tmp_path, before=code) as process:
+        scheduler.serve(1)
+        plans = Plans()
+        scheduler.send(plans.step(plans.admit(prompt(1, 6))))
+        scheduler.wait_heartbeat()
+        scheduler.end(1)
+        status, log = exit_status(process)
+        assert status == EXIT_STUCK
+        assert "its last step does not end" in log
