@@ -124,14 +124,19 @@ class Worker:
         self._inbox.append(frame)
         self._work()
 
+    def hang(self) -> None:
+        """In a step or while loading, for good; on its way out of an epoch it does not."""
+        leaving = self.session.epoch <= self._ended and self.session.phase is not Phase.REGISTERED
+        self.stuck = self.stuck or not leaving
+
     def hear_aside(self, message: EndEpoch) -> None:
         """The end of an epoch, on the other connection."""
         self._ended = max(self._ended, message.epoch)
         epoch = self.session.epoch
-        if self.waits_for is not None and epoch <= self._ended:
-            self._lose_ranks("interrupted")
-        elif self.stuck:
+        if self.stuck:
             self.later(ABORT_GRACE, lambda: self.cluster.kill(self))
+        elif self.waits_for is not None and epoch <= self._ended:
+            self._lose_ranks("interrupted")
 
     def _beat(self) -> None:
         rank = self.assignment.rank if self.assignment else 0
@@ -248,7 +253,7 @@ class Worker:
 
     def miss(self, meeting: tuple[int, str, int]) -> None:
         """The collective operation failed, or was given up."""
-        if self.waits_for == meeting:
+        if self.waits_for == meeting and not self.stuck:
             self._lose_ranks("no answer")
 
     def _lose_ranks(self, why: str) -> None:

@@ -112,7 +112,7 @@ class Faults:
                 victim.stop()
                 cluster.after(rng.choice((1.0, 4.0, 7.0, 20.0, 40.0)), victim.go_on)
             case "hang":
-                victim.stuck = True
+                victim.hang()
 
 
 def formed_well(cluster: Cluster) -> bool:
@@ -357,7 +357,7 @@ def test_a_rank_that_hangs_is_given_up() -> None:
     cluster.restarts = False
     serving(cluster, 3)
     hung = cluster.workers[cluster.effective.peers[1]]  # type: ignore[union-attr]
-    hung.stuck = True
+    hung.hang()
     assert cluster.run(10.0 + RETURN_TIMEOUT, until=lambda: cluster.group.epoch == 2 and cluster.sound())
     assert cluster.run(20.0, until=lambda: not hung.alive)
 
@@ -367,7 +367,7 @@ def test_a_rank_that_hangs_while_it_loads_does_not_hold_up_the_spare() -> None:
     cluster.restarts = False
     hung = cluster.start(Nature())
     cluster.run(0.1)
-    hung.stuck = True
+    hung.hang()
     cluster.start(Nature())
     assert cluster.run(LOAD_STALL + RETURN_TIMEOUT + 5.0, until=cluster.sound)
 
