@@ -19,6 +19,8 @@ PATIENCE = 90.0
 PACKAGES = {"dockerd": "docker.io", "docker-compose": "docker-compose", "debootstrap": "debootstrap"}
 INTEGRATED_BUILDKIT = 23
 """Clients before this version bring BuildKit themselves, later ones ask for the buildx plugin."""
+BRIDGE = Path("/sys/class/net/docker0")
+"""A daemon makes this interface and leaves it behind."""
 UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt/lists")
 
 
@@ -123,6 +125,7 @@ def _daemon(directory: Path) -> Iterator[str]:
         command = ["dockerd", f"--host={host}", f"--exec-root={directory}/exec", *driver]
         if shutil.which("setpriv"):  # nobody may be left behind when this process is killed
             command = ["setpriv", "--pdeathsig", "TERM", *command]
+        had_bridge = BRIDGE.exists()
         with log.open("wb") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
         try:
@@ -136,6 +139,8 @@ def _daemon(directory: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if BRIDGE.exists() and not had_bridge and (ip := shutil.which("ip")):
+                subprocess.run([ip, "link", "delete", BRIDGE.name], check=True)
     raise Unavailable(f"the Docker daemon does not start here: {log.read_text()[-1000:]}")
 
 

@@ -146,6 +146,7 @@ def running(engine: Engine, name: str, overlays: Sequence[str] = (), **environme
     """A stack that is healthy; whatever happens, nothing of it is left."""
     stack = Stack(engine, name, overlays, **environment)
     try:
+        stack.down()  # what a session that was killed may have left
         stack.up()
         stack.wait_healthy()
         yield stack
