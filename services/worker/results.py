@@ -72,8 +72,10 @@ class Results:
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_ended = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
-        self.executing = False
-        """The executing thread is inside a step, where it may have to wait for other ranks."""
+        self.waits_for_ranks = False
+        """The executing thread is where it may have to wait for other ranks: joining them, or in a step."""
+        self.in_step = False
+        """It is in a step, which must not take much longer than the epoch."""
         self._ended = 0
         """The last epoch of which this connection said that it is over."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
@@ -179,9 +181,9 @@ class Results:
                 self._send(Heartbeat(self._epoch, self._last_step, self._rank))
             if self._hears_of_the_end():
                 deadline = now + ABORT_GRACE
-            if deadline and self.executing and self._ended >= self._epoch > 0:
+            if deadline and self.waits_for_ranks and self._ended >= self._epoch > 0:
                 self._abort()
-                if now > deadline:
+                if self.in_step and now > deadline:
                     log.error(
                         "epoch %d is over, but its last step does not end: this process does", self._epoch
                     )

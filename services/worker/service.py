@@ -204,7 +204,7 @@ class Worker:
 
         Raises: LoadError, after the scheduler was told, for whatever keeps this worker from serving.
         """
-        self._results.executing = True
+        self._results.waits_for_ranks = True
         try:
             return work()
         except (PeerGone, PeerSlow):
@@ -218,7 +218,7 @@ class Worker:
             log.exception("the model cannot be served")
             failure = LoadError(f"{type(error).__name__}: {error}")
         finally:
-            self._results.executing = False
+            self._results.waits_for_ranks = False
         self._client.send(LoadFailed(" ".join(str(failure).split())[:MAX_TEXT]))
         raise failure
 
@@ -241,7 +241,7 @@ class Worker:
 
     def _compute(self, action: Execute | Sample | ReleaseSlots) -> None:
         step_id = self._session.last_step
-        self._results.executing = True
+        self._results.waits_for_ranks = self._results.in_step = True
         try:
             match action:
                 case Execute(step=step):
@@ -259,7 +259,7 @@ class Worker:
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
         finally:
-            self._results.executing = False
+            self._results.waits_for_ranks = self._results.in_step = False
 
     def _sample(self, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)
