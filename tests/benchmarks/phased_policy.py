@@ -3,6 +3,8 @@
 Requests keep coming (a finished one is replaced at once), so prefill chunks and decode batches take turns all the time.
 The window lies between the first and the last report of the engine with all seats taken. Ranks run as processes on this
 machine and each compares its results with all others in every step; the device's times are those of the cost model.
+*Idle* is the time in which the device had nothing to do and its rank waited for a plan; *not busy* is all time between
+steps, what ranks wait for one another included.
 """
 
 import argparse
@@ -57,6 +59,7 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
     wall, steps = last.at - first.at, last.steps - first.steps
     return {
         "idle": (last.idle - first.idle) / wall,
+        "not_busy": 1 - (last.busy - first.busy) / wall,
         "tokens_per_s": (last.tokens - first.tokens) / wall,
         "step_ms": 1e3 * wall / steps,
         "seconds": wall,
@@ -91,7 +94,8 @@ def main() -> None:
         figures={
             f"idle_depth{depth}": {str(ranks): median(ranks, depth)["idle"] for ranks in SIZES}
             for depth in DEPTHS
-        },
+        }
+        | {"not_busy_depth2": {str(ranks): median(ranks, 2)["not_busy"] for ranks in SIZES}},
         settings={"block": BLOCK, "chunk": CHUNK, **vars(args)},
         repeats={str(ranks): {str(depth): runs[ranks][depth] for depth in DEPTHS} for ranks in SIZES},
     )

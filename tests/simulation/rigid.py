@@ -214,7 +214,12 @@ class RigidWorld(World):
         policy: BatchingPolicy | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        self.interleave, self.max_volume, self.progress = interleave, max_volume, progress
+        self.interleave, self.max_volume, self.pausing, self.progress = (
+            interleave,
+            max_volume,
+            pausing,
+            progress,
+        )
         self.geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
         self.kinds: list[str] = []
         """One letter a step: P for prefill, D for decode."""
@@ -222,6 +227,14 @@ class RigidWorld(World):
         super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
         self.worker = RigidWorker(limits, vocab, max_volume, progress)
         self.checker = RigidChecker(self.scheduler, depth)
+
+    def replace_workers(self) -> None:
+        """The epoch ends; others of the same shapes take over."""
+        self.end_epoch()
+        limits = self.limits
+        self.start_epoch(limits, PhasedPolicy(limits, self.interleave, self.max_volume, self.pausing))
+        self.worker = RigidWorker(limits, self.vocab, self.max_volume, self.progress, self.scheduler.epoch)
+        self.kinds.append("|")
 
     def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
         super()._on_scheduled(planned)
@@ -311,7 +324,8 @@ class Load:
     arrivals: int
     aborts: float
     resets: float
-    """Chances per round."""
+    losses: float
+    """Chances per round of an abort, a cache reset, and the loss of all workers."""
 
 
 def draw(seed: int, stages: int = 1) -> Load:
@@ -338,6 +352,7 @@ def draw(seed: int, stages: int = 1) -> Load:
         arrivals=rng.randint(3, 12),
         aborts=rng.choice((0.0, 0.05)),
         resets=rng.choice((0.0, 0.0, 0.03)),
+        losses=rng.choice((0.0, 0.0, 0.0, 0.03)),
     )
 
 
@@ -375,11 +390,15 @@ def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | 
             world.abort(rng.choice(alive))
         if rng.random() < load.resets:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
+        if rng.random() < load.losses:
+            world.replace_workers()
         if stages > 1 and rng.random() < 0.7:
             world.tick()
         if world.pending and rng.random() < 0.7:
             world.complete(rng.randrange(len(world.pending)) if rng.random() < 0.2 else 0)
         world.dispatch()
+        if world.orphans and rng.random() < 0.5:
+            world.late_result()
         if not left and not world.engine.requests and not world.pending and not len(world.engine.queue):
             world.drain()
             return world

@@ -29,6 +29,8 @@ MUST_HAPPEN = [
     "resumed",
     "paused",
     "results out of order",
+    "epochs: ended in flight",
+    "late results: epoch ended",
     "aborts: waiting",
     "aborts: prefill in flight",
     "aborts: decode in flight",
@@ -352,6 +354,20 @@ def test_progress_of_a_request_that_has_left_is_ignored() -> None:
     world.abort(stream)
     world.drain()
     assert world.scheduler.counters["rollbacks"] == 0
+
+
+def test_workers_are_lost_while_rows_are_void() -> None:
+    """Nothing of the rollback outlives the epoch: the request is prefilled anew, its chunks those of its tokens."""
+    cuts = iter([4])
+    world = RigidWorld(limits(), 3, progress=lambda _start, end, _most: next(cuts, end))
+    stream = world.add(prompt(24), params(3, eos=False))
+    world.dispatch()
+    world.complete()
+    assert world.scheduler.counters["rollbacks"] == 1
+    world.replace_workers()
+    assert world.scheduler.ledger.newest is None
+    world.drain()
+    assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
 
 
 # -- aborts (rule 16) ------------------------------------------------------------------------------------------------
