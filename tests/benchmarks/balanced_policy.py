@@ -1,0 +1,328 @@
+"""What even microbatches are worth: `balanced` against `chunked` on four pipeline stages.
+
+Simulated: the production scheduler and policies under modelled stages and links on a virtual clock (tests/simulation/
+pipeline.py), in the settings of a published comparison (256 requests of 128 tokens in and 128 out, Llama-2-13b on four
+12 GB cards, 146.24 s greedy and 70.19 s balanced) and around it, at two queue depths; then with Poisson arrivals.
+
+Measured: a scheduler and four simulated stages as real processes, a quarter of the requests and of their lengths, costs
+per token and per token of context so much higher that a step takes as long; beside it what the simulation predicts.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from services.scheduler.limits import Limits
+from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
+from tests.benchmarks.support.report import DIRECTORY, report
+from tests.benchmarks.support.stages import Ask, StagesRun, run_stages
+from tests.simulation.pipeline import Costs, Job, PipelineRun, cards, simulate, spread
+
+STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
+DEPTHS = (STAGES + 1, STAGES)
+POLICIES: dict[str, type[BatchingPolicy]] = {"chunked": ChunkedPolicy, "balanced": BalancedPolicy}
+LOADS = (0.3, 0.6, 0.9)
+QUARTER = 4
+PUBLISHED = 1
+"""Which of `SETTINGS` comes closest to the published run: latencies fitted to its greedy total alone."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    kv_tokens: int
+    budget: int
+    costs: Costs
+    note: str = ""
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(SEATS, self.budget, 512, self.kv_tokens // BLOCK, BLOCK, False, STAGES)
+
+
+SLOW, NEAR, FAR = cards(1e-3, 10e-3), cards(1e-3, 5e-3), cards(4e-3, 10e-3)
+TEN_GBE = cards(1e-3, 5e-3, bandwidth=1180e6)
+SETTINGS = [
+    Setting(16_000, 16_384, SLOW),
+    Setting(16_000, 16_384, FAR, "published"),
+    Setting(16_000, 16_384, replace(FAR, blocking=True), "blocking"),
+    Setting(17_000, 16_384, NEAR),
+    Setting(17_000, 32_768, NEAR),
+    Setting(17_000, 8_192, NEAR),
+    Setting(17_000, 2_048, NEAR),
+    Setting(80_000, 2_048, NEAR, "all fit"),
+    Setting(80_000, 8_192, NEAR, "all fit"),
+    Setting(80_000, 32_768, NEAR, "all fit"),
+    Setting(17_000, 16_384, TEN_GBE, "10 GbE"),
+    Setting(80_000, 32_768, Costs(base=NEAR.base, weights=NEAR.weights), "weights"),
+]
+
+
+def pair(limits: Limits, depth: int, costs: Costs, jobs: Sequence[Job]) -> dict[str, PipelineRun]:
+    return {name: simulate(policy(), limits, depth, costs, jobs) for name, policy in POLICIES.items()}
+
+
+def figures(run: PipelineRun) -> dict[str, object]:
+    """What every run reports; times in seconds."""
+    return {
+        "total": run.total,
+        "tokens_per_s": run.throughput,
+        "steps": len(run.steps),
+        "utilisation": run.utilisation,
+        "bubbles": run.bubbles,
+        "tokens_per_microbatch": run.histogram,
+        "preemptions": run.preemptions,
+        "ttft": spread(run.ttft),
+        "itl": spread(run.itl),
+    }
+
+
+def row(
+    setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str, PipelineRun]
+) -> dict[str, object]:
+    """One line of the table: ms of a hop and of a dispatch, seconds of each policy, and the share of the time
+    in which its stages were idle; at last the ratio with only a step per stage in flight."""
+    greedy, balanced = runs["chunked"], runs["balanced"]
+    return {
+        "KV": setting.kv_tokens,
+        "budget": setting.budget,
+        "ms": f"{setting.costs.hop * 1e3:.0f}/{setting.costs.dispatch * 1e3:.0f}",
+        "chunked": greedy.total,
+        "idle": f"{np.mean(greedy.bubbles):.0%}",
+        "balanced": balanced.total,
+        "idle ": f"{np.mean(balanced.bubbles):.0%}",
+        "ratio": ratio(runs),
+        "at depth 4": ratio(upstream),
+        "note": setting.note,
+    }
+
+
+def ratio(runs: Mapping[str, PipelineRun]) -> float:
+    """How much longer the greedy policy takes."""
+    return runs["chunked"].total / runs["balanced"].total
+
+
+def show(title: str, run: Mapping[str, object]) -> None:
+    """One run in full."""
+    print(f"\n{title}")
+    for name, value in run.items():
+        match value:
+            case float():
+                text = f"{value:.4g}"
+            case dict():
+                text = ", ".join(
+                    f"{k}: {v:.4g}" if isinstance(v, float) else f"{k}: {v}" for k, v in value.items()
+                )
+            case list():
+                text = ", ".join(f"{v:.3f}" for v in value)
+            case _:
+                text = str(value)
+        print(f"  {name}: {text}")
+
+
+# -- arrivals over time ------------------------------------------------------------------------------------------
+
+
+def poisson(requests: int) -> list[dict[str, object]]:
+    """Requests that come one by one, at a share of what the greedy policy serves when all are there at once."""
+    rows = []
+    for setting in (SETTINGS[6], SETTINGS[7]):
+        capacity = simulate(
+            ChunkedPolicy(), setting.limits, DEPTHS[0], setting.costs, [Job(LENGTH, LENGTH)] * REQUESTS
+        )
+        for load in LOADS:
+            pace = load * capacity.throughput / LENGTH
+            arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / pace, requests))
+            jobs = [Job(LENGTH, LENGTH, float(at)) for at in arrivals]
+            runs = pair(setting.limits, DEPTHS[0], setting.costs, jobs)
+            rows += [
+                {
+                    "KV tokens": setting.kv_tokens,
+                    "load": load,
+                    "policy": name,
+                    "tokens_per_s": run.throughput,
+                    **{f"ttft_{of}": value for of, value in spread(run.ttft).items()},
+                    **{f"itl_{of}": value for of, value in spread(run.itl).items()},
+                    "preemptions": run.preemptions,
+                }
+                for name, run in runs.items()
+            ]
+    return rows
+
+
+# -- real processes ----------------------------------------------------------------------------------------------
+
+
+def quarter() -> Setting:
+    """A quarter of the requests, each a quarter as long: with per-token costs to match a step takes as long."""
+    costs = SETTINGS[PUBLISHED].costs
+    return Setting(
+        16_000 // QUARTER**2,
+        16_384 // QUARTER**2,
+        replace(
+            costs,
+            token=costs.token * QUARTER,
+            hop_token=costs.hop_token * QUARTER,
+            context=costs.context * QUARTER**2,
+            dispatch=0.0,  # real here, and a millisecond or less
+        ),
+    )
+
+
+def measure(policy: str, setting: Setting) -> StagesRun:
+    """Four stage processes and a scheduler under the whole load at once."""
+    costs, length = setting.costs, LENGTH // QUARTER
+    rng = np.random.default_rng(0)
+    scheduler = {
+        "batching_policy": policy,
+        "block_size": BLOCK // QUARTER,
+        "num_gpu_blocks_override": setting.kv_tokens // (BLOCK // QUARTER),
+        "max_num_batched_tokens": setting.budget,
+        "max_num_seqs": SEATS // QUARTER,
+        "max_model_len": 512 // QUARTER,
+        "log_level": "warning",
+    }
+    worker = {
+        "sim_step_ms": costs.base * STAGES * 1e3,
+        "sim_weights_ms": costs.weights * STAGES * 1e3,
+        "sim_prefill_token_us": costs.token * STAGES * 1e6,
+        "sim_decode_us": costs.token * STAGES * 1e6,
+        "sim_context_token_ns": costs.context * STAGES * 1e9,
+        "sim_hop_ms": costs.hop * 1e3,
+        "sim_hop_token_us": costs.hop_token * 1e6,
+        "threads": 1,
+        "log_level": "warning",
+    }
+    asks = [
+        Ask(rng.integers(300, 30_000, length).astype(np.int32), length) for _ in range(REQUESTS // QUARTER)
+    ]
+    return run_stages(STAGES, asks, scheduler, worker)
+
+
+def predict(policy: str, setting: Setting) -> PipelineRun:
+    limits = Limits(
+        SEATS // QUARTER,
+        setting.budget,
+        512 // QUARTER,
+        setting.kv_tokens // (BLOCK // QUARTER),
+        BLOCK // QUARTER,
+        True,
+        STAGES,
+    )
+    jobs = [Job(LENGTH // QUARTER, LENGTH // QUARTER)] * (REQUESTS // QUARTER)
+    return simulate(POLICIES[policy](), limits, DEPTHS[0], setting.costs, jobs)
+
+
+def compare() -> tuple[dict[str, object], dict[str, object]]:
+    """(measured, predicted), by policy; with the ratio of the two policies."""
+    setting = quarter()
+    runs = {name: measure(name, setting) for name in POLICIES}
+    predictions = {name: predict(name, setting) for name in POLICIES}
+    measured: dict[str, object] = {name: run.figures() for name, run in runs.items()}
+    predicted: dict[str, object] = {name: figures(run) for name, run in predictions.items()}
+    measured["ratio"] = runs["chunked"].seconds / runs["balanced"].seconds
+    predicted["ratio"] = predictions["chunked"].total / predictions["balanced"].total
+    print()
+    for name, run in runs.items():
+        total = predictions[name].total
+        print(
+            f"{name}: measured {run.seconds:.2f} s, predicted {total:.2f} s ({run.seconds / total - 1:+.1%}); bubbles "
+            f"{np.mean(run.bubbles):.1%}, predicted {np.mean(predictions[name].bubbles):.1%}"
+        )
+    return measured, predicted
+
+
+# -- plot --------------------------------------------------------------------------------------------------------
+
+
+def plot(runs: Mapping[str, PipelineRun], file: Path) -> str:
+    """When each stage of the published setting computed what; returns what there is to say about it."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no plot: it takes matplotlib (pip install 'runahead[bench]')"
+    norm, colours = LogNorm(1, 16_384), colormaps["viridis_r"]
+    decoding = {"chunked": 22.0, "balanced": 12.0}
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots(len(runs), 2, sharey=True)
+    for line, (name, run) in zip(axes, runs.items(), strict=True):
+        for ax, (left, right) in zip(line, ((0.0, 24.0), (decoding[name], decoding[name] + 1)), strict=True):
+            for step in run.steps:
+                for stage, (began, ended) in enumerate(zip(step.began, step.ended, strict=True)):
+                    if began < right and ended > left:
+                        ax.barh(stage, ended - began, 0.9, began, color=colours(norm(step.tokens)))
+            ax.set(xlim=(left, right), yticks=range(STAGES), ylim=(STAGES - 0.5, -0.5))
+        line[0].set_ylabel(f"{name}, {run.total:.0f} s\nstage")
+    for ax in axes[-1]:
+        ax.set_xlabel("seconds")
+    axes[0][0].set_title("the beginning")
+    axes[0][1].set_title("one second of it, decoding")
+    figure.colorbar(ScalarMappable(norm, colours), ax=axes, label="tokens in the microbatch")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=80)
+    return f"plot written to {file}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plot", type=Path, default=DIRECTORY / "balanced_policy.png", help="PNG file")
+    parser.add_argument("--arrivals", type=int, default=200, help="requests per load of the Poisson part")
+    parser.add_argument("--no-processes", action="store_true", help="leave out what takes real processes")
+    args = parser.parse_args()
+
+    jobs = [Job(LENGTH, LENGTH)] * REQUESTS
+    runs = {
+        depth: [pair(setting.limits, depth, setting.costs, jobs) for setting in SETTINGS] for depth in DEPTHS
+    }
+    rows = [row(*line) for line in zip(SETTINGS, *runs.values(), strict=True)]
+    ratios = {depth: [ratio(both) for both in line] for depth, line in runs.items()}
+    published = runs[DEPTHS[0]][PUBLISHED]
+    for name, run in published.items():
+        show(f"{name}, published setting, depth {DEPTHS[0]}", figures(run))
+    arrivals = poisson(args.arrivals)
+    print("\nPoisson arrivals, seconds")
+    for line in arrivals:
+        print(
+            "  " + ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items())
+        )
+    alone = replace(SETTINGS[PUBLISHED].limits, stages=1)
+    one = [
+        simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()
+    ]
+    measured, predicted = ({}, {}) if args.no_processes else compare()
+    print("\n" + plot(published, args.plot))
+    report(
+        "balanced_policy",
+        title=f"{REQUESTS} requests, {LENGTH} tokens in and out, {STAGES} stages, {DEPTHS[0]} steps in flight; seconds",
+        rows=rows,
+        figures={
+            "published_setting_ratio": ratios[DEPTHS[0]][PUBLISHED],
+            "worst_ratio": min(ratios[DEPTHS[0]][:-1]),
+            "published_setting_ratio_depth_4": ratios[STAGES][PUBLISHED],
+            "worst_ratio_depth_4": min(ratios[STAGES][:-1]),
+            "one_stage_ratio": one[0].total / one[1].total,
+            "one_stage_plans_identical": one[0].plans == one[1].plans,
+            "measured_ratio": measured.get("ratio"),
+            "predicted_ratio": predicted.get("ratio"),
+        },
+        settings={"stages": STAGES, "depths": DEPTHS, "block_size": BLOCK, "max_num_seqs": SEATS},
+        repeats={
+            "runs": [
+                {"depth": depth, "setting": index, **{name: figures(run) for name, run in both.items()}}
+                for depth, line in runs.items()
+                for index, both in enumerate(line)
+            ],
+            "poisson": arrivals,
+            "measured": measured,
+            "predicted": predicted,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
