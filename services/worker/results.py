@@ -2,8 +2,8 @@
 
 Results, faults and repetitions go through one queue, so they leave in the order of launch (S3-2). The executing thread
 never waits for a host copy; the output thread does. Both threads share one connection under a lock, so a heartbeat
-leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, when the executing
-thread hangs in a collective and hears nothing.
+leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, or that nobody is
+left to say so, when the executing thread hangs in a collective and hears nothing.
 """
 
 import logging
@@ -31,7 +31,7 @@ HEARTBEAT_INTERVAL = 0.5
 LISTEN_INTERVAL = 0.1
 """Seconds between two looks at what the scheduler says on this connection."""
 ABORT_GRACE = 8.0
-"""Seconds from the end of an epoch until an executing thread that has not noticed it cannot be rescued any more."""
+"""Seconds from the end of an epoch until a step of it that has not ended cannot be rescued any more."""
 EXIT_STUCK = 7
 RESULTS_KEPT = 16
 """A step can be asked for again as long as its result is among the last so many."""
@@ -68,6 +68,9 @@ class Results:
     def __init__(self, client: Client, abort: Callable[[], None]) -> None:
         self._client, self._abort = client, abort
         self._lock = threading.Lock()
+        """Of the connection."""
+        self._state = threading.Lock()
+        """Of what belongs to an epoch: it changes at once, or late results would leave traces in the next one."""
         self._queue: queue.SimpleQueue[Launched | StepFault | Repeat | None] = queue.SimpleQueue()
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_ended = 0.0
@@ -98,9 +101,10 @@ class Results:
 
     def enter(self, epoch: int, rank: int) -> None:
         """An epoch begins for this worker; results of the one before are forgotten, those on their way are not sent."""
-        self._epoch, self._rank, self._last_step = epoch, rank, 0
-        self._kept.clear()
-        self._last_ended = 0.0
+        with self._state:
+            self._epoch, self._rank, self._last_step = epoch, rank, 0
+            self._kept.clear()
+            self._last_ended = 0.0
 
     def put(self, item: Launched | StepFault | Repeat) -> None:
         self._queue.put(item)
@@ -147,16 +151,19 @@ class Results:
             return RankLost(launched.epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # whatever a device may raise belongs to its step
             log.exception("step %d failed on its way to the host", launched.step_id)
-            return fault(launched.epoch, launched.step_id, error)
-        if launched.epoch != self._epoch:
-            return None
+            return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
+        with self._state:
+            return self._entered(launched, result) if launched.epoch == self._epoch else None
+
+    def _entered(self, launched: Launched, result: ModelRunnerOutput | None) -> ModelRunnerOutput | None:
+        """A result of this epoch, with the idle time before it."""
+        self._last_step = launched.step_id
         if result is None:  # the output rank reports the step
-            self._last_step = launched.step_id
             return None
         # The device has nothing to do while both hold: no plan is queued, and the step before has ended.
         pause = result.started - self._last_ended if self._last_ended else 0.0
         result = msgspec.structs.replace(result, idle=max(0.0, min(pause, launched.waited)))
-        self._last_ended, self._last_step = result.ended, result.step_id
+        self._last_ended = result.ended
         self._kept[result.step_id] = result
         if len(self._kept) > RESULTS_KEPT:
             self._kept.popitem(last=False)
@@ -174,22 +181,33 @@ class Results:
 
     def _tend(self) -> None:
         next_beat = deadline = 0.0
-        while not self._closing.wait(LISTEN_INTERVAL) and not self.failed.is_set():
-            now = time.monotonic()
-            if now >= next_beat:
-                next_beat = now + HEARTBEAT_INTERVAL
-                self._send(Heartbeat(self._epoch, self._last_step, self._rank))
-            if self._hears_of_the_end():
-                deadline = now + ABORT_GRACE
-            if deadline and self.waits_for_ranks and self._ended >= self._epoch > 0:
-                self._abort()
-                if self.in_step and now > deadline:
-                    log.error(
-                        "epoch %d is over, but its last step does not end: this process does", self._epoch
-                    )
-                    os._exit(EXIT_STUCK)
+        while not self._closing.wait(LISTEN_INTERVAL):
+            if not self.failed.is_set():
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + HEARTBEAT_INTERVAL
+                    self._send(self._heartbeat())
+                self._listen()
+            if not (self.waits_for_ranks and self._is_over):
+                deadline = 0.0
+                continue
+            deadline = deadline or time.monotonic() + ABORT_GRACE
+            self._abort()
+            if self.in_step and time.monotonic() > deadline:
+                why = self.lost or f"epoch {self._epoch} is over"
+                log.error("%s, but the last step does not end: this process does", why)
+                os._exit(EXIT_STUCK)
 
-    def _hears_of_the_end(self) -> bool:
+    @property
+    def _is_over(self) -> bool:
+        """Whether the executing thread waits for nothing: its epoch has ended, or this worker must."""
+        return self.failed.is_set() or self._ended >= self._epoch > 0
+
+    def _heartbeat(self) -> Heartbeat:
+        with self._state:
+            return Heartbeat(self._epoch, self._last_step, self._rank)
+
+    def _listen(self) -> None:
+        """Takes what the scheduler says on this connection: that an epoch has ended."""
         try:
             with self._lock:
                 frame = self._client.take()
@@ -197,10 +215,8 @@ class Results:
         except (PeerGone, HandshakeRefused) as error:
             self.lost = error
             self.failed.set()
-            return False
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
-            return False
-        if isinstance(message, EndEpoch):
-            self._ended = message.epoch
-        return isinstance(message, EndEpoch)
+        else:
+            if isinstance(message, EndEpoch):
+                self._ended = message.epoch

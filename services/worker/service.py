@@ -279,7 +279,7 @@ def _leave(_: int, __: FrameType | None) -> None:
 
 def run(config: WorkerConfig) -> int:
     """One worker process. Returns the exit status: 0; 3, a model that cannot be served; 4, refused by the scheduler;
-    5, the scheduler is gone; 6, a step failed; 7, it could not be rescued from a step of a lost group."""
+    5, the scheduler is gone; 6, a step failed. 7 is the end of a process that cannot be freed from its last step."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     worker = Worker(config, create(config))

@@ -90,6 +90,9 @@ class ScriptedScheduler:
         for peer in (self.results_peer, self.worker):
             self._server.send(peer, EndEpoch(epoch, "the script says so"))
 
+    def refuse(self, reason: str) -> None:
+        self._server.refuse(self.worker, reason)
+
     def results(self, count: int) -> list[ModelRunnerOutput | StepFault]:
         results = [self.listen() for _ in range(count)]
         assert all(isinstance(result, ModelRunnerOutput | StepFault) for result in results)

@@ -126,4 +126,4 @@ def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedSched
         scheduler.end(1)
         status, log = exit_status(process)
         assert status == EXIT_STUCK
-        assert "its last step does not end" in log
+        assert "the last step does not end" in log
