@@ -41,10 +41,10 @@ class SchedulerConfig(ServiceConfig):
         True, description="share KV blocks between requests with equal prefixes"
     )
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of requests")
-    batching_policy: Literal["chunked", "balanced", "phased"] = Field(
-        "chunked",
+    batching_policy: Literal["chunked", "balanced", "phased"] | None = Field(
+        None,
         description="what may share a step: chunked prefill and decode together, balanced microbatches for pipeline "
-        "stages, or phased (never both) for devices that cannot mix them",
+        "stages, or phased (never both) for devices that cannot mix them; default: chunked, or balanced with stages",
     )
     phased_interleave: bool = Field(
         True, description="phased: no two prefill steps in a row while a request is decoding"
@@ -97,6 +97,11 @@ class SchedulerConfig(ServiceConfig):
         """Steps in flight: the batch queue's depth."""
         stages = self.pipeline_parallel_size
         return self.batch_queue_depth or stages + (self.async_scheduling is not False)
+
+    @property
+    def policy(self) -> Literal["chunked", "balanced", "phased"]:
+        """The batching policy, chosen or by default."""
+        return self.batching_policy or ("balanced" if self.pipeline_parallel_size > 1 else "chunked")
 
     @model_validator(mode="after")
     def _depth_is_one_thing(self) -> Self:

@@ -24,7 +24,7 @@ class Combination:
     @classmethod
     def of(cls, config: SchedulerConfig, backend: str) -> Self:
         stages = config.pipeline_parallel_size
-        return cls(config.batching_policy, stages > 1, config.depth > stages, backend)
+        return cls(config.policy, stages > 1, config.depth > stages, backend)
 
     def __str__(self) -> str:
         stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"

@@ -300,7 +300,7 @@ class Service:
 
     def _info(self) -> dict[str, str]:
         c = self.config
-        info = {"batching_policy": c.batching_policy, "batch_queue_depth": str(c.depth)}
+        info = {"batching_policy": c.policy, "batch_queue_depth": str(c.depth)}
         if self._limits is not None and self.group.backend:
             stages = self._limits.stages
             info |= {

@@ -22,7 +22,7 @@ __all__ = [
 
 def make_policy(config: SchedulerConfig, limits: Limits) -> BatchingPolicy:
     """What `--batching-policy` names. Raises: ValueError, if it cannot work within `limits`."""
-    match config.batching_policy:
+    match config.policy:
         case "chunked":
             return GuardedPolicy(ChunkedPolicy(config.long_prefill_token_threshold))
         case "balanced":
