@@ -4,12 +4,11 @@ A value is checked by the configuration model alone, whatever its origin, so tha
 """
 
 import os
-import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -58,11 +57,11 @@ def choices(info: FieldInfo) -> tuple[str, ...]:
 
 
 def type_name(info: FieldInfo) -> str:
-    """What a value looks like: INTEGER, FLOAT or TEXT, or its choices."""
-    kinds = {info.annotation, *typing.get_args(info.annotation)} - {types.NoneType}
-    if words := choices(info):
-        return "|".join(words)
-    return "INTEGER" if int in kinds else "FLOAT" if float in kinds else "TEXT"
+    """What a value looks like: INTEGER, FLOAT or TEXT, or its choices, or either."""
+    kinds = [info.annotation, *typing.get_args(info.annotation)]
+    kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind for kind in kinds]
+    number = "INTEGER" if int in kinds else "FLOAT" if float in kinds else ""
+    return "|".join([*choices(info), *([number] if number else [])]) or "TEXT"
 
 
 def merge(
@@ -135,11 +134,14 @@ def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo
 
 
 def _describe(error: ValidationError, fields: Mapping[str, FieldInfo], origins: Mapping[str, str]) -> str:
-    """The first problem, in one line. Secrets are not repeated."""
-    problem = error.errors(include_url=False)[0]
+    """The first problem, in one line, with all that would have worked. Secrets are not repeated."""
+    problem, *others = error.errors(include_url=False)
     message: Any = problem.get("ctx", {}).get("error") or problem["msg"]
     if not problem["loc"]:
         return str(message)
+    for other in others:  # a value of one of several kinds has a problem for each
+        if (other["loc"][:1], other["input"]) == (problem["loc"][:1], problem["input"]):
+            message = f"{message} or {str(other['msg']).removeprefix('Input should be ')}"
     name = str(problem["loc"][0])
     if name not in fields:
         return f"unknown setting {name}"

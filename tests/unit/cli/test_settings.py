@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.settings import ConfigurationError, merge
+from services.cli.settings import ConfigurationError, merge, type_name
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServeConfig
 
 
@@ -89,6 +89,22 @@ def test_lists_come_from_commas_in_the_environment_and_from_one_or_more_in_a_fil
         ({"dtype": "int8"}, {}, "'auto', 'float32' or 'bfloat16', not 'int8'"),
         ({"sim_step_ms": "inf"}, {}, "--sim-step-ms: .*finite"),
         ({"async_scheduling": "perhaps"}, {}, "--async-scheduling: .*boolean"),
+        (
+            {"tensor_parallel_size": "two"},
+            {},
+            "--tensor-parallel-size: input should be 'auto' or a valid integer.*, not 'two'$",
+        ),
+        (
+            {},
+            {"RUNAHEAD_TENSOR_PARALLEL_SIZE": "0"},
+            "'auto' or greater than or equal to 1, not '0' .from environment RUNAHEAD_TENSOR_PARALLEL_SIZE.$",
+        ),
+        ({"served_model_name": [1, 2]}, {}, "--served-model-name: input should be a valid string, not 1$"),
+        (
+            {"tensor_parallel_size": "auto"},
+            {},
+            "auto is for workers that come by themselves .*; serve starts them and needs a number",
+        ),
     ],
 )
 def test_unusable_value_names_flag_value_and_origin(
@@ -96,6 +112,42 @@ def test_unusable_value_names_flag_value_and_origin(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge(ServeConfig, flags, None, environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "looks"),
+    [
+        ("tensor_parallel_size", "auto|INTEGER"),
+        ("pipeline_parallel_size", "INTEGER"),
+        ("batch_queue_depth", "INTEGER"),
+        ("settle_seconds", "FLOAT"),
+        ("dtype", "auto|float32|bfloat16"),
+        ("model", "TEXT"),
+        ("tokenizer", "TEXT"),
+        ("api_key", "TEXT"),
+    ],
+)
+def test_help_says_what_a_value_looks_like(name: str, looks: str) -> None:
+    assert type_name(ServeConfig.model_fields[name]) == looks
+
+
+@pytest.mark.parametrize(("given", "size"), [("auto", "auto"), ("4", 4)])
+def test_tensor_parallel_size_is_a_word_or_a_number(given: str, size: object) -> None:
+    assert (
+        merge(SchedulerConfig, {"tensor_parallel_size": given}, None, {}).config.tensor_parallel_size == size
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": "4"}, 4),
+        ({"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}, 6),
+    ],
+)
+def test_serve_starts_a_worker_for_each_rank(flags: dict[str, object], workers: int) -> None:
+    assert merge(ServeConfig, flags, None, {}).config.num_workers == workers
 
 
 def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:
