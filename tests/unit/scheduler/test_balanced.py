@@ -53,11 +53,11 @@ class Pipeline:
             self.result()
         return step
 
-    def cohort(self, size: int) -> None:
+    def cohort(self, size: int, output: int = 1000) -> None:
         """`size` requests whose prefill shares one step, as a greedy policy forms it."""
         policy, self.scheduler.policy = self.scheduler.policy, ChunkedPolicy()
         for _ in range(size):
-            self.add(8)
+            self.add(8, output)
         step = self.form()
         assert step is not None
         assert len(step.slots) == size
@@ -195,6 +195,29 @@ def test_s4_4_every_ready_request_gets_its_turn_while_prompts_stream_in() -> Non
                 last[slot] = step.step_id
     assert len(last) == 30
     assert longest <= 4 + 5, "the cadence of four steps, and not more than Pd + 1 beyond it"
+
+
+def test_s4_4_nobody_starves_where_a_step_holds_fewer_than_its_share() -> None:
+    """Four tokens a step, thirty decodes and two stages: the first ones are ready again before the last had a turn."""
+    pipeline, last, longest = Pipeline(limits(2)), {}, 0
+    pipeline.cohort(30)
+    pipeline.scheduler.limits = limits(2, max_num_batched_tokens=4)
+    for _ in range(120):
+        step = pipeline.step()
+        for slot in step.slots.tolist():
+            longest = max(longest, step.step_id - last.get(slot, step.step_id))
+            last[slot] = step.step_id
+    assert len(last) == 30
+    assert longest <= -(-30 // 4)
+
+
+def test_requests_that_end_for_certain_are_no_demand() -> None:
+    """Their last token is in flight: a step that counted them would be too large for the others."""
+    pipeline = Pipeline(limits())
+    pipeline.cohort(20, output=1)
+    pipeline.cohort(4)
+    assert len(pipeline.scheduler.running) == 24
+    assert [pipeline.budget().decodes, pipeline.budget().prefill] == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(30))
