@@ -42,6 +42,8 @@ class Child:
     """When it comes back."""
     ended: list[float] = field(default_factory=list)
     """When it ended unasked, within the window."""
+    excused: bool = False
+    """It ended unasked, but would have come back had there been time."""
     _rest: bytes = b""
 
     @property
@@ -76,6 +78,10 @@ class Child:
             return False
         self.due = now + FIRST_PAUSE * 2 ** (len(self.ended) - 1)
         return True
+
+    def expect_end(self) -> None:
+        """Its end is no surprise any more, and it does not come back only to be stopped."""
+        self.told, self.excused, self.due = True, self.excused or self.due is not None, None
 
     def signal(self, number: int) -> None:
         self.told, self.due = True, None
@@ -253,7 +259,7 @@ class Supervisor:
                 child.signal(signal.SIGTERM)
                 self._deadline = None if position == 0 else time.monotonic() + STOP_GRACE
                 for later in self.children[position + 1 :] if position else ():
-                    later.told = True
+                    later.expect_end()
             return
 
     def _abort(self) -> None:
@@ -266,7 +272,8 @@ class Supervisor:
         if self._aborted_by and self.failure is None:
             return 128 + self._aborted_by
         for child in self.children:
-            if self.failure is None and child.process.returncode not in (0, -signal.SIGTERM):
+            ended_well = child.excused or child.process.returncode in (0, -signal.SIGTERM)
+            if self.failure is None and not ended_well:
                 self.failure = child
         if self.failure is None:
             return 0

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 
-from services.cli.supervisor import Supervisor
+from services.cli import supervisor as module
+from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
 
 PRELUDE = """
 import os, signal, sys, time
@@ -50,6 +51,18 @@ LEAVING = """
 note("up")
 sys.exit(0)
 """
+DYING = """
+note("up")
+sys.exit(9)
+"""
+DYING_ONCE = (
+    """
+if f"{name} up" not in open(journal).read():
+    note("up")
+    sys.exit(9)
+"""
+    + OBEDIENT
+)
 MORTAL = """
 import sys, time
 from services.cli.child import die_with_parent
@@ -77,18 +90,25 @@ class World:
         self.lines: list[tuple[str, str]] = []
         self.supervisor = Supervisor(lambda name, line: self.lines.append((name, line)))
 
-    def run(self, scripts: tuple[str, str, str], tick: Callable[[], object] = lambda: None) -> int:
-        """Starts one child per script; once all are up, `tick` is called every 20 ms."""
+    def run(
+        self,
+        scripts: tuple[str, str, str],
+        tick: Callable[[], object] = lambda: None,
+        comes_back: bool = False,
+        final: Collection[int] = (),
+    ) -> int:
+        """Starts one child per script; the last may come back. Once all are up, `tick` is called every 20 ms."""
 
         def when_up() -> float:
-            if self.events().count("up") == len(NAMES):
+            if all(f"{name} up" in self.events() for name in NAMES):
                 tick()
             return 0.02
 
         with self.supervisor.signals():
             for name, script in zip(NAMES, scripts, strict=True):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
-                self.supervisor.start(name, command, dict(os.environ))
+                again = comes_back and name == NAMES[-1]
+                self.supervisor.start(name, command, dict(os.environ), comes_back=again, final=final)
             status = self.supervisor.wait(when_up)
         assert not any(child.alive for child in self.supervisor.children)
         return status
@@ -165,6 +185,85 @@ def test_failure_during_the_drain_is_still_a_failure(world: World) -> None:
 
     assert world.run((DEAF, OBEDIENT, OBEDIENT), drain_then_kill) == 128 + signal.SIGKILL
     assert world.failure == "scheduler was killed by SIGKILL"
+
+
+# -- children that come back -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_child_that_may_come_back_does_and_the_others_do_not_notice(world: World) -> None:
+    def stop_when_it_is_back() -> None:
+        if world.events().count("worker up") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert world.run((OBEDIENT, OBEDIENT, DYING_ONCE), stop_when_it_is_back, comes_back=True) == 0
+    assert world.supervisor.failure is None
+    assert world.lines == [("worker", "worker exited with status 9; it is started again")]
+    for name in NAMES:
+        assert world.events().count(f"{name} asked") == world.events().count(f"{name} gone") == 1
+
+
+@pytest.mark.usefixtures("quickly")
+def test_child_that_keeps_dying_ends_all_in_the_end(world: World) -> None:
+    """F6: it does not spin."""
+    assert world.run((OBEDIENT, OBEDIENT, DYING), comes_back=True) == 9
+    assert world.events().count("worker up") == 1 + RESTARTS
+    assert world.failure == "worker exited with status 9"
+
+
+@pytest.mark.usefixtures("quickly")
+def test_child_that_would_end_in_the_same_way_is_not_started_again(world: World) -> None:
+    assert world.run((OBEDIENT, OBEDIENT, DYING), comes_back=True, final=(3, 9)) == 9
+    assert world.events().count("worker up") == 1
+    assert world.failure == "worker exited with status 9"
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("position", range(2))
+def test_child_that_may_not_come_back_does_not(world: World, position: int) -> None:
+    scripts = [OBEDIENT, OBEDIENT, OBEDIENT]
+    scripts[position] = DYING
+    assert world.run((scripts[0], scripts[1], scripts[2]), comes_back=True) == 9
+    assert world.failure == f"{NAMES[position]} exited with status 9"
+
+
+def test_stop_does_not_wait_for_a_child_that_would_come_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pause is an hour long here. What it died of was to be recovered from, so the stop is an orderly one."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 3600.0)
+
+    def stop_when_it_is_gone() -> None:
+        if world.lines:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert world.run((OBEDIENT, OBEDIENT, DYING), stop_when_it_is_gone, comes_back=True) == 0
+    assert world.events().count("worker up") == 1
+    assert world.events().splitlines()[-4:] == [
+        f"{name} {what}" for name in NAMES[:2] for what in ("asked", "gone")
+    ]
+
+
+def test_pauses_grow_until_there_have_been_too_many_in_a_while() -> None:
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"]) as process:
+        process.wait()
+    child = Child("worker", process, respawn=lambda: process)
+    for now, pause in ((0.0, 0.5), (10.0, 1.0), (20.0, 2.0)):
+        assert child.comes_back(now)
+        assert child.due == now + pause
+    assert not child.comes_back(30.0)
+    child.ended.pop()
+    now = RESTART_WINDOW + 15.0  # the first two are forgotten
+    assert child.comes_back(now)
+    assert child.due == now + 1.0
+    for _ in range(2):  # when each of several before it is asked to stop
+        child.expect_end()
+        assert (child.due, child.excused) == (None, True)
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
