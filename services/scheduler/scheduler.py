@@ -274,6 +274,7 @@ class Scheduler:
             hit, count = self.policy.admit(
                 self._view(), request, hit, min(len(request.token_ids) - hit, budget.chunk, room)
             )
+            count = min(count, room)
             del prefix[hit // self.limits.block_size :]
             held = len(request.token_ids) if budget.runner_reports else hit + count
             if not count or not self.kv.can_admit(prefix, held):
