@@ -175,3 +175,75 @@ def test_a_ping_changes_nothing(phase: Phase) -> None:
     session = in_phase(phase)
     assert session.on(Ping()) is None
     assert session.phase is phase
+
+
+EXECUTED, USED, IGNORED, REFUSED = "executed", "used", "ignored", "refused"
+REPEATED, FAULT, SILENT = "repeated", "fault", "silent"
+MESSAGES = {
+    "assignment": ASSIGNMENT_4,
+    "initialize": INIT,
+    "plan": plan(1),
+    "grammar": grammar(1),
+    "release": ReleaseSlots(3, b""),
+    "late plan": plan(9, epoch=2),
+    "early plan": plan(1, epoch=4),
+    "late end": EndEpoch(2),
+}
+BEFORE_SERVING = {"plan": REFUSED, "grammar": REFUSED, "release": REFUSED, "early plan": REFUSED}
+WHEN_SERVING = {"release": USED, "late plan": IGNORED, "early plan": IGNORED, "late end": IGNORED}
+TABLE = {
+    Phase.REGISTERED: {"assignment": USED, "late end": USED, "late plan": REFUSED} | BEFORE_SERVING,
+    Phase.LOADING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
+    Phase.LOADED: {"initialize": USED, "late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
+    Phase.INITIALIZING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
+    Phase.SERVING: {"plan": EXECUTED, "grammar": FAULT} | WHEN_SERVING,
+    Phase.SAMPLING: {"plan": REPEATED, "grammar": USED} | WHEN_SERVING,
+    Phase.ALONE: dict.fromkeys(MESSAGES, IGNORED),
+    Phase.LEAVING: dict.fromkeys(MESSAGES, SILENT),
+    Phase.FAILED: dict.fromkeys(MESSAGES, SILENT),
+}
+"""What comes of each message in each phase; what is not there is refused, as out of place. In SAMPLING the step that
+waits is number 1: its plan is a repetition, answered from what is kept. A worker that waits for a place is told to
+register again by the end of any epoch: the scheduler has forgotten it."""
+
+
+def arrive_in(phase: Phase) -> Session:
+    if phase not in (Phase.LEAVING, Phase.FAILED):
+        return in_phase(phase)
+    session = in_phase(Phase.SERVING)
+    if phase is Phase.LEAVING:
+        session.on(Shutdown())
+    else:
+        session.failed()
+    return session
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("phase", Phase)
+def test_what_comes_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
+    session, message = arrive_in(phase), MESSAGES[name]
+    before = dict(vars(session))
+    comes_of_it = TABLE[phase].get(name, REFUSED)
+    if comes_of_it is REFUSED:
+        with pytest.raises(ProtocolError, match=f"has no place while {phase.name}"):
+            session.on(message)
+        assert vars(session) == before, "it changed something"
+        return
+    action = session.on(message)
+    match comes_of_it:
+        case "executed":
+            assert action == Execute(message)  # type: ignore[arg-type]
+        case "used":
+            assert action in (message, Sample(message))  # type: ignore[arg-type]
+        case "repeated":
+            assert action == Resend(1)
+            assert vars(session) == before
+        case "fault":
+            assert isinstance(action, StepFault)
+            assert session.phase is Phase.FAILED
+        case "ignored":
+            assert action is None
+            assert vars(session) == before | {"ignored": before["ignored"] + 1}
+        case "silent":
+            assert action is None
+            assert vars(session) == before
