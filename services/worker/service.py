@@ -106,12 +106,12 @@ class Worker:
 
     def _register(self) -> None:
         """Says what this worker is and holds, and where others can meet it."""
-        identity = self._attempt(self._runner.identify)
-        if identity is None:
+        host = self._config.host_ip or facing(self._config.scheduler_endpoint)
+        identity, listener = self._attempt(self._runner.identify), self._attempt(lambda: _listen(host))
+        if identity is None or listener is None:
             raise AssertionError("nothing of other ranks is needed to say what a model is")
         self._close_listener()
-        host = self._config.host_ip or facing(self._config.scheduler_endpoint)
-        self._listener = listen(host)
+        self._listener = listener
         self._client.send(
             Register(
                 backend=self._config.backend_name,
@@ -122,7 +122,7 @@ class Worker:
                 dtype=identity.dtype,
                 tensor_parallel_sizes=identity.tensor_parallel_sizes,
                 max_pipeline_parallel_size=identity.max_pipeline_parallel_size,
-                rendezvous=f"{host}:{self._listener.getsockname()[1]}",
+                rendezvous=f"{host}:{listener.getsockname()[1]}",
                 epoch=self._session.epoch,
                 shard=self._shard,
             )
@@ -265,6 +265,16 @@ class Worker:
         output = self._runner.sample_tokens(grammar)
         self._results.put(Launched(self._session.epoch, self._session.last_step, output, self._waited))
         self._waited = 0.0
+
+
+def _listen(host: str) -> socket.socket:
+    """Raises: LoadError"""
+    try:
+        return listen(host)
+    except OSError as error:
+        raise LoadError(
+            f"--host-ip {host}: ranks cannot meet this one there: {error.strerror}; give an address of this machine"
+        ) from error
 
 
 def _client(endpoint: str) -> Client:

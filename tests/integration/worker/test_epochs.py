@@ -16,6 +16,7 @@ from protocol.membership import (
     Shard,
     Shutdown,
 )
+from protocol.steps import ModelRunnerOutput
 from services.worker.results import EXIT_STUCK
 from tests.integration.worker.scripted import ScriptedScheduler, exit_status, worker_process
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
@@ -127,3 +128,32 @@ def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedSched
         status, log = exit_status(process)
         assert status == EXIT_STUCK
         assert "the last step does not end" in log
+
+
+@pytest.mark.parametrize("phase", ["serving", "sampling"])
+def test_steps_in_flight_when_the_epoch_ends_are_void(
+    scheduler: ScriptedScheduler, tmp_path: Path, phase: str
+) -> None:
+    """What is still said of them carries the number of their epoch. In "sampling" a grammar never comes."""
+    with worker_process(tmp_path, sim_step_ms=100.0) as process:
+        scheduler.serve(1)
+        plans = Plans()
+        request = plans.admit(prompt(1, 6))
+        scheduler.send(*(plans.step(request) for _ in range(3)))
+        if phase == "sampling":
+            scheduler.send(plans.step(request, grammar=True))
+        scheduler.results(1)
+        scheduler.end(1)
+        while not isinstance(message := scheduler.listen(), Register):
+            assert isinstance(message, ModelRunnerOutput)
+            assert message.epoch == 1
+        assert message.epoch == 1
+        scheduler.assign(2)
+        while not isinstance(message := scheduler.listen(), Loaded):
+            assert isinstance(message, LoadProgress | ModelRunnerOutput)
+            assert not isinstance(message, ModelRunnerOutput) or message.epoch == 1
+        scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+        assert scheduler.listen() == Ready(2)
+        assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
+        scheduler.send(Shutdown())
+        assert exit_status(process)[0] == 0
