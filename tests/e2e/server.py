@@ -1,5 +1,6 @@
 """`runahead serve` as a process of its own, and what is left of it afterwards."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -11,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -57,7 +57,8 @@ class Server:
     def find_services(self) -> None:
         """Names the children; again, after one was started again."""
         for child in psutil.Process(self.process.pid).children():
-            if is_alive(child) and (command := child.cmdline()):
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it has just ended, or not begun
+                command = child.cmdline()
                 self.services[Path(command[command.index("services.cli.child") + 2]).stem] = child
 
     def client(self) -> OpenAI:
@@ -113,7 +114,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(*arguments: str, wait: bool = True, **environment: str) -> Iterator[Server]:
     """A server on a free port; whatever happens, nothing of it is left."""
     server = Server("--port", "0", *arguments, **environment)

@@ -13,8 +13,11 @@ SIM = ("--backend", "sim", "--sim-step-ms", "20")
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20))
 
 
-async def answers(client: AsyncOpenAI, server: Server, victim: str = "") -> list[str]:
-    """The texts of eight streams; `victim` is killed when all have begun."""
+TP2 = ("--tensor-parallel-size", "2", *NATIVE)
+
+
+async def answers(client: AsyncOpenAI, server: Server, *victims: str) -> list[str]:
+    """The texts of eight streams; `victims` are killed at once when all have begun."""
     model, begun = (await client.models.list()).data[0].id, asyncio.Barrier(9)
 
     async def one(number: int) -> str:
@@ -31,7 +34,7 @@ async def answers(client: AsyncOpenAI, server: Server, victim: str = "") -> list
 
     async def kill() -> None:
         await begun.wait()
-        if victim:
+        for victim in victims:
             server.services[victim].kill()
 
     *texts, _ = await asyncio.gather(*map(one, range(8)), kill())
@@ -41,7 +44,7 @@ async def answers(client: AsyncOpenAI, server: Server, victim: str = "") -> list
 @pytest.mark.parametrize(
     ("layout", "victims"),
     [
-        (("--tensor-parallel-size", "2", *NATIVE), ["worker-1", "worker-0"]),
+        (TP2, ["worker-1", "worker-0"]),
         (
             ("--pipeline-parallel-size", "2", "--batching-policy", "balanced", *SIM),
             ["worker-0", "worker-1"],
@@ -65,6 +68,54 @@ async def test_killed_worker_is_started_again_and_streams_go_on(
             server.signal(signal.SIGTERM)
             assert server.wait() == 0, server.log.read_text()
             server.assert_nothing_is_left()
+
+
+async def test_all_ranks_killed_at_once_and_one_again_when_it_is_back() -> None:
+    """F6: two deaths within one recovery."""
+    with serving(*TP2) as server:
+        async with server.async_client() as client:
+            calm = await answers(client, server)
+            before = server.services["worker-1"]
+
+            async def again() -> None:
+                while server.services["worker-1"] == before:
+                    await asyncio.sleep(0.02)
+                    server.find_services()
+                server.services["worker-1"].kill()
+
+            texts, _ = await asyncio.gather(answers(client, server, "worker-0", "worker-1"), again())
+            assert texts == calm
+        assert server.log.read_text().count("worker-1 was killed by SIGKILL; it is started again") == 2
+        server.find_services()
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log.read_text()
+        server.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("what", ["scheduler", "serve"])
+async def test_ranks_in_the_middle_of_steps_do_not_outlive(what: str) -> None:
+    with serving(*TP2) as server:
+        async with server.async_client() as client:
+            model = (await client.models.list()).data[0].id
+            streams = [
+                await client.completions.create(
+                    model=model, prompt=f"Number {number} is", max_tokens=500, stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for number in range(4)
+            ]  # fmt: skip
+            for stream in streams:
+                await anext(aiter(stream))
+            if what == "serve":
+                server.signal(signal.SIGKILL)
+                server.wait()
+            else:
+                server.services["scheduler"].kill()
+                assert server.wait() == 128 + signal.SIGKILL
+                assert server.last_line() == "runahead: scheduler was killed by SIGKILL"
+            for stream in streams:
+                await stream.close()
+        wait_until(lambda: not any(map(is_alive, server.services.values())), "no rank is left")
 
 
 async def test_worker_that_keeps_dying_ends_all_and_is_named() -> None:
