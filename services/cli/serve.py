@@ -21,11 +21,9 @@ from services.config import ServeConfig
 
 POLL_INTERVAL = 0.1
 """Seconds between two looks at a frontend that is not ready."""
-
-
-FINAL = (3, 4, 5)
-"""Exit statuses of a worker that would end in the same way again: its model cannot be served, the scheduler refused
-it, or is gone."""
+FINAL = (3, 4)
+"""Exit statuses of a worker that would end in the same way again: its model cannot be served, or the scheduler refused
+it. One that lost its scheduler may come back: if the scheduler has ended, that ends all."""
 
 
 def serve(config: ServeConfig) -> int:

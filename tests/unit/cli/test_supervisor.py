@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.cli import supervisor as module
+from services.cli.serve import FINAL
 from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
+from services.worker.service import EXIT_MODEL, EXIT_REFUSED
 
 PRELUDE = """
 import os, signal, sys, time
@@ -230,6 +232,22 @@ def test_child_that_may_not_come_back_does_not(world: World, position: int) -> N
     scripts[position] = DYING
     assert world.run((scripts[0], scripts[1], scripts[2]), comes_back=True) == 9
     assert world.failure == f"{NAMES[position]} exited with status 9"
+
+
+def test_child_that_may_come_back_is_not_blamed_for_one_that_may_not(world: World) -> None:
+    """Workers end when their scheduler does, and both may be seen in one look."""
+
+    def kill_both() -> None:
+        for child in world.supervisor.children[1:]:
+            child.process.kill()
+            child.process.wait()
+
+    assert world.run((OBEDIENT, OBEDIENT, OBEDIENT), kill_both, comes_back=True) == 128 + signal.SIGKILL
+    assert world.failure == "scheduler was killed by SIGKILL"
+
+
+def test_only_what_would_happen_again_is_final() -> None:
+    assert FINAL == (EXIT_MODEL, EXIT_REFUSED)
 
 
 def test_stop_does_not_wait_for_a_child_that_would_come_back(
