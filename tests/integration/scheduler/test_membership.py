@@ -170,3 +170,26 @@ def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
         client.wait_finished(1)
         client.close()
         assert running.stop() == (0, 0, 0, 0)
+
+
+def test_auto_grows_and_shrinks_with_the_workers_under_load(
+    tmp_path: Path, calm: dict[int, list[int]]
+) -> None:
+    """What `docker compose up --scale worker=2` and back does; open requests are carried over."""
+    auto = {"tensor_parallel_size": "auto", "settle_seconds": 0.5}
+    with engine(tmp_path, SCHEDULER | auto, SIM | {"sim_step_ms": 40.0}) as running:
+        client = started(running, 3)
+        assert client.state.info["tensor_parallel_size"] == "1"
+        second = running.add_worker()
+        state(client, lambda c: c.state.info.get("tensor_parallel_size") == "2" and is_ready(c))
+        before = len(client.tokens[0])
+        while len(client.tokens[0]) == before:
+            client.receive()
+        second.send_signal(signal.SIGTERM)
+        state(client, lambda c: c.state.info.get("tensor_parallel_size") == "1" and is_ready(c))
+        finished(client, calm)
+        assert second.wait(PATIENCE) == 0
+
+
+def is_ready(client: EngineClient) -> bool:
+    return client.state is not None and client.state.phase is EnginePhase.READY
