@@ -187,20 +187,26 @@ class Results:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL
                     self._send(self._heartbeat())
                 self._listen()
-            if not (self.waits_for_ranks and self._is_over):
+            if not self._wakes():
                 deadline = 0.0
                 continue
             deadline = deadline or time.monotonic() + ABORT_GRACE
-            self._abort()
             if self.in_step and time.monotonic() > deadline:
                 why = self.lost or f"epoch {self._epoch} is over"
                 log.error("%s, but the last step does not end: this process does", why)
                 os._exit(EXIT_STUCK)
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether the executing thread waits for nothing: its epoch has ended, or this worker must."""
-        return self.failed.is_set() or self._ended >= self._epoch > 0
+    def _wakes(self) -> bool:
+        """Whether the executing thread waits for nothing, as its epoch has ended or this worker must; then it is woken.
+
+        No epoch can begin meanwhile, or its ranks would be woken too.
+        """
+        with self._state:
+            is_over = self.failed.is_set() or self._ended >= self._epoch > 0
+            if self.waits_for_ranks and is_over:
+                self._abort()
+                return True
+            return False
 
     def _heartbeat(self) -> Heartbeat:
         with self._state:
