@@ -39,7 +39,8 @@ class Client:
         except BaseException:
             self.close()
             raise
-        self._connected = self._welcome = self._gone = self._hopeless = False
+        self._connected = self._lost = self._welcome = self._gone = self._hopeless = False
+        self._greeting: Hello | None = None
         self._failure = ""
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
@@ -58,10 +59,14 @@ class Client:
 
     def greet(self, role: str, name: str) -> None:
         """The first half of `handshake`; `accept` is the second."""
-        with suppress(
-            PeerSlow
-        ):  # no room before the first message: the connection failed, `receive` says how
-            self.send(Hello(*PROTOCOL_VERSION, role, name), wait=False)
+        self._greeting = Hello(*PROTOCOL_VERSION, role, name)
+        self._greet()
+
+    def _greet(self) -> None:
+        if self._greeting is not None:
+            # No room before the first message: the connection failed, `receive` says how.
+            with suppress(PeerSlow):
+                self.send(self._greeting, wait=False)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
         """Raises: PeerSlow, without room in the queue (for 10 s, unless told not to wait); PeerGone"""
@@ -112,10 +117,14 @@ class Client:
             if event in FAILURES:
                 self._failure = FAILURES[event]
                 self._hopeless |= event in FINAL
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                if self._lost and not self._welcome:  # the Hello, perhaps, as well; twice does no harm
+                    self._greet()
             else:
-                self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._connected, self._lost = False, True
                 # For ever: on a new connection the server would not know us.
-                self._gone |= self._welcome and not self._connected
+                self._gone |= self._welcome
 
     def unanswered(self, timeout: float) -> HandshakeTimeout:
         text = f"no answer from {self.endpoint} within {timeout:g} s"

@@ -18,6 +18,8 @@ log = logging.getLogger("runahead.transport")
 
 MAX_PEERS = 1024
 """Welcome at once; more are refused."""
+_HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
+"""How every `Hello` begins."""
 UNKNOWN = "unknown"
 """The role of whoever has not shaken hands."""
 
@@ -79,7 +81,8 @@ class Server:
             if len(frames) != 1:
                 self.count_error(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
             elif peer in self.peers:
-                return peer, frames[0]
+                if not frames[0].startswith(_HELLO):  # it greeted twice, see Client
+                    return peer, frames[0]
             elif (hello := self._greet(peer, frames[0])) is not None:
                 return peer, hello
 
