@@ -162,7 +162,8 @@ def test_a_second_hello_is_no_message(server: Server) -> None:
     client, peer = connect(server)
     client.greet("frontend", "other")
     exchange(server, client, peer)
-    assert server.peers[peer].role == "worker" and not server.errors
+    assert server.peers[peer].role == "worker"
+    assert not server.errors
     client.close()
 
 
