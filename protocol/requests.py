@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 
 from protocol.fields import MAX_ITEMS, Count, Fraction, Int32, Name, Number, Text
-from protocol.sampling import SamplingParams
+from protocol.logprobs import Logprobs
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 
 class FinishReason(enum.IntEnum):
@@ -45,6 +46,10 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     """Requests share prefix-cache blocks only with requests of equal salt."""
     request_id: Text = ""
     """The external id, for logs only."""
+    structured: StructuredOutputParams | None = None
+    """What the output must match; the request waits until that is compiled, others do not."""
+    pooling: Pooling = Pooling.NONE
+    """Other than NONE: the request ends with an `Embedding` and no token; `params` ask for one token, greedy."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -65,6 +70,14 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     """For ERROR, REJECTED and INVALID: what happened and what would work, fit for the client's eyes."""
 
 
+class Embedding(msgspec.Struct, array_like=True, frozen=True):
+    """What a pooling request asked for; its `Finish` follows."""
+
+    number: Number
+    values: bytes
+    """float32[hidden size], as the model has it: not normalised."""
+
+
 class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
     """Everything one step produced for one frontend: columns of equal length, then the requests that ended.
 
@@ -78,6 +91,12 @@ class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"
     token_ids: bytes
     """int32."""
     finished: Annotated[list[Finish], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    logprobs: Logprobs | None = None
+    """Of tokens here; `owners` are their rows, ascending."""
+    prompt_logprobs: Logprobs | None = None
+    """Of prompt tokens; `owners` are request numbers, uint32. A position may come again after a preemption; the first
+    one counts. All come before the first token of their request."""
+    embeddings: Annotated[list[Embedding], msgspec.Meta(max_length=MAX_ITEMS)] = []
 
 
 class EnginePhase(enum.IntEnum):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import ProtocolError, unpack
+from protocol.logprobs import Logprobs
 from protocol.requests import RequestOutputs
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 
@@ -99,6 +100,57 @@ class ProgressRows(NamedTuple):
         if len(np.unique(rows.slots)) != len(rows.slots):
             raise ProtocolError(f"{what} names a slot twice")
         return rows
+
+
+class LogprobRows(NamedTuple):
+    """Columns of `Logprobs`; int32 but for `values`."""
+
+    owners: I32
+    positions: I32
+    counts: I32
+    ranks: I32
+    token_ids: I32
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, logprobs: Logprobs) -> Self:
+        """Raises: ProtocolError"""
+        what = "the log-probabilities"
+        rows = cls(
+            unpack(logprobs.owners),
+            unpack(logprobs.positions),
+            unpack(logprobs.counts),
+            unpack(logprobs.ranks),
+            unpack(logprobs.token_ids),
+            unpack(logprobs.values, np.float32),
+        )
+        _same_length(what, owners=rows.owners, positions=rows.positions, counts=rows.counts, ranks=rows.ranks)
+        _same_length(what, token_ids=rows.token_ids, values=rows.values)
+        if _negative(rows.positions | (rows.counts - 1) | (rows.ranks - 1)) or _negative(rows.token_ids):
+            raise ProtocolError(f"{what} have a negative number, or a row without an entry")
+        if (
+            int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids)
+            or np.isnan(rows.values).any()
+        ):
+            raise ProtocolError(f"{what} have other entries than their rows count, or NaN")
+        return rows
+
+    def packed(self) -> Logprobs:
+        return Logprobs(*(column.tobytes() for column in self))
+
+    def where(self, mask: NDArray[np.bool_]) -> Self:
+        """The rows of `mask`, bool[rows]."""
+        if mask.all():
+            return self
+        entries = np.repeat(mask, self.counts)
+        return self._replace(
+            owners=self.owners[mask],
+            positions=self.positions[mask],
+            counts=self.counts[mask],
+            ranks=self.ranks[mask],
+            token_ids=self.token_ids[entries],
+            values=self.values[entries],
+        )
 
 
 class OutputRows(NamedTuple):

@@ -1,16 +1,33 @@
 """What a request asks of the sampler. Names and meanings are vLLM's where the meaning is the same."""
 
+import enum
 from typing import Annotated
 
 import msgspec
 
-from protocol.fields import Count
+from protocol.fields import Count, Finite
 
 MAX_TEMPERATURE = 1000.0
 MAX_END_TOKENS = 1024
 """Most ids in `eos_token_ids`, and in `stop_token_ids`."""
+MAX_PENALTY = 2.0
+"""Greatest presence and frequency penalty, and least when negative: OpenAI's range."""
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
+"""Greatest `logit_bias`, and least when negative: OpenAI's range."""
+MAX_BIASED = 1024
+"""Most tokens with a `logit_bias`."""
+MAX_BAD_WORDS = 512
+"""Most token sequences in `bad_words`."""
+MAX_BAD_WORD_TOKENS = 128
+MAX_GRAMMAR_CHARS = 262_144
+MAX_LOGPROBS = 20
+"""Most alternatives per position in `logprobs` and `prompt_logprobs`."""
 
 TokenIds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_END_TOKENS)]
+Biases = Annotated[tuple[tuple[Count, Finite], ...], msgspec.Meta(max_length=MAX_BIASED)]
+BadWord = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+BadWords = Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -35,6 +52,23 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """Tokens that end the text. Empty under `ignore_eos`."""
     stop_token_ids: TokenIds = ()
     """Tokens the client asked to stop at; unlike EOS they are named in `stop_reason`."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that stands in the output."""
+    frequency_penalty: float = 0.0
+    """The same for each time that it stands there."""
+    repetition_penalty: float = 1.0
+    """Divides a positive logit, multiplies a negative one, of each token in prompt or output; 1: none."""
+    logit_bias: Biases = ()
+    """(token id, what is added to its logit); each id once."""
+    bad_words: BadWords = ()
+    """Token sequences that must not stand in the output: the last token is forbidden after the others."""
+    allowed_token_ids: bytes = b""
+    """int32, ascending: the only tokens that may be sampled. Empty: all."""
+    logprobs: Count | None = None
+    """For each output token: the log-probabilities of so many most likely tokens, and of the one sampled. They are
+    the model's, before any parameter here has changed them (vLLM's `raw_logprobs`). None: none at all."""
+    prompt_logprobs: Count | None = None
+    """The same for each prompt token but the first. Such a request reads no prefix cache."""
 
     def __post_init__(self) -> None:
         """Runs in the frontend, which makes one, and in every process that decodes one."""
@@ -54,3 +88,74 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError(f"min_tokens must be at least 0 and below 2**31, got {self.min_tokens}")
         if max(len(self.eos_token_ids), len(self.stop_token_ids)) > MAX_END_TOKENS:
             raise ValueError(f"at most {MAX_END_TOKENS} stop_token_ids are allowed")
+        self._check_penalties()
+        self._check_lists()
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise ValueError(f"{name} must lie between 0 and {MAX_LOGPROBS}, got {wanted}")
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+                raise ValueError(f"{name} must lie between -{MAX_PENALTY} and {MAX_PENALTY}, got {penalty}")
+        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            text = f"repetition_penalty must be above 0 and at most {MAX_REPETITION_PENALTY}"
+            raise ValueError(f"{text}, got {self.repetition_penalty}")
+
+    def _check_lists(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED:
+            raise ValueError(f"logit_bias may name at most {MAX_BIASED} tokens")
+        if any(not -MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias):
+            raise ValueError(f"a logit_bias must lie between -{MAX_BIAS} and {MAX_BIAS}")
+        if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
+            raise ValueError("logit_bias names a token twice")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(f"at most {MAX_BAD_WORDS} bad_words are allowed")
+        if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words):
+            raise ValueError(f"a bad word must have between 1 and {MAX_BAD_WORD_TOKENS} tokens")
+        if len(self.allowed_token_ids) % 4:
+            raise ValueError("allowed_token_ids must be a column of int32")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was said before changes what may follow, other than by `bad_words`."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+class GrammarKind(enum.IntEnum):
+    """What `StructuredOutputParams.text` is; vLLM's `structured_outputs` fields."""
+
+    JSON = 0
+    """A JSON schema."""
+    JSON_OBJECT = 1
+    """Any JSON object; the text is empty."""
+    REGEX = 2
+    CHOICE = 3
+    """A JSON array of strings."""
+    GRAMMAR = 4
+    """Lark, or GBNF as llama.cpp has it."""
+    STRUCTURAL_TAG = 5
+    """OpenAI's and vLLM's JSON for text with structured parts."""
+
+
+class StructuredOutputParams(msgspec.Struct, array_like=True, frozen=True):
+    """What the whole output must match. Not yet known to be compilable."""
+
+    kind: GrammarKind
+    text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    begins_after: TokenIds = ()
+    """Tokens that end the part before, such as a model's reasoning; until they stand in the output in this order,
+    nothing is constrained. Empty: the grammar begins at once."""
+
+
+class Pooling(enum.IntEnum):
+    """What becomes of a prompt that nothing is to be generated for."""
+
+    NONE = 0
+    """A token is sampled, as ever."""
+    LAST = 1
+    """The hidden state of the last token."""
+    MEAN = 2
+    """The mean of the hidden states of all tokens; such a request reads no prefix cache."""

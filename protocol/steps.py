@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 
 from protocol.fields import MAX_ITEMS, Count, Finite, StepId, Text
-from protocol.sampling import SamplingParams
+from protocol.logprobs import Logprobs
+from protocol.sampling import Pooling, SamplingParams
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -24,6 +25,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     block_ids: bytes
     """int32: the whole block table so far."""
     params: SamplingParams
+    pooling: Pooling = Pooling.NONE
+    """Other than NONE: the row with `samples` yields an embedding; the token it returns means nothing."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -104,6 +107,14 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     """int32[reports]: slots of prefill rows of this step whose progress is reported"""
     progress_frontiers: bytes = b""
     """int32[reports]: tokens of the request whose KV is written; at least one more than where the row started"""
+    logprobs: Logprobs | None = None
+    """Of sampled tokens whose request asks for them; `owners` are slots, in the order of `slots`."""
+    prompt_logprobs: Logprobs | None = None
+    """Of prompt tokens whose predecessor this step computed, so its logits; `owners` are slots, in plan order."""
+    embedding_slots: bytes = b""
+    """int32[embeddings]: slots of pooling rows with `samples`, in plan order"""
+    embeddings: bytes = b""
+    """float32[embeddings, hidden size]"""
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):

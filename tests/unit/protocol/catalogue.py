@@ -23,17 +23,24 @@ from msgspec.inspect import (
     type_info,
 )
 
-from protocol import handshake, membership, requests, sampling, steps
-from protocol.codec import Decoder
+from protocol import handshake, logprobs, membership, requests, sampling, steps
+from protocol.codec import Decoder, pack
 from protocol.handshake import Hello, Refused, Welcome
 from protocol.membership import GroupMessage, WorkerMessage
 from protocol.requests import ClientMessage, EngineMessage
-from protocol.sampling import MAX_TEMPERATURE, SamplingParams
+from protocol.sampling import (
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+    SamplingParams,
+)
 from protocol.steps import StepMessage, StepResult
 
 STRUCTS: list[type[msgspec.Struct]] = [
     value
-    for module in (handshake, membership, requests, sampling, steps)
+    for module in (handshake, logprobs, membership, requests, sampling, steps)
     for value in vars(module).values()
     if inspect.isclass(value) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
 ]
@@ -69,6 +76,18 @@ _SAMPLING = {
     "min_p": st.floats(0, 1),
     "seed": st.integers(0, 2**64 - 1),
     "min_tokens": st.integers(0, 2**31 - 1),
+    "presence_penalty": st.floats(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": st.floats(-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": st.floats(0, MAX_REPETITION_PENALTY, exclude_min=True),
+    "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-MAX_BIAS, MAX_BIAS), max_size=5).map(
+        lambda biases: tuple(biases.items())
+    ),
+    "bad_words": st.lists(
+        st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(tuple), max_size=5
+    ).map(tuple),
+    "allowed_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=5).map(pack),
+    "logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "prompt_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
 }
 """Its ranges stand in `__post_init__`, where types cannot show them."""
 
