@@ -8,7 +8,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     most likely first; the token itself may be among them again. `protocol.rows.LogprobRows` has them as arrays."""
 
     owners: bytes
-    """int32[rows]: whose token; what the numbers mean is said where the struct is used"""
+    """int32[rows]: whose token: slots in a step's result, uint32 request numbers on the way to a frontend"""
     positions: bytes
     """int32[rows]: which token of the request's sequence, counted from the first of the prompt"""
     counts: bytes

@@ -105,6 +105,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Blocks this rank can hold."""
     simulated: bool = False
     epoch: Count = 0
+    hidden_size: Count = 0
+    """Length of an embedding; 0: this backend gives none."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

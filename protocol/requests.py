@@ -92,10 +92,8 @@ class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"
     """int32."""
     finished: Annotated[list[Finish], msgspec.Meta(max_length=MAX_ITEMS)] = []
     logprobs: Logprobs | None = None
-    """Of tokens here; `owners` are their rows, ascending."""
-    prompt_logprobs: Logprobs | None = None
-    """Of prompt tokens; `owners` are request numbers, uint32. A position may come again after a preemption; the first
-    one counts. All come before the first token of their request."""
+    """Of output tokens, in the message that has the token. Of prompt tokens, before the first output token of their
+    request; after a preemption such a position may come again, and the first one counts."""
     embeddings: Annotated[list[Embedding], msgspec.Meta(max_length=MAX_ITEMS)] = []
 
 
@@ -129,6 +127,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Gauges and running totals under vLLM's metric names, without the prefix."""
     info: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """What is combined: the cell of the capability table, and the sizes of the group."""
+    hidden_size: Count = 0
+    """Length of an embedding; 0: none are served."""
 
 
 ClientMessage = GenerateRequest | AbortRequest

@@ -3,6 +3,7 @@
 What needs knowledge of the batch (does the slot exist, is the block mine) is checked by whoever has that knowledge.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -135,6 +136,11 @@ class LogprobRows(NamedTuple):
             raise ProtocolError(f"{what} have other entries than their rows count, or NaN")
         return rows
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """At least one part."""
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
+
     def packed(self) -> Logprobs:
         return Logprobs(*(column.tobytes() for column in self))
 
@@ -151,6 +157,25 @@ class LogprobRows(NamedTuple):
             token_ids=self.token_ids[entries],
             values=self.values[entries],
         )
+
+
+class EmbeddingRows(NamedTuple):
+    """A result's embeddings: int32[rows] slots and float32[rows, hidden size]."""
+
+    slots: I32
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, result: ModelRunnerOutput) -> Self:
+        """Raises: ProtocolError"""
+        slots, values = unpack(result.embedding_slots), unpack(result.embeddings, np.float32)
+        if not len(slots) or len(values) % len(slots) or _negative(slots):
+            raise ProtocolError(f"{len(values)} numbers are no embeddings of {len(slots)} slots")
+        return cls(slots, values.reshape(len(slots), -1))
+
+    def by_slot(self) -> dict[int, bytes]:
+        """float32[hidden size] each"""
+        return {slot: row.tobytes() for slot, row in zip(self.slots.tolist(), self.values, strict=True)}
 
 
 class OutputRows(NamedTuple):

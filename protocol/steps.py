@@ -108,9 +108,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     progress_frontiers: bytes = b""
     """int32[reports]: tokens of the request whose KV is written; at least one more than where the row started"""
     logprobs: Logprobs | None = None
-    """Of sampled tokens whose request asks for them; `owners` are slots, in the order of `slots`."""
-    prompt_logprobs: Logprobs | None = None
-    """Of prompt tokens whose predecessor this step computed, so its logits; `owners` are slots, in plan order."""
+    """Where the request asks for them: of tokens sampled in this step, and of prompt tokens whose predecessor was
+    computed in it."""
     embedding_slots: bytes = b""
     """int32[embeddings]: slots of pooling rows with `samples`, in plan order"""
     embeddings: bytes = b""

@@ -11,14 +11,16 @@ import numpy as np
 
 from protocol.codec import ProtocolError, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
-from protocol.rows import ProgressRows, ResultRows
-from protocol.steps import ModelRunnerOutput, StepMessage
+from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
+from protocol.sampling import Pooling
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
 from services.scheduler.batch_queue import BatchQueue
+from services.scheduler.grammar import Compiler, Grammar
 from services.scheduler.ledger import InflightStep
 from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy
-from services.scheduler.request import Request
-from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.request import Request, RequestStatus
+from services.scheduler.scheduler import NO_EMBEDDINGS, Scheduler, UnknownResult
 from services.scheduler.slots import NO_TOKEN, Column
 
 MAX_PRIORITY = 2**20
@@ -38,7 +40,10 @@ class EngineCore:
         max_num_queued_reqs: int = 1024,
         max_num_queued_tokens: int = 1 << 22,
         use_priority: bool = False,
+        compiler: Compiler | None = None,
+        hidden_size: int = 0,
     ) -> None:
+        """`compiler` None: structured output is refused; `hidden_size` 0: embeddings are."""
         self.scheduler = scheduler
         self.queue = BatchQueue(depth)
         self.requests: dict[tuple[int, int], Request] = {}
@@ -46,6 +51,12 @@ class EngineCore:
         self._max_reqs = max_num_queued_reqs
         self._max_tokens = max_num_queued_tokens
         self._use_priority = use_priority
+        self._compiler = compiler
+        self._compiling: dict[int, Request] = {}
+        """By ticket: requests whose grammar is not ready; they wait here and not in the scheduler, in nobody's way."""
+        self._unsampled: InflightStep | None = None
+        """The step dispatched last, while its sampling waits for its `GrammarOutput`."""
+        self._hidden_size = hidden_size
         self._arrivals = 0
         self.stale_results = 0
 
@@ -70,10 +81,37 @@ class EngineCore:
             message.params,
             Request.rank_of(message.priority if self._use_priority else 0, self._arrivals),
             message.cache_salt,
+            message.pooling,
         )
         self.requests[key] = request
         self.scheduler.counters["prompt_tokens"] += request.num_prompt_tokens
-        self.scheduler.add(request)
+        if message.structured is None or self._compiler is None:
+            self.scheduler.add(request)
+        else:
+            self._compiling[self._arrivals] = request
+            self._compiler.submit(self._arrivals, message.structured, message.params.eos_token_ids)
+
+    def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
+        """A request's grammar is ready, or cannot be: then the text says why. The tokens that the request came with
+        belong to it."""
+        request = self._compiling.pop(ticket, None)
+        if request is None:
+            return  # it was aborted meanwhile
+        if not isinstance(grammar, str):
+            outputs = request.token_ids[request.num_prompt_tokens :].tolist()
+            if all(map(grammar.accept, outputs)):
+                request.grammar = grammar
+                self.scheduler.add(request)
+                return
+            grammar = "the tokens delivered before do not match what the output must match"
+        self._end_waiting(request, request.finish_message(FinishReason.INVALID, message=grammar))
+        self.scheduler.counters["invalid"] += 1
+
+    def _end_waiting(self, request: Request, finish: Finish | None) -> None:
+        """Ends a request that the scheduler never had."""
+        request.become(RequestStatus.FINISHED)
+        if finish is not None:
+            self.scheduler.outputs.finish(request.client, finish)
 
     def _refusal(self, message: GenerateRequest) -> tuple[FinishReason, str] | None:
         """Guards the shared loop: whatever a frontend lets through, a request that cannot be served ends alone."""
@@ -106,10 +144,33 @@ class EngineCore:
                 FinishReason.INVALID,
                 f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens",
             )
+        refusal = self._lacking(message)
+        if refusal is not None:
+            return FinishReason.INVALID, refusal
         if abs(message.priority) > MAX_PRIORITY:
             return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-        if len(waiting) >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
+        num_waiting = len(waiting) + len(self._compiling)
+        if num_waiting >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
             return FinishReason.REJECTED, "the server is overloaded; try again later"
+        return None
+
+    def _lacking(self, message: GenerateRequest) -> str | None:
+        """What the request names or needs that this engine does not have."""
+        params = message.params
+        named = max(
+            (
+                *(token for token, _ in params.logit_bias),
+                *(token for word in params.bad_words for token in word),
+            ),
+            default=0,
+        )
+        allowed = unpack(params.allowed_token_ids)
+        if max(named, allowed.max(initial=0)) >= self.vocab_size or allowed.min(initial=0) < 0:
+            return f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {self.vocab_size - 1}"
+        if message.structured is not None and self._compiler is None:
+            return "structured output is not served: the scheduler was started without the model's tokenizer"
+        if message.pooling is not Pooling.NONE and not self._hidden_size:
+            return "this backend serves no embeddings"
         return None
 
     def abort(self, client: int, numbers: list[int]) -> None:
@@ -118,8 +179,17 @@ class EngineCore:
         for number in numbers:
             request = self.requests.pop((client, number), None)
             if request is not None and not request.finished:
-                self.scheduler.finish(request, None)
+                self._finish(request, None)
                 self.scheduler.counters["aborted"] += 1
+
+    def _finish(self, request: Request, finish: Finish | None) -> None:
+        """Wherever the request is."""
+        ticket = next((ticket for ticket, waits in self._compiling.items() if waits is request), None)
+        if ticket is None:
+            self.scheduler.finish(request, finish)
+        else:
+            del self._compiling[ticket]
+            self._end_waiting(request, finish)
 
     def drop_client(self, client: int) -> None:
         """A frontend is gone: nobody waits for its requests."""
@@ -131,12 +201,13 @@ class EngineCore:
         self.end_epoch()
         for request in self.requests.values():
             if not request.finished:
-                self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=error))
+                self._finish(request, request.finish_message(FinishReason.ERROR, message=error))
 
     def end_epoch(self) -> None:
         """The workers are lost: requests wait with their confirmed tokens, nothing in flight is delivered. Until
         `start_epoch`, requests may come and go, but nothing may be dispatched."""
         self.queue.clear()
+        self._unsampled = None
         self.scheduler.void()
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
@@ -154,18 +225,34 @@ class EngineCore:
         """Schedules until the queue is full or nothing more can be scheduled. Each message is to be sent as it comes,
         before the next step is formed.
 
+        A step that waits for its grammar is the last one until it has it: its forward pass runs, no other does
+        before it was sampled (spec 0.4 L1).
+
         Raises: StallError
         """
-        while not self.queue.full:
-            planned = self._schedule()
+        while (grammar := self._grammar_output()) is not None or self._unsampled is None:
+            if grammar is not None:
+                yield grammar
+                continue
+            planned = None if self.queue.full else self._schedule()
             if planned is None:
                 break
             self.queue.push(planned[0])
+            self._unsampled = planned[0] if planned[1].has_structured_output_requests else None
             yield planned[1]
         if not self.queue and (release := self.scheduler.take_releases()) is not None:
             yield release
 
-    def _schedule(self) -> tuple[InflightStep, StepMessage] | None:
+    def _grammar_output(self) -> GrammarOutput | None:
+        """That of the step which waits for it, as soon as the tokens before it are known."""
+        if self._unsampled is None:
+            return None
+        grammar = self.scheduler.grammar_output(self._unsampled, self.vocab_size)
+        if grammar is not None:
+            self._unsampled = None
+        return grammar
+
+    def _schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
         scheduler = self.scheduler
         if not self.has_requests:
             return None
@@ -195,12 +282,18 @@ class EngineCore:
             step, output = ready
             try:
                 rows, progress = ResultRows.of(output), ProgressRows.of(output)
+                logprobs = LogprobRows.of(output.logprobs) if output.logprobs is not None else None
+                embeddings = EmbeddingRows.of(output).by_slot() if output.embeddings else NO_EMBEDDINGS
             except ProtocolError as error:
                 raise UnknownResult(f"step {step.step_id}: {error}") from error
             tokens = self._tokens_of(step, rows)
+            if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
+                raise UnknownResult(
+                    f"step {step.step_id} has log-probabilities of slots that are not its own"
+                )
             if len(progress.slots):
                 self.scheduler.report_progress(step, *progress)
-            self.scheduler.update_from_output(step, tokens)
+            self.scheduler.update_from_output(step, tokens, logprobs, embeddings)
             self.scheduler.counters["steps"] += 1
 
     def _tokens_of(self, step: InflightStep, rows: ResultRows) -> Column:

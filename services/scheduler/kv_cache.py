@@ -40,7 +40,7 @@ class KVCacheManager:
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks that already hold the request's longest cached prefix; the last token is always recomputed, because
         its logits are needed."""
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and request.reads_prefix_cache):
             return []
         tokens = request.token_ids
         most = (len(tokens) - 1) // self.block_size

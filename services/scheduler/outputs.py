@@ -4,7 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import pack
-from protocol.requests import Finish, RequestOutputs
+from protocol.requests import Embedding, Finish, RequestOutputs
+from protocol.rows import LogprobRows
 from services.scheduler.request import Request
 
 
@@ -14,6 +15,8 @@ class _Columns:
         self.indices: list[NDArray[np.int32]] = []
         self.token_ids: list[NDArray[np.int32]] = []
         self.finished: list[Finish] = []
+        self.logprobs: list[LogprobRows] = []
+        self.embeddings: list[Embedding] = []
 
     def add(
         self, numbers: NDArray[np.uint32], indices: NDArray[np.int32], token_ids: NDArray[np.int32]
@@ -26,7 +29,8 @@ class _Columns:
         numbers, indices, token_ids = (
             b"".join(map(pack, parts)) for parts in (self.numbers, self.indices, self.token_ids)
         )
-        return RequestOutputs(numbers, indices, token_ids, self.finished)
+        logprobs = LogprobRows.joined(self.logprobs).packed() if self.logprobs else None
+        return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings)
 
 
 class OutputBuffer:
@@ -61,6 +65,14 @@ class OutputBuffer:
     def token(self, request: Request, index: int, token_id: int) -> None:
         number, row = np.array([request.number], np.uint32), np.array([index, token_id], np.int32)
         self._of(request.client).add(number, row[:1], row[1:])
+
+    def logprobs(self, clients: NDArray[np.int32], rows: LogprobRows) -> None:
+        """`rows.owners` are request numbers of `clients`, int32[rows]."""
+        for client in np.unique(clients).tolist():
+            self._of(client).logprobs.append(rows.where(clients == client))
+
+    def embedding(self, client: int, embedding: Embedding) -> None:
+        self._of(client).embeddings.append(embedding)
 
     def finish(self, client: int, finish: Finish) -> None:
         self._of(client).finished.append(finish)

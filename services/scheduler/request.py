@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.requests import Finish, FinishReason
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams
+from services.scheduler.grammar import Grammar
 
 
 class RequestStatus(enum.Enum):
@@ -47,11 +48,13 @@ class Request:
         "block_hashes",
         "cache_salt",
         "client",
+        "grammar",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "number",
         "params",
+        "pooling",
         "rank",
         "slot",
         "stale_rows",
@@ -68,6 +71,7 @@ class Request:
         params: SamplingParams,
         rank: int,
         cache_salt: str = "",
+        pooling: Pooling = Pooling.NONE,
     ) -> None:
         self.client = client
         self.number = number
@@ -78,6 +82,9 @@ class Request:
         self.rank = rank
         """Order among requests, unique: lower is served first and preempted last."""
         self.cache_salt = cache_salt
+        self.pooling = pooling
+        self.grammar: Grammar | None = None
+        """What the output must match; it has accepted the confirmed output tokens, and no others."""
         self.status = RequestStatus.WAITING
         self.slot = -1
         self.stale_rows = 0
@@ -98,6 +105,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether it can do without computing positions that others have computed."""
+        return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
 
     def finish_message(
         self, reason: FinishReason, stop_token: int | None = None, message: str = ""

@@ -7,14 +7,20 @@ need a block cost Python time of their own.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.codec import pack
-from protocol.requests import Finish, FinishReason
-from protocol.steps import NewRequest, ReleaseSlots, SchedulerOutput
+from protocol.requests import Embedding, Finish, FinishReason
+from protocol.rows import LogprobRows
+from protocol.sampling import Pooling
+from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput
+from services.scheduler.grammar import Grammar
 from services.scheduler.kv_cache import KVCacheManager
 from services.scheduler.ledger import InflightStep, Ledger
 from services.scheduler.limits import Limits
@@ -26,6 +32,7 @@ from services.scheduler.waiting import WaitingQueue
 
 _NO_ROWS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
+NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 
 
 T = TypeVar("T", Rows, Column)
@@ -312,6 +319,7 @@ class Scheduler:
                 request.num_prompt_tokens,
                 pack(self.kv.tables[slot]),
                 request.params,
+                request.pooling,
             )
         )
         choice.slots.append(row)
@@ -348,11 +356,32 @@ class Scheduler:
             block_slots=pack(choice.block_slots.astype(np.int32)),
             block_ids=pack(choice.block_ids),
             released=pack(self._released),
+            has_structured_output_requests=bool((samples & s.constrained.take(slots)).any()),
         )
         self._released.clear()
         self._next_step += 1
         self.ledger.add(step)
         return step, plan
+
+    def grammar_output(self, step: InflightStep, vocab_size: int) -> GrammarOutput | None:
+        """What the constrained rows of the step dispatched last may sample; None while one of them has a token of an
+        earlier step in flight, for its grammar stands before that token. A row whose result will be ignored is free."""
+        s = self.slots
+        rows = step.samples & s.constrained.take(step.slots)
+        slots = step.slots[rows]
+        counts = self.ledger.current(step)[rows] & np.isin(s.state.take(slots), (LIVE, DELIVER))
+        if (counts & (s.placeholders.take(slots) > 1)).any():
+            return None
+        masks = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
+        for row in np.flatnonzero(counts).tolist():
+            self._grammar(s.request(int(slots[row]))).fill(masks[row])
+        return GrammarOutput(self.epoch, step.step_id, pack(slots.astype(np.int32)), pack(masks))
+
+    @staticmethod
+    def _grammar(request: Request) -> Grammar:
+        if request.grammar is None:
+            raise KeyError(f"request {request.client}/{request.number} has no grammar")
+        return request.grammar
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -382,9 +411,19 @@ class Scheduler:
                 self.ledger.roll_back(slot, frontier)
                 self.counters["rollbacks"] += 1
 
-    def update_from_output(self, step: InflightStep, token_ids: Column) -> None:
-        """Applies the result of the oldest step: `token_ids` int32[rows with samples], in plan order (spec 0.6);
-        NO_TOKEN where the runner voided the row.
+    def update_from_output(
+        self,
+        step: InflightStep,
+        token_ids: Column,
+        logprobs: LogprobRows | None = None,
+        embeddings: Mapping[int, bytes] = NO_EMBEDDINGS,
+    ) -> None:
+        """Applies the result of the oldest step (spec 0.6).
+
+        Args:
+            token_ids: int32[rows with samples], in plan order; NO_TOKEN where the runner voided the row
+            logprobs: `owners` are slots of the step
+            embeddings: slot -> float32[hidden size], of pooling rows with samples
 
         Raises: UnknownResult, if the step is not the oldest in flight or a row is missing; nothing has changed then.
         """
@@ -402,15 +441,62 @@ class Scheduler:
             slot = rows[live & (token_ids < 0)][0]
             raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
         self.ledger.remove_oldest()
+        if logprobs is not None:
+            self._publish_logprobs(step, logprobs)
         if not live.all():
             delivered = current & (state == DELIVER)
-            self._deliver_stale(rows[delivered], token_ids[delivered])
+            self._deliver_stale(rows[delivered], token_ids[delivered], embeddings)
             rows, token_ids = rows[live], token_ids[live]
+        special = s.constrained.take(rows) | s.pooling.take(rows)
+        if special.any():
+            goes_on = self._advance_special(rows, token_ids, special, embeddings)
+            rows, token_ids = rows[goes_on], token_ids[goes_on]
         self._append(rows, token_ids)
         self.kv.commit(rows if len(rows) == len(step.slots) else step.slots[s.state[step.slots] == LIVE])
         self._stop(rows, token_ids)
         for slot in self._fences.pop(step.step_id, ()):
             self._free(slot)
+
+    def _publish_logprobs(self, step: InflightStep, logprobs: LogprobRows) -> None:
+        """Those of requests that want them still."""
+        s, owners = self.slots, logprobs.owners
+        generations = np.full(s.num_slots, -1, np.int32)
+        generations[step.slots] = step.generations
+        wanted = (generations.take(owners) == s.generation.take(owners)) & np.isin(
+            s.state.take(owners), (LIVE, DELIVER)
+        )
+        logprobs = logprobs.where(wanted)
+        owners = logprobs.owners
+        numbers = s.number.take(owners).view(np.int32)
+        self.outputs.logprobs(s.client.take(owners), logprobs._replace(owners=numbers))
+
+    def _advance_special(
+        self, rows: Rows, token_ids: Column, special: NDArray[np.bool_], embeddings: Mapping[int, bytes]
+    ) -> NDArray[np.bool_]:
+        """Grammars take their token, embeddings are delivered. bool[rows]: whose token is to be appended."""
+        goes_on = np.ones(len(rows), np.bool_)
+        for row in np.flatnonzero(special).tolist():
+            request = self.slots.request(int(rows[row]))
+            if request.pooling is not Pooling.NONE:
+                self._embed(request, embeddings.get(int(rows[row])))
+            goes_on[row] = not request.finished and self._matches(request, int(token_ids[row]))
+        return goes_on
+
+    def _embed(self, request: Request, values: bytes | None) -> None:
+        if values is None:
+            message = "the workers returned no embedding"
+            self.finish(request, request.finish_message(FinishReason.ERROR, message=message))
+            return
+        self.outputs.embedding(request.client, Embedding(request.number, values))
+        self.finish(request, request.finish_message(FinishReason.STOP))
+
+    def _matches(self, request: Request, token: int) -> bool:
+        """Whether a token may be appended; otherwise its request has ended."""
+        if request.grammar is None or request.grammar.accept(token):
+            return True
+        message = "the output could not be kept within what was asked for; simplify the grammar or schema"
+        self.finish(request, request.finish_message(FinishReason.ERROR, message=message))
+        return False
 
     def _append(self, rows: Rows, token_ids: Column) -> None:
         s = self.slots
@@ -430,12 +516,16 @@ class Scheduler:
         for row in np.flatnonzero(stops | (totals >= s.limit.take(rows))).tolist():
             self._complete(s.request(int(rows[row])), int(token_ids[row]), bool(stops[row]))
 
-    def _deliver_stale(self, rows: Rows, token_ids: Column) -> None:
+    def _deliver_stale(self, rows: Rows, token_ids: Column, embeddings: Mapping[int, bytes]) -> None:
         """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7)."""
         for slot, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
             request = self.slots.request(slot)
             request.stale_rows -= 1
             if token == NO_TOKEN:
+                continue
+            if request.pooling is not Pooling.NONE:
+                self._embed(request, embeddings.get(slot))
+            if request.finished or not self._matches(request, token):
                 continue
             self.waiting.append_token(request, token)
             total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params

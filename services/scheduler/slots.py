@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.sampling import Pooling
 from services.scheduler.request import Request
 
 Rows = NDArray[np.int64]
@@ -53,6 +54,10 @@ class SlotTable:
         """Total tokens from which stop tokens count (prompt + min_tokens)."""
         self.entry = column()
         """Tokens the request had when it got the slot: its prefill ends there (the prompt, or more after a resume)."""
+        self.constrained = np.zeros(num_slots, np.bool_)
+        """Whether a grammar decides what may be sampled."""
+        self.pooling = np.zeros(num_slots, np.bool_)
+        """Whether an embedding is asked for; the token that comes instead means nothing."""
         self.sampled_step = np.zeros(num_slots, np.int64)
         """Newest step that samples for the slot."""
         self.capacity = column()
@@ -86,6 +91,8 @@ class SlotTable:
         self.stops_from[slot] = request.num_prompt_tokens + params.min_tokens
         self.capacity[slot] = self.next_commit[slot] = 0
         self.last_step[slot] = self.sampled_step[slot] = 0
+        self.constrained[slot] = request.grammar is not None
+        self.pooling[slot] = request.pooling is not Pooling.NONE
         self.history[slot, :num_tokens] = request.token_ids
         self._set_stop_ids(slot, params.eos_token_ids + params.stop_token_ids)
         request.slot = slot
