@@ -164,6 +164,6 @@ class _Answers:
             generation.close()
             raise
         generation.close()
-        choices = [dialect.choice(c.index, "".join(c.pieces), c.finish, c.stop) for c in generation.choices]
+        choices = [dialect.choice(choice.index, choice.whole) for choice in generation.choices]
         answer = {**head, "choices": choices, "usage": generation.usage()}
         return Response(msgspec.json.encode(answer), media_type="application/json")

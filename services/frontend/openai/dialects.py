@@ -2,14 +2,20 @@
 
 from typing import Any, Protocol
 
+from services.frontend.openai.piece import Piece
+
 
 class Dialect(Protocol):
+    """Of one HTTP request."""
+
     prefix: str
     """Of answer ids."""
     object: str
     chunk_object: str
+    text_is_plain: bool
+    """Whether a piece of text alone always becomes one event that differs from others in that text only."""
 
-    def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
+    def choice(self, index: int, whole: Piece) -> dict[str, Any]:
         """A whole answer."""
         ...
 
@@ -17,36 +23,45 @@ class Dialect(Protocol):
         """What a stream says before any text."""
         ...
 
-    def delta(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
-        """A piece of a stream; `finish` and `stop` are None but in the last."""
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """What a stream says of a piece, in order; nothing while it must be held back."""
         ...
 
 
 class CompletionDialect:
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    text_is_plain = True
 
-    def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": stop}
+    def choice(self, index: int, whole: Piece) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": whole.text,
+            "logprobs": None,
+            "finish_reason": whole.finish,
+            "stop_reason": whole.stop,
+        }
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    delta = choice
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        return [self.choice(index, piece)]
 
 
 class ChatDialect:
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    text_is_plain = True
 
-    def choice(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        ending = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+    def choice(self, index: int, whole: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": whole.text, "refusal": None}
+        ending = {"logprobs": None, "finish_reason": whole.finish, "stop_reason": whole.stop}
         return {"index": index, "message": message, **ending}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, finish: str | None, stop: int | str | None) -> dict[str, Any]:
-        delta = {"content": text} if text else {}
-        done = {"stop_reason": stop} if finish is not None else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **done}
+    def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        delta = {"content": piece.text} if piece.text else {}
+        done = {"stop_reason": piece.stop} if piece.finish is not None else {}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": piece.finish, **done}]

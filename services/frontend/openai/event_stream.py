@@ -1,4 +1,4 @@
-"""Server-sent events: a generation's text as it grows, in the form that OpenAI's clients read."""
+"""Server-sent events: a generation's pieces as they come, in the form that OpenAI's clients read."""
 
 import uuid
 from typing import Any
@@ -11,6 +11,7 @@ from services.frontend.errors import GONE, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.openai.dialects import Dialect
 from services.frontend.openai.generation import Choice, Generation
+from services.frontend.openai.piece import Piece
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,7 +28,7 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
-        first: list[tuple[Choice, str]],
+        first: list[tuple[Choice, Piece]],
         dialect: Dialect,
         head: dict[str, Any],
         include_usage: bool,
@@ -43,7 +44,7 @@ class EventStream(Response):
         self._nothing = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
         self._metrics = metrics
-        self._plain = [self._around_text(choice.index) for choice in generation.choices]
+        self._plain = [self._around_text(c.index) for c in generation.choices if dialect.text_is_plain]
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return _event(msgspec.json.encode({**self._head, "choices": [choice], **self._nothing}))
@@ -51,15 +52,15 @@ class EventStream(Response):
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in every event that holds only text: encoded once."""
         mark = uuid.uuid4().hex
-        event = self._chunk(self._dialect.delta(index, mark, None, None))
+        event = self._chunk(*self._dialect.deltas(index, Piece(mark)))
         before, _, after = event.partition(msgspec.json.encode(mark))
         return before, after
 
-    def _grown(self, choice: Choice, text: str) -> bytes:
-        if choice.finish is not None:
-            return self._chunk(self._dialect.delta(choice.index, text, choice.finish, choice.stop))
-        before, after = self._plain[choice.index]
-        return before + msgspec.json.encode(text) + after
+    def _grown(self, choice: Choice, piece: Piece) -> bytes:
+        if self._plain and piece.is_plain:
+            before, after = self._plain[choice.index]
+            return before + msgspec.json.encode(piece.text) + after
+        return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:
         if not self._include_usage:
@@ -87,7 +88,7 @@ class EventStream(Response):
         body = b"".join(self._chunk(opening) for opening in openings if opening is not None)
         grown = self._first
         while True:
-            body += b"".join(self._grown(choice, text) for choice, text in grown)
+            body += b"".join(self._grown(choice, piece) for choice, piece in grown)
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             if self._generation.done:

@@ -13,6 +13,7 @@ from protocol.sampling import SamplingParams
 from services.frontend.engine_client import EngineClient, Event, Inbox, RequestStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.metrics import Metrics
+from services.frontend.openai.piece import Piece
 from services.frontend.streams import Answer, OutOfOrder
 from services.frontend.tokenizer import Tokenizer
 
@@ -28,8 +29,8 @@ class Choice:
     num_prompt_tokens: int
     stream: RequestStream
     answer: Answer
-    pieces: list[str] = field(default_factory=list)
-    """Text, where the answer is given as a whole."""
+    whole: Piece = field(default_factory=Piece)
+    """What has come so far, where the answer is given as a whole."""
     finish: str | None = None
     """OpenAI's word for how it ended; None while it has not."""
     stop: int | str | None = None
@@ -91,11 +92,11 @@ class Generation:
     async def run(self) -> None:
         """Until every choice has ended. Raises: APIError"""
         while not self.done:
-            for choice, text in await self.advance():
-                choice.pieces.append(text)
+            for choice, piece in await self.advance():
+                choice.whole.extend(piece)
 
-    async def advance(self) -> list[tuple[Choice, str]]:
-        """Waits for something to arrive; by choice, the text that became certain with it (none of "" but at an end).
+    async def advance(self) -> list[tuple[Choice, Piece]]:
+        """Waits for something to arrive; by choice, what became certain with it (no empty text but at an end).
 
         Raises: APIError, when one choice failed or nobody waits for them any more
         """
@@ -106,8 +107,11 @@ class Generation:
             choice = self.choices[index]
             if choice.finish is None:
                 texts[index] = texts.get(index, "") + self._apply(choice, event)
-        grown = [(self.choices[index], text) for index, text in texts.items()]
-        return [(choice, text) for choice, text in grown if text or choice.finish is not None]
+        grown = [
+            (choice := self.choices[i], Piece(text, [], choice.finish, choice.stop))
+            for i, text in texts.items()
+        ]
+        return [(choice, piece) for choice, piece in grown if piece.text or not piece.is_plain]
 
     def _apply(self, choice: Choice, event: Event) -> str:
         answer, now = choice.answer, time.monotonic()

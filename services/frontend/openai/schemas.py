@@ -13,6 +13,10 @@ MAX_TEXT = 4_000_000
 """Characters of one text."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096
+MAX_CHOICES = 16
+"""Answers per prompt, `n`."""
+MAX_SCHEMA_CHARS = 262_144
+MAX_ALLOWED_IDS = 262_144
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -23,6 +27,45 @@ Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Usage in every event, not only in the last one."""
+
+
+JSON = dict[str, Any]
+"""Its size is bounded by the body's, its depth when it is compiled."""
+
+
+class JSONSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field("schema", max_length=256)
+    description: Text | None = None
+    schema_: JSON | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JSONSchema | None = None
+    structures: Annotated[list[JSON], Field(max_length=256)] | None = None
+    triggers: Annotated[list[Text], Field(max_length=256)] | None = None
+    format: JSON | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's parameter; exactly one of the first six."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_: Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)] | JSON | None = Field(None, alias="json")
+    regex: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    choice: (
+        Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024)] | None
+    ) = None
+    grammar: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    json_object: bool | None = None
+    structural_tag: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = Field(None, max_length=1024)
 
 
 class Request(BaseModel):
@@ -44,6 +87,22 @@ class Request(BaseModel):
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
     cache_salt: str | None = Field(None, max_length=256)
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    """Keeps the last so many tokens of the prompt; -1: what the context holds."""
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = Field(None, max_length=512)
     """For the client's own books; OpenAI uses it to watch for abuse."""
 
@@ -53,6 +112,8 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)]
@@ -78,51 +139,62 @@ class Message(BaseModel):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
+class FunctionDefinition(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: Text | None = None
+    parameters: JSON | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(max_length=128)
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
 
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters that are not served, and the values under which they change nothing (null always does)."""
 
 NEUTRAL: Neutral = {
-    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "return_token_ids": (False,),
     "prompt_embeds": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "reasoning_effort": (),
     "audio": (),
     "prediction": (),
