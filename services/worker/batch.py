@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.rows import StepRows
+from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 
 I32 = NDArray[np.int32]
 EMPTY = -1
 """Generation of a slot that nobody has."""
+NONE = -1
+"""Of log-probabilities: not asked for."""
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class PlanError(RuntimeError):
@@ -67,6 +71,18 @@ class SlotTable:
         self.banned_until = np.zeros(num_slots, np.int32)
         """`banned` ids cannot be sampled while the sequence has fewer tokens than this (prompt + min_tokens)."""
         self.banned: list[tuple[int, ...]] = [()] * num_slots
+        self.params: list[SamplingParams] = [_GREEDY] * num_slots
+        """Whole, for what is rare; what every step reads is in columns."""
+        self.penalized = np.zeros(num_slots, np.bool_)
+        """Whether tokens that were said before change what may follow (`SamplingParams.penalizes`)."""
+        self.edited = np.zeros(num_slots, np.bool_)
+        """Whether `logit_bias`, `bad_words` or `allowed_token_ids` do."""
+        self.logprobs = np.full(num_slots, NONE, np.int32)
+        """Alternatives asked for at each sampled token; NONE: not even the token's own."""
+        self.prompt_logprobs = np.full(num_slots, NONE, np.int32)
+        """The same at each prompt token."""
+        self.pooling = np.zeros(num_slots, np.int8)
+        """A `Pooling`."""
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -138,6 +154,11 @@ class SlotTable:
         self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
         self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
         self.seed[slot] = params.seed
+        self.params[slot], self.pooling[slot] = params, request.pooling
+        self.penalized[slot] = params.penalizes
+        self.edited[slot] = bool(params.logit_bias or params.bad_words or params.allowed_token_ids)
+        self.logprobs[slot] = NONE if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = NONE if params.prompt_logprobs is None else params.prompt_logprobs
         self.banned[slot] = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
         self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
 
