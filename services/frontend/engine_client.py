@@ -5,10 +5,15 @@ import itertools
 import logging
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from protocol.codec import Decoder, ProtocolError, pack
+from protocol.logprobs import Logprobs
 from protocol.requests import (
     AbortRequest,
+    Embedding,
     EngineMessage,
     EnginePhase,
     EngineState,
@@ -16,8 +21,8 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.rows import OutputRows
-from protocol.sampling import SamplingParams
+from protocol.rows import LogprobRows, OutputRows
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.errors import APIError
@@ -33,8 +38,23 @@ REDIAL_INTERVAL = 0.2
 MAX_TAKEN = 1024
 """Events handled in one turn of the loop, a few milliseconds' worth."""
 
-Event = tuple[int, int] | Finish | APIError
-"""Of one request: a token as (index in the output, id), or its end."""
+
+class Likely(NamedTuple):
+    """How likely the token at one position of a request's sequence was, and what was likeliest there."""
+
+    position: int
+    """Counted from the first token of the prompt."""
+    rank: int
+    """Of the token itself; 1 is the most likely."""
+    token_ids: list[int]
+    """The token itself, then the most likely ones, the most likely first."""
+    values: list[float]
+    """Their log-probabilities; minus infinity is possible."""
+
+
+Event = tuple[int, int] | Likely | Embedding | Finish | APIError
+"""Of one request: a token as (index in the output, id), what is known of a token (before the token itself), an
+embedding, or the request's end."""
 
 
 class Inbox:
@@ -152,6 +172,7 @@ class EngineClient:
                 self.state = message
                 return
             rows = OutputRows.of(message)
+            self._deliver_logprobs(message.logprobs)
         except ProtocolError as error:
             self.bad_messages += 1
             log.warning("bad message from the scheduler: %s", error)
@@ -161,9 +182,26 @@ class EngineClient:
         for number, index, token in zip(*columns, strict=True):
             if (stream := streams.get(number)) is not None:
                 stream.inbox.put(stream.choice, (index, token))
+        for embedding in message.embeddings:
+            if (stream := streams.get(embedding.number)) is not None:
+                stream.inbox.put(stream.choice, embedding)
         for finish in message.finished:
             if (stream := streams.pop(finish.number, None)) is not None:
                 stream.inbox.put(stream.choice, finish)
+
+    def _deliver_logprobs(self, logprobs: Logprobs | None) -> None:
+        """Raises: ProtocolError, before anything was delivered"""
+        if logprobs is None:
+            return
+        rows = LogprobRows.of(logprobs)
+        ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
+        columns = rows.owners.view(np.uint32), rows.positions, rows.ranks, rows.counts
+        for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
+            end = begin + count
+            if (stream := self._streams.get(number)) is not None:
+                row = Likely(position, rank, ids[begin:end], values[begin:end])
+                stream.inbox.put(stream.choice, row)
+            begin = end
 
     def submit(
         self,
@@ -174,6 +212,8 @@ class EngineClient:
         priority: int,
         cache_salt: str,
         request_id: str,
+        structured: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
     ) -> RequestStream:
         """Sends a request; its events will arrive in `inbox` under `choice`, the last is its end.
 
@@ -184,7 +224,15 @@ class EngineClient:
             raise APIError(429, f"{self._max_open} requests are open already; try again later")
         stream = RequestStream(self._next_number(), inbox, choice)
         message = GenerateRequest(
-            stream.number, pack(prompt), len(prompt), params, priority, cache_salt, request_id
+            stream.number,
+            pack(prompt),
+            len(prompt),
+            params,
+            priority,
+            cache_salt,
+            request_id,
+            structured,
+            pooling,
         )
         try:
             self._client.send(message)

@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.types import Message
 
-from protocol.requests import Finish, FinishReason
+from protocol.requests import Embedding, Finish, FinishReason
 from protocol.sampling import SamplingParams
-from services.frontend.engine_client import EngineClient, Event, Inbox, RequestStream
+from services.frontend.engine_client import EngineClient, Event, Inbox, Likely, RequestStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.openai.piece import Piece
@@ -125,6 +125,8 @@ class Generation:
             return text
         if isinstance(event, APIError):
             raise event
+        if isinstance(event, Likely | Embedding):
+            return ""
         try:
             text = answer.push(*event)
         except OutOfOrder as error:
