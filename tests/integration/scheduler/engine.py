@@ -19,7 +19,8 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.sampling import SamplingParams
+from protocol.rows import LogprobRows
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.config import SchedulerConfig, WorkerConfig
 
@@ -48,6 +49,9 @@ class EngineClient:
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
+        self.logprobs: dict[int, dict[int, tuple[int, bytes, bytes]]] = {}
+        """By request and position: rank, ids and log-probabilities as bytes; the first that came."""
+        self.embeddings: dict[int, bytes] = {}
         self.state: EngineState | None = None
 
     def wait_ready(self) -> EngineState:
@@ -55,9 +59,20 @@ class EngineClient:
             self.receive()
         return self.state
 
-    def generate(self, number: int, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        self.tokens[number] = []
-        self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params, priority))
+    def generate(
+        self,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        structured: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
+    ) -> None:
+        self.tokens[number], self.logprobs[number] = [], {}
+        message = GenerateRequest(
+            number, pack(prompt), len(prompt), params, priority, structured=structured, pooling=pooling
+        )
+        self._client.send(message)
 
     def abort(self, *numbers: int) -> None:
         self._client.send(AbortRequest(list(numbers)))
@@ -78,10 +93,22 @@ class EngineClient:
                     assert number not in self.finished, "a token after the finish"
                     assert index == len(self.tokens[number]), "token indices must be contiguous"
                     self.tokens[number].append(token)
+                self._take_logprobs(message)
+                self.embeddings |= {embedding.number: embedding.values for embedding in message.embeddings}
                 for finish in message.finished:
                     assert finish.number not in self.finished, "a second finish"
                     self.finished[finish.number] = finish
         return message
+
+    def _take_logprobs(self, message: RequestOutputs) -> None:
+        if message.logprobs is None:
+            return
+        rows = LogprobRows.of(message.logprobs)
+        at = np.cumsum(rows.counts) - rows.counts
+        for i, number in enumerate(rows.owners.view(np.uint32).tolist()):
+            entries = slice(at[i], at[i] + rows.counts[i])
+            entry = int(rows.ranks[i]), rows.token_ids[entries].tobytes(), rows.values[entries].tobytes()
+            self.logprobs[number].setdefault(int(rows.positions[i]), entry)
 
     def wait_finished(self, *numbers: int) -> None:
         while not set(numbers) <= set(self.finished):
