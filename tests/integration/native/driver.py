@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.sampling import SamplingParams
+from protocol.rows import EmbeddingRows
+from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
@@ -42,6 +43,9 @@ class Request:
     """Tokens known or promised."""
     output: list[int] = field(default_factory=list)
     sent: bool = False
+    pooling: Pooling = Pooling.NONE
+    embedding: bytes = b""
+    """float32[hidden size], once it is there"""
 
     @property
     def tokens(self) -> list[int]:
@@ -92,7 +96,12 @@ class Driver:
         )
 
     def add(
-        self, prompt: list[int], params: SamplingParams = GREEDY, prefix: Request | None = None, hit: int = 0
+        self,
+        prompt: list[int],
+        params: SamplingParams = GREEDY,
+        prefix: Request | None = None,
+        hit: int = 0,
+        pooling: Pooling = Pooling.NONE,
     ) -> Request:
         """A request in a fresh slot; its first `hit` tokens lie in the blocks of `prefix`, already computed."""
         assert hit % self.block_size == 0
@@ -100,16 +109,18 @@ class Driver:
         self.generation += 1
         blocks = prefix.blocks[: hit // self.block_size] if prefix else []
         return Request(
-            self.free_slots.pop(0), self.generation, prompt, params, list(blocks), hit, len(prompt)
-        )
+            self.free_slots.pop(0), self.generation, prompt, params, list(blocks), hit, len(prompt),
+            pooling=pooling,
+        )  # fmt: skip
 
     def preempt(self, request: Request) -> Request:
         """Its slot and blocks are given up; it comes back elsewhere, with all tokens it has."""
         self.released.append(request.slot)
         again = self.add(request.tokens, request.params)
         return Request(
-            again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output
-        )
+            again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output,
+            pooling=request.pooling,
+        )  # fmt: skip
 
     def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
         """The plan that computes the next so many tokens of each request."""
@@ -129,7 +140,7 @@ class Driver:
                 new.append(
                     NewRequest(
                         request.slot, request.generation, i32(*request.tokens), len(request.prompt),
-                        i32(*request.blocks), request.params,
+                        i32(*request.blocks), request.params, request.pooling,
                     )
                 )  # fmt: skip
                 request.sent = True
@@ -169,6 +180,9 @@ class Driver:
         by_slot = {request.slot: request for request, _ in launched.rows}
         for slot, token in zip(ints(result.slots), ints(result.token_ids), strict=True):
             by_slot[slot].output.append(token)
+        if result.embeddings:
+            for slot, embedding in EmbeddingRows.of(result).by_slot().items():
+                by_slot[slot].embedding = embedding
         return result
 
     def step(

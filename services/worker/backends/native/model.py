@@ -14,6 +14,7 @@ from services.worker.backends.native.attention import Attention, Context
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.linear import Linear, activation_dtype
 from services.worker.backends.native.partition import Part
+from services.worker.backends.native.pooling import PooledRows
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.ranks import Ranks, Team
 from services.worker.runner import Progress
@@ -59,11 +60,14 @@ class Model:
             self._head = loader.head(self._embedding)
         progress("loading weights", 1.0)
 
-    def forward(self, ids: torch.Tensor | None, context: Context, ranks: Ranks) -> torch.Tensor | None:
+    def forward(
+        self, ids: torch.Tensor | None, context: Context, ranks: Ranks, pooled: PooledRows | None = None
+    ) -> torch.Tensor | None:
         """Computes every token of the step in this rank's layers and writes their keys and values to the cache.
 
         Args:
             ids: int64[tokens]; only the first stage reads them.
+            pooled: takes the hidden states that it asks for; only the last stage has them.
 
         Returns:
             float32[sampling rows, vocab_size], the logits after the last token of each row that samples: on the output
@@ -89,6 +93,9 @@ class Model:
             delta = team.all_reduce(layer.down(self._gated(gate_up)))
         assert delta is not None, "a stage has at least one layer"
         if self.part.is_last:
+            if pooled is not None:
+                states = residual[pooled.tokens], delta[pooled.tokens]
+                pooled.take(self._normed(*states, self._final_norm).float())
             return self._logits(residual[batch.sampled], delta[batch.sampled], team)
         stages.send_next(residual.add_(delta))  # the same sum that the next norm would have made
         return None

@@ -26,6 +26,7 @@ from services.worker.backends.native.feedback import Feedback
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part, tensor_parallel_sizes
+from services.worker.backends.native.pooling import PooledRows, Pooler
 from services.worker.backends.native.sampler import Sampler, apply_grammar
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.weights import Checkpoint
@@ -46,6 +47,7 @@ class _Pending:
     rows: Rows
     logits: torch.Tensor | None
     """None where another rank samples."""
+    pooled: PooledRows | None
     started: float
 
 
@@ -56,10 +58,12 @@ class _Sampled:
     step: SchedulerOutput
     rows: Rows
     ids: torch.Tensor
+    pooled: PooledRows | None
     started: float
 
     def get(self) -> ModelRunnerOutput:
         samples = self.rows.samples
+        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
         return ModelRunnerOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,
@@ -69,6 +73,8 @@ class _Sampled:
             token_ids=self.ids.numpy().astype(np.int32).tobytes(),
             started=self.started,
             ended=time.monotonic(),
+            embedding_slots=embedding_slots,
+            embeddings=embeddings,
         )
 
 
@@ -126,6 +132,7 @@ class NativeRunner:
             max_model_len=limit,
             bytes_per_block=bytes_per_block,
             num_blocks=self._affordable(bytes_per_block, limit),
+            hidden_size=model.part.whole.hidden_size,
         )
 
     def _weights(self, shard: Shard, progress: Progress) -> Model:
@@ -160,6 +167,7 @@ class NativeRunner:
         self._history = TokenHistory(slots, init.max_model_len, model.part.whole.vocab_size)
         self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.stages.size))
         self._sampler = Sampler()
+        self._pooler = Pooler(slots, model.part.whole.hidden_size)
         self._pending = None
 
     def _parts(self) -> tuple[Model, Ranks]:
@@ -176,8 +184,9 @@ class NativeRunner:
         rows = self._table.apply(step)
         batch = Batch.of(rows)
         ids = self._input(step, rows, batch, ranks) if ranks.stages.is_first else None
-        logits = model.forward(ids, Context(batch, self._cache, self._table.block_table), ranks)
-        self._pending = _Pending(step, rows, logits, started)
+        pooled = self._pooler.rows(step, rows, self._table) if ranks.is_output else None
+        logits = model.forward(ids, Context(batch, self._cache, self._table.block_table), ranks, pooled)
+        self._pending = _Pending(step, rows, logits, pooled, started)
 
     def _input(self, step: SchedulerOutput, rows: Rows, batch: Batch, ranks: Ranks) -> torch.Tensor:
         """int64[tokens]: the ids that the first stage embeds."""
@@ -218,7 +227,9 @@ class NativeRunner:
             self._history.append(rows.slots[rows.samples], rows.ends[rows.samples], ids)
         elif len(ids) and ranks.is_output:
             ranks.stages.send_first(ids)
-        return _Sampled(pending.step, rows, ids, pending.started) if ranks.is_output else _Passed()
+        if not ranks.is_output:
+            return _Passed()
+        return _Sampled(pending.step, rows, ids, pending.pooled, pending.started)
 
     def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> torch.Tensor:
         """int64[sampling rows]; undefined where another rank samples."""
