@@ -236,6 +236,7 @@ class Service:
             c.max_num_queued_reqs,
             c.max_num_queued_tokens,
             use_priority=c.scheduling_policy == "priority",
+            hidden_size=started.loaded.hidden_size,
         )
         gc.collect()
         gc.freeze()
@@ -296,6 +297,7 @@ class Service:
             loaded.simulated if loaded else False,
             self._stats(),
             self._info(),
+            loaded.hidden_size if loaded else 0,
         )
 
     def _info(self) -> dict[str, str]:
