@@ -1,0 +1,352 @@
+"""What a streamed token costs the frontend: a real frontend process, real sockets on both sides, no model.
+
+A scripted engine sends one message per step with a token of each of 256 streams; a process of its own reads all answers
+as HTTP/1.1 with server-sent events and checks that each holds exactly the expected text. Steps come at a fixed pace,
+or as fast as the frontend reads them. Every case runs twice: as it is, and with a write for every single token.
+
+Tokens per core-second are tokens over the CPU time of the frontend process: `streaming` from the moment when every
+stream has its first token until all have ended, `whole` with the requests themselves, their HTTP and tokenisation.
+"""
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import selectors
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import psutil
+
+from protocol.codec import Decoder, encode, pack
+from protocol.handshake import Hello
+from protocol.requests import (
+    AbortRequest,
+    ClientMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    RequestOutputs,
+)
+from protocol.transport import PeerSlow, Server
+from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig
+from services.frontend.tokenizer import Tokenizer
+from tests.benchmarks.support.report import report
+
+VLLM = 6_800 / 0.42
+"""Tokens per core-second of vLLM 0.32's API server: 6,800 tokens/s took 0.42 core, 256 streams of 128 tokens, a token per
+write (served by vLLM's CPU build, m4, on a machine of this kind; it is not measured again here)."""
+TEXT = (
+    "The scheduler plans step N+1 while the worker computes step N. Tokens come out of order? Never: "
+    "each has its index.\n\n* It costs 3.5 ms, or 12 % of a core; “quoted”, naïve, 世界 and 😀 take several tokens.\n"
+)
+MARK = b"data: "
+WRITE_PER_TOKEN = "from services.frontend import engine_client\nengine_client.MAX_TAKEN = 1\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the streams are laid out and how fast their tokens come."""
+
+    name: str
+    streams: int
+    choices: int
+    """Streams of one connection."""
+    tokens: int
+    """Of each stream."""
+    pace: float
+    """Seconds from step to step; 0: as fast as they are read."""
+
+
+def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
+    ids = tokenizer.encode_rendered(TEXT)
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+# The clients: one process for all.
+
+
+class _Reader:
+    """One HTTP/1.1 client with one streaming request; keeps what arrives."""
+
+    def __init__(self, address: tuple[str, int], case: Case) -> None:
+        self.socket = socket.create_connection(address)
+        self.parts: list[bytes] = []
+        self.opened = 0
+        self.writes = 0
+        body = {
+            "prompt": [f"Stream {index} of this connection." for index in range(case.choices)],
+            "stream": True,
+            "max_tokens": case.tokens,
+            "temperature": 0.0,
+        }
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+        self.socket.setblocking(False)
+
+    def read(self) -> bool:
+        """Whether the answer is complete."""
+        part = self.socket.recv(1 << 20)
+        if not part:
+            raise ConnectionError(f"the frontend closed a connection after {b''.join(self.parts)[-300:]!r}")
+        self.parts.append(part)
+        self.opened += part.count(MARK)
+        return part.endswith(b"0\r\n\r\n")
+
+    def texts(self) -> tuple[dict[int, str], int]:
+        """The text of each choice; how many chunks the answer came in."""
+        head, _, rest = b"".join(self.parts).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        chunks = []
+        while True:
+            size, _, rest = rest.partition(b"\r\n")
+            if not (length := int(size, 16)):
+                break
+            chunks.append(rest[:length])
+            rest = rest[length + 2 :]
+        texts: dict[int, str] = {}
+        *events, done, nothing = b"".join(chunks).split(b"\n\n")
+        assert done == MARK + b"[DONE]" and nothing == b""
+        for event in events:
+            for choice in json.loads(event.removeprefix(MARK))["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts, len(chunks)
+
+
+def read_all(pipe: multiprocessing.connection.Connection) -> None:
+    """Says "opened" when each stream has shown something, and at the end the number of chunks."""
+    while (order := pipe.recv()) is not None:
+        url, case = order
+        address = urlsplit(url)
+        readers = [
+            _Reader((address.hostname, address.port), case) for _ in range(case.streams // case.choices)
+        ]
+        waiting, is_opened = len(readers), False
+        with selectors.DefaultSelector() as selector:
+            for reader in readers:
+                selector.register(reader.socket, selectors.EVENT_READ, reader)
+            while waiting:
+                for key, _ in selector.select():
+                    if key.data.read():
+                        selector.unregister(key.fileobj)
+                        waiting -= 1
+                if not is_opened and all(reader.opened >= case.choices for reader in readers):
+                    is_opened = True
+                    pipe.send("opened")
+        pipe.send("ended")
+        tokenizer = Tokenizer(DEMO_MODEL)
+        expected = tokenizer.decode(output_ids(tokenizer, case.tokens))
+        chunks = 0
+        for reader in readers:
+            texts, count = reader.texts()
+            assert list(texts.values()) == [expected] * case.choices, "an answer is not what the engine said"
+            chunks += count
+            reader.socket.close()
+        pipe.send(chunks)
+
+
+# The engine: what a scheduler would send.
+
+
+class Engine:
+    """Answers every request with the same tokens, all of them in step."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._server = Server(endpoint, {"frontend"})
+        self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
+        self._peer: bytes | None = None
+        self._numbers: list[int] = []
+        self._tokenizer = Tokenizer(DEMO_MODEL)
+
+    def _read(self) -> None:
+        while (received := self._server.receive()) is not None:
+            peer, frame = received
+            if isinstance(frame, Hello):
+                self._peer = peer
+                state = EngineState(EnginePhase.READY, max_model_len=4096, vocab_size=4096)
+                self._server.send(peer, state)
+                continue
+            message = self._decoder.decode(frame)
+            assert isinstance(message, GenerateRequest), "a client gave up"
+            self._numbers.append(message.number)
+
+    def wait_connected(self) -> None:
+        while self._peer is None:
+            self._server.socket.poll(100)
+            self._read()
+
+    def wait_requests(self, count: int) -> None:
+        self._numbers.clear()
+        while len(self._numbers) < count:
+            self._server.socket.poll(100)
+            self._read()
+
+    def steps(self, count: int) -> list[bytes]:
+        numbers = pack(np.asarray(self._numbers, np.uint32).view(np.int32))
+        rows = len(self._numbers)
+        tokens = output_ids(self._tokenizer, count)
+        frames = [
+            RequestOutputs(numbers, pack([index] * rows), pack([token] * rows))
+            for index, token in enumerate(tokens)
+        ]
+        ends = [Finish(number, FinishReason.LENGTH) for number in self._numbers]
+        return [*map(encode, frames), encode(RequestOutputs(b"", b"", b"", ends))]
+
+    def send(self, frame: bytes) -> None:
+        assert self._peer is not None
+        while True:
+            try:
+                return self._server.send_frame(self._peer, frame)
+            except PeerSlow:
+                time.sleep(0.001)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+@contextmanager
+def frontend(patch: str, profile: str | None) -> Iterator[tuple[psutil.Process, str, Engine]]:
+    """The process, its address and its engine."""
+    code = (
+        "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
+        f"{patch}\nconfig = FrontendConfig.model_validate_json(sys.argv[1])\n"
+    )
+    run = "sys.exit(start(config))"
+    if profile:
+        run = f"import cProfile\ncProfile.run('start(config)', {profile!r})"
+    with tempfile.TemporaryDirectory(prefix="ra-") as directory:
+        endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
+        engine = Engine(endpoint)
+        config = FrontendConfig(scheduler_endpoint=endpoint, port=0)
+        with log.open("w") as stderr:
+            process = psutil.Popen(
+                [sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr
+            )
+        try:
+            engine.wait_connected()
+            while "listening on " not in (text := log.read_text()):
+                time.sleep(0.05)
+            url = text.partition("listening on ")[2].split()[0]
+            while httpx.get(f"{url}/readyz").status_code != 200:
+                time.sleep(0.05)
+            yield process, url, engine
+        finally:
+            process.terminate()
+            process.wait()
+            engine.close()
+
+
+def cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
+    """One warm-up and one measured round of a case in a fresh frontend."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    clients = context.Process(target=read_all, args=(theirs,), daemon=True)
+    clients.start()
+    theirs.close()
+    try:
+        with frontend(patch, profile) as (process, url, engine):
+            round_of(Case("warm-up", 32, case.choices, 32, 0.0), process, url, engine, ours)
+            return round_of(case, process, url, engine, ours)
+    finally:
+        ours.send(None)
+        clients.join()
+
+
+def round_of(
+    case: Case,
+    process: psutil.Process,
+    url: str,
+    engine: Engine,
+    clients: multiprocessing.connection.Connection,
+) -> dict[str, float]:
+    began = cpu(process)
+    clients.send((url, case))
+    engine.wait_requests(case.streams)
+    first, *frames = engine.steps(case.tokens)
+    engine.send(first)
+    assert clients.recv() == "opened"
+    opened, started = cpu(process), time.perf_counter()
+    waiting = deque(frames)
+    due = started
+    while waiting:
+        if case.pace:
+            due += case.pace
+            time.sleep(max(0.0, due - time.perf_counter()))
+        engine.send(waiting.popleft())
+    assert clients.recv() == "ended"
+    ended, stopped = cpu(process), time.perf_counter()
+    chunks = clients.recv()
+    tokens = case.streams * case.tokens
+    return {
+        "tokens_per_second": case.streams * (case.tokens - 1) / (stopped - started),
+        "cores": (ended - opened) / (stopped - started),
+        "tokens_per_core_second": case.streams * (case.tokens - 1) / (ended - opened),
+        "tokens_per_core_second_whole": tokens / (ended - began),
+        "tokens_per_write": tokens / chunks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--profile", help="write cProfile's figures of the frontend into this file")
+    arguments = parser.parse_args()
+    streams, tokens = arguments.streams, arguments.tokens
+    cases = [
+        Case("one stream each, 37.6 ms", streams, 1, tokens, streams / 6_800),
+        Case("one stream each, 15 ms", streams, 1, tokens, 0.015),
+        Case("four streams each, 15 ms", streams, 4, tokens, 0.015),
+        Case("one stream each, unpaced", streams, 1, 4 * tokens, 0.0),
+    ]
+    rows: list[dict[str, object]] = []
+    repeats: dict[str, list[dict[str, float]]] = {}
+    for case in cases:
+        if arguments.only and arguments.only not in case.name:
+            continue
+        for how, patch in (("coalesced", ""), ("a write per token", WRITE_PER_TOKEN)):
+            found = [run(case, patch, arguments.profile) for _ in range(arguments.repeats)]
+            repeats[f"{case.name}, {how}"] = found
+            median = {name: statistics.median(one[name] for one in found) for name in found[0]}
+            rows.append(
+                {
+                    "case": case.name,
+                    "writes": how,
+                    **median,
+                    "over_vllm": median["tokens_per_core_second"] / VLLM,
+                }
+            )
+    report(
+        "frontend_streaming",
+        title=f"{streams} streams of {tokens} tokens: what the frontend spends",
+        rows=rows,
+        figures={"vllm_tokens_per_core_second": VLLM},
+        settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()
