@@ -3,6 +3,8 @@
 Text goes out only when it is certain: no half characters, nothing of a stop string, nothing that may still become one.
 """
 
+from collections.abc import Collection
+
 from services.frontend.tokenizer import Detokenizer
 
 
@@ -13,8 +15,10 @@ class OutOfOrder(Exception):
 class StopFilter:
     """Passes text on up to the first stop string; holds back an ending that could be the start of one."""
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], include: bool = False) -> None:
+        """`include`: the stop string itself is shown too."""
         self._stops = stops
+        self._include = include
         self._held = ""
         self.matched: str | None = None
 
@@ -26,7 +30,8 @@ class StopFilter:
         found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             at, _, self.matched = min(found)
-            certain, self._held = self._held[:at], ""
+            certain = self._held[: at + len(self.matched) if self._include else at]
+            self._held = ""
             return certain
         keep = max(map(self._overlap, self._stops))
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -47,12 +52,23 @@ class StopFilter:
 class Answer:
     """Assembles one choice."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: list[str], min_tokens: int = 0) -> None:
-        """`stops` are looked for in the text of the tokens after the first `min_tokens`."""
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: list[str],
+        min_tokens: int = 0,
+        ends: Collection[int] = (),
+        include_stop: bool = False,
+    ) -> None:
+        """`stops` are looked for in the text of the tokens after the first `min_tokens`. `ends` are the tokens that
+        end the answer. What ended it is shown only with `include_stop`."""
         self._detokenizer = detokenizer
-        self._filter = StopFilter(stops)
+        self._filter = StopFilter(stops, include_stop)
         self._min_tokens = min_tokens
+        self._hidden = frozenset(() if include_stop else ends)
         self.num_tokens = 0
+        self.num_chars = 0
+        """Of the text of all tokens so far, shown or not."""
         self.duplicates = 0
 
     @property
@@ -72,7 +88,10 @@ class Answer:
         if index > self.num_tokens:
             raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
         self.num_tokens += 1
+        if token_id in self._hidden and self.num_tokens >= self._min_tokens:
+            return ""
         text = self._detokenizer.push(token_id)
+        self.num_chars += len(text)
         return self._filter.push(text) if text and self.num_tokens > self._min_tokens else text
 
     def finish(self) -> str:

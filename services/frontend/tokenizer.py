@@ -1,6 +1,7 @@
 """Text to token ids and back, directly from the checkpoint's tokenizer.json."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,16 @@ class Tokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def stream(self, prompt: list[int]) -> "Detokenizer":
-        return Detokenizer(self, prompt)
+    def decode_all(self, token_ids: list[int]) -> str:
+        """With the texts of special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def name(self, token_id: int) -> str:
+        """As the vocabulary writes it; "" for ids that it does not have."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def stream(self, prompt: list[int], show_special: bool = False) -> "Detokenizer":
+        return Detokenizer(self.decode_all if show_special else self.decode, prompt)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -101,8 +110,9 @@ class Detokenizer:
     _MAX_WINDOW = 32
     """Tokens, so that a text without an end of a character costs no more than others."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
+        """`decode` gives the text of some tokens; `prompt` is what comes before the answer."""
+        self._decode = decode
         self._window: list[int] = []
         self._shown = ""
         for size in range(8, 8 + self._MAX_BYTES):  # one of them begins with a character, not inside of one
