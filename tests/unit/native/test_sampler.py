@@ -9,11 +9,26 @@ from numpy.typing import NDArray
 from protocol.steps import GrammarOutput
 from services.worker import noise
 from services.worker.backends.native.kernels import simd
-from services.worker.backends.native.sampler import Sampler, apply_grammar
+from services.worker.backends.native.sampler import Sampler
+from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
 
 F64 = NDArray[np.float64]
-sample = Sampler().sample
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: SlotTable,
+    rows: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    grammar: GrammarOutput | None = None,
+) -> torch.Tensor:
+    """The ids of a fresh sampler whose slots were assigned as `slots` says."""
+    vocab_size = logits.shape[1]
+    sampler = Sampler(slots, TokenHistory(slots.num_slots, slots.max_model_len, vocab_size), vocab_size)
+    for slot in rows.tolist():
+        sampler.assign(slot)
+    return sampler.sample(logits, rows, positions, grammar).ids
 
 
 def table(rows: int, **columns: object) -> SlotTable:
@@ -152,9 +167,9 @@ def test_min_tokens_bans_the_ends_until_enough_tokens_exist() -> None:
 def test_grammar_leaves_only_the_tokens_whose_bit_is_set() -> None:
     vocab, rows = 70, np.array([4, 8, 6], np.int32)
     logits = torch.arange(vocab, dtype=torch.float32).repeat(3, 1)
-    masks = np.zeros((2, 3), np.int32)
-    masks[0, 1], masks[1, 0] = 1 << 5, 0b110  # tokens 37; 1 and 2
-    grammar = GrammarOutput(1, 1, np.array([6, 4], np.int32).tobytes(), masks.tobytes())
-    apply_grammar(logits, rows, grammar)
-    assert logits.argmax(-1).tolist() == [2, vocab - 1, 37]
+    masks = np.zeros((3, 3), np.int32)
+    masks[0, 1], masks[1, 0] = 1 << 5, 0b110  # tokens 37; 1 and 2; slot 2 has no row
+    grammar = GrammarOutput(1, 1, np.array([6, 4, 2], np.int32).tobytes(), masks.tobytes())
+    ids = sample(logits, table(9, temperature=0.0), rows, rows, grammar)
+    assert ids.tolist() == [2, vocab - 1, 37]
     assert torch.isfinite(logits).sum(-1).tolist() == [2, vocab, 1]

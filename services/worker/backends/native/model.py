@@ -13,6 +13,7 @@ from torch.nn import functional
 from services.worker.backends.native.attention import Attention, Context
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.linear import Linear, activation_dtype
+from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
 from services.worker.backends.native.pooling import PooledRows
 from services.worker.backends.native.weights import Checkpoint
@@ -61,13 +62,19 @@ class Model:
         progress("loading weights", 1.0)
 
     def forward(
-        self, ids: torch.Tensor | None, context: Context, ranks: Ranks, pooled: PooledRows | None = None
+        self,
+        ids: torch.Tensor | None,
+        context: Context,
+        ranks: Ranks,
+        pooled: PooledRows | None = None,
+        prompts: PromptScores | None = None,
     ) -> torch.Tensor | None:
         """Computes every token of the step in this rank's layers and writes their keys and values to the cache.
 
         Args:
             ids: int64[tokens]; only the first stage reads them.
             pooled: takes the hidden states that it asks for; only the last stage has them.
+            prompts: takes the logits that it asks for, on the output rank; the last stage's ranks agree on them.
 
         Returns:
             float32[sampling rows, vocab_size], the logits after the last token of each row that samples: on the output
@@ -96,6 +103,10 @@ class Model:
             if pooled is not None:
                 states = residual[pooled.tokens], delta[pooled.tokens]
                 pooled.take(self._normed(*states, self._final_norm).float())
+            if prompts is not None:
+                for some in prompts.slices(self.part.whole.vocab_size):
+                    if (logits := self._logits(residual[some], delta[some], team)) is not None:
+                        prompts.take(logits)
             return self._logits(residual[batch.sampled], delta[batch.sampled], team)
         stages.send_next(residual.add_(delta))  # the same sum that the next norm would have made
         return None

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
+from protocol.rows import LogprobRows
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
 from services.config import WorkerConfig
@@ -24,10 +25,11 @@ from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.feedback import Feedback
 from services.worker.backends.native.kv_cache import KVCache
+from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part, tensor_parallel_sizes
 from services.worker.backends.native.pooling import PooledRows, Pooler
-from services.worker.backends.native.sampler import Sampler, apply_grammar
+from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import Rows, SlotTable
@@ -48,16 +50,19 @@ class _Pending:
     logits: torch.Tensor | None
     """None where another rank samples."""
     pooled: PooledRows | None
+    prompts: PromptScores | None
+    """None where no token of a prompt is scored; on the output rank it has the scores."""
     started: float
 
 
 @dataclass(frozen=True)
-class _Sampled:
+class _Result:
     """A step's result. On this device the ids are there at once, in memory that no later step touches (S3-1)."""
 
     step: SchedulerOutput
     rows: Rows
     ids: torch.Tensor
+    logprobs: LogprobRows | None
     pooled: PooledRows | None
     started: float
 
@@ -73,6 +78,7 @@ class _Sampled:
             token_ids=self.ids.numpy().astype(np.int32).tobytes(),
             started=self.started,
             ended=time.monotonic(),
+            logprobs=self.logprobs.packed() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
         )
@@ -166,7 +172,7 @@ class NativeRunner:
         self._table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
         self._history = TokenHistory(slots, init.max_model_len, model.part.whole.vocab_size)
         self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.stages.size))
-        self._sampler = Sampler()
+        self._sampler = Sampler(self._table, self._history, model.part.whole.vocab_size)
         self._pooler = Pooler(slots, model.part.whole.hidden_size)
         self._pending = None
 
@@ -183,16 +189,28 @@ class NativeRunner:
         started = time.monotonic()
         rows = self._table.apply(step)
         batch = Batch.of(rows)
-        ids = self._input(step, rows, batch, ranks) if ranks.stages.is_first else None
+        self._assign(step, ranks)
+        ids = self._input(rows, batch, ranks) if ranks.stages.is_first else None
         pooled = self._pooler.rows(step, rows, self._table) if ranks.is_output else None
-        logits = model.forward(ids, Context(batch, self._cache, self._table.block_table), ranks, pooled)
-        self._pending = _Pending(step, rows, logits, pooled, started)
+        prompts = self._prompts(rows) if ranks.stages.is_last else None
+        context = Context(batch, self._cache, self._table.block_table)
+        logits = model.forward(ids, context, ranks, pooled, prompts)
+        self._pending = _Pending(step, rows, logits, pooled, prompts, started)
 
-    def _input(self, step: SchedulerOutput, rows: Rows, batch: Batch, ranks: Ranks) -> torch.Tensor:
-        """int64[tokens]: the ids that the first stage embeds."""
-        for request in step.new:
+    def _assign(self, step: SchedulerOutput, ranks: Ranks) -> None:
+        """Tokens are kept where they are input, and where rules of sampling look at them."""
+        for request in step.new if ranks.stages.is_first or ranks.is_output else ():
             self._history.assign(request)
-            self._feedback.assign(request.slot)
+            if ranks.stages.is_first:
+                self._feedback.assign(request.slot)
+            if ranks.is_output:
+                self._sampler.assign(request.slot)
+
+    def _prompts(self, rows: Rows) -> PromptScores | None:
+        return PromptScores.of(rows, self._table, self._sampler.scorer, self._history)
+
+    def _input(self, rows: Rows, batch: Batch, ranks: Ranks) -> torch.Tensor:
+        """int64[tokens]: the ids that the first stage embeds."""
         if ranks.stages.size > 1:
             self._take_feedback(rows, ranks)
         return self._history.gather(batch.slots, batch.positions)
@@ -221,34 +239,44 @@ class NativeRunner:
             raise RuntimeError("no step was executed that could be sampled")
         _, ranks = self._parts()
         rows = pending.rows
-        ids = self._sampled(pending, grammar)
+        slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
+        ids, logprobs = self._sampled(pending, slots, positions, grammar)
         if len(ids) and ranks.stages.size == 1:
             ranks.team.broadcast(ids)
-            self._history.append(rows.slots[rows.samples], rows.ends[rows.samples], ids)
         elif len(ids) and ranks.is_output:
             ranks.stages.send_first(ids)
+        if len(ids) and (ranks.stages.size == 1 or ranks.is_output):
+            self._history.append(slots, positions, ids)
         if not ranks.is_output:
             return _Passed()
-        return _Sampled(pending.step, rows, ids, pending.pooled, pending.started)
+        scored = [pending.prompts.logprobs] if pending.prompts is not None else []
+        scored += [logprobs] if logprobs is not None else []
+        joined = LogprobRows.joined(scored) if scored else None
+        return _Result(pending.step, rows, ids, joined, pending.pooled, pending.started)
 
-    def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> torch.Tensor:
-        """int64[sampling rows]; undefined where another rank samples."""
-        step, rows, logits = pending.step, pending.rows, pending.logits
-        slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
-        if logits is None:
-            return torch.empty(len(slots), dtype=torch.int64)
-        if step.has_structured_output_requests:
-            if grammar is None or grammar.step_id != step.step_id:
-                raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-            apply_grammar(logits, slots, grammar)
-        return self._sampler.sample(logits, self._table, slots, positions)
+    def _sampled(
+        self,
+        pending: _Pending,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        grammar: GrammarOutput | None,
+    ) -> Sampled:
+        """Of the rows that sample; undefined ids where another rank does."""
+        step = pending.step
+        if pending.logits is None:
+            return Sampled(torch.empty(len(slots), dtype=torch.int64), None)
+        if not step.has_structured_output_requests:
+            return self._sampler.sample(pending.logits, slots, positions)
+        if grammar is None or grammar.step_id != step.step_id:
+            raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
+        return self._sampler.sample(pending.logits, slots, positions, grammar)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
 
     def leave(self) -> None:
         self._ranks = self._pending = None
-        for name in ("_cache", "_table", "_history", "_feedback"):
+        for name in ("_cache", "_table", "_history", "_feedback", "_sampler"):
             self.__dict__.pop(name, None)
 
     def abort(self) -> None:

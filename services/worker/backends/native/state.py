@@ -19,6 +19,16 @@ class TokenHistory:
         self._tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32)
         self._limit, self._vocab_size = max_model_len, vocab_size
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Slots, and positions of each."""
+        return len(self._tokens), self._limit
+
+    @property
+    def address(self) -> int:
+        """Of the int32 tokens, for kernels; those of a slot lie back to back."""
+        return self._tokens.data_ptr()
+
     def assign(self, request: NewRequest) -> None:
         """Raises: PlanError, when a token is not in the vocabulary."""
         tokens = np.frombuffer(request.token_ids, np.int32)

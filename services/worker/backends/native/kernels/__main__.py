@@ -1,10 +1,15 @@
 """`python -m services.worker.backends.native.kernels` compiles every kernel, so that the first start need not."""
 
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
+from services.worker.backends.native.kernels.rules import mask_kernel, rules_kernel
 from services.worker.backends.native.kernels.sampling import sampling_kernel
 
 sampling_kernel()
+rules_kernel()
+mask_kernel()
+logprobs_kernel()
 for half in (False, True):
     norm_kernel(half)
     gate_kernel(half)

@@ -295,6 +295,16 @@ def i32_at(address, size):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def i64_at(address, size):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), (size,), np.int64)
+
+
+@njit(inline="always")
+def f32_at(address, size):  # type: ignore[no-untyped-def]
+    return carray(pointer(address), (size,), np.float32)
+
+
+@njit(inline="always")
 def load16(address, half):  # type: ignore[no-untyped-def]
     """Sixteen numbers at `address`: bfloat16 where `half`, which is a constant of the kernel."""
     return load_bf16x16(address) if half else load_f32x16(address)
