@@ -5,7 +5,7 @@ Text goes out only when it is certain: no half characters, nothing of a stop str
 
 from collections.abc import Collection
 
-from services.frontend.tokenizer import Detokenizer
+from services.frontend.detokenizer import Detokenizer
 
 
 class OutOfOrder(Exception):

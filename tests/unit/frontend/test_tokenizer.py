@@ -12,6 +12,12 @@ from tokenizers import Tokenizer as HFTokenizer
 from transformers import AutoTokenizer
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
+from services.frontend.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    WordDetokenizer,
+)
 from services.frontend.tokenizer import Tokenizer
 
 BYTE_LEVEL = Tokenizer(DEMO_MODEL)
@@ -51,29 +57,61 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return with_byte_fallback(tmp_path_factory.mktemp("byte_fallback"))
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
-    stream = tokenizer.stream(prompt)
+def all_of(stream: Detokenizer, ids: list[int]) -> list[str]:
     return [*map(stream.push, ids), stream.flush()]
 
 
-@given(st.lists(st.integers(0, VOCAB - 1), max_size=80))
-def test_pieces_of_any_tokens_add_up_to_their_decoding(ids: list[int]) -> None:
+def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    return all_of(tokenizer.stream(prompt), ids)
+
+
+def in_windows(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    """As tokenizers of other kinds are served."""
+    return all_of(WindowDetokenizer(tokenizer.decode, prompt), ids)
+
+
+both_ways = pytest.mark.parametrize("pieces", [pieces, in_windows])
+
+
+@both_ways
+@given(ids=st.lists(st.integers(0, VOCAB + 9), max_size=80))
+def test_pieces_of_any_tokens_add_up_to_their_decoding(pieces, ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=40), st.sets(st.integers(0, 5)))
+def test_special_tokens_are_shown_on_demand(ids: list[int], special: set[int]) -> None:
+    ids = [*ids, *special]
+    assert "".join(all_of(BYTE_LEVEL.stream([], show_special=True), ids)) == BYTE_LEVEL.decode_all(ids)
 
 
 SINGLE_BYTES = [i for i in range(6, 262) if len(BYTE_LEVEL.decode([i])) == 1]
 
 
-@given(st.lists(st.sampled_from(SINGLE_BYTES), max_size=200))
-def test_pieces_of_garbage_bytes_add_up_too(ids: list[int]) -> None:
+@both_ways
+@given(ids=st.lists(st.sampled_from(SINGLE_BYTES), max_size=200))
+def test_pieces_of_garbage_bytes_add_up_too(pieces, ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
 
 
-def test_garbage_without_end_is_shown_as_it_comes() -> None:
+@both_ways
+def test_garbage_without_end_is_shown_as_it_comes(pieces) -> None:
     garbage = next(i for i in SINGLE_BYTES if BYTE_LEVEL.decode([i]) == "\ufffd")
     shown = pieces(BYTE_LEVEL, [], [garbage] * 500)
     assert "".join(shown) == "\ufffd" * 500
     assert all(len(piece) <= 4 for piece in shown)
+
+
+def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
+    """Also with letters that byte-level vocabularies use for something else, or do not have."""
+    tokenizer = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    texts = ["two words", "naïve", "世", "Ġx", "é\n"]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(tmp_path)
+    ids = [token for text in texts for token in (tokenizer.token_to_id(text), SINGLE_BYTES[200])]
+    assert isinstance(ours.stream([]), ByteLevelDetokenizer)
+    assert "".join(pieces(ours, [], ids)) == ours.decode(ids)
 
 
 @given(st.text(alphabet="ab é世😀", max_size=30), st.text(alphabet="ab é世😀", max_size=30))
@@ -91,13 +129,41 @@ def test_byte_fallback_takes_any_tokens(byte_fallback: Tokenizer, ids: list[int]
     assert len("".join(pieces(byte_fallback, [], ids))) <= len(ids) * 6
 
 
+WORDS = st.integers(258, 264)
+
+
+@given(
+    st.lists(st.integers(0, 264), max_size=12),
+    st.lists(st.one_of(WORDS, WORDS, WORDS, st.integers(0, 264)), max_size=60),
+)
+def test_words_are_the_pieces_that_windows_give(
+    byte_fallback: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
+    assert isinstance(byte_fallback.stream(prompt), WordDetokenizer)
+    assert pieces(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
+
+
+def test_words_are_not_decoded_again(byte_fallback: Tokenizer) -> None:
+    asked: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        asked.append(list(ids))
+        return byte_fallback.decode(ids)
+
+    stream = byte_fallback.stream([])
+    stream._decode = decode
+    text = "".join(map(stream.push, byte_fallback.encode_rendered("ab a") * 100))
+    assert text.startswith("ab a ab a")
+    assert len(asked) == 2, "only the first word is"
+
+
 def test_answer_after_a_prompt_that_ends_inside_a_character_is_its_own() -> None:
     ids = BYTE_LEVEL.encode_rendered("a😀b")
     assert "".join(pieces(BYTE_LEVEL, ids[:2], ids[2:])).endswith("b")
 
 
 def test_special_tokens_are_not_shown_and_cost_no_more_than_others() -> None:
-    stream = BYTE_LEVEL.stream([])
+    stream = WindowDetokenizer(BYTE_LEVEL.decode, [])
     assert [stream.push(3) for _ in range(1000)] == [""] * 1000
     assert "".join(map(stream.push, BYTE_LEVEL.encode_rendered(" then text"))) == " then text"
     assert len(stream._window) < 64
