@@ -100,13 +100,11 @@ def add_bias(logits: F32, biases: tuple[tuple[int, float], ...]) -> None:
 
 def penalize(logits: F32, params: SamplingParams, prompt: I32, output: I32) -> None:
     """In place: repetition for what stands in prompt or output, then frequency, then presence for the output."""
-    vocab_size = len(logits)
-    counts = np.bincount(output, minlength=vocab_size)
-    seen = (counts > 0) | (np.bincount(prompt, minlength=vocab_size) > 0)
-    repetition = np.float32(params.repetition_penalty)
+    said, counts = np.unique(output, return_counts=True)
+    seen, repetition = np.union1d(prompt, said), np.float32(params.repetition_penalty)
     logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
-    logits -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    logits -= np.float32(params.presence_penalty) * (counts > 0).astype(np.float32)
+    logits[said] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    logits[said] -= np.float32(params.presence_penalty)
 
 
 def apply_bitmask(logits: F32, mask: I32) -> None:

@@ -8,7 +8,13 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from tests.unit.worker.plans import BLOCK, CONTEXT, GREEDY, Plans, Request, prompt, run, sampled, sim_runner
 
-PARAMS = (GREEDY, sampled(7), sampled(8, top_k=5, top_p=0.9), sampled(9, min_p=0.01))
+PARAMS = (
+    GREEDY,
+    sampled(7),
+    sampled(8, top_k=5, top_p=0.9),
+    sampled(9, min_p=0.01),
+    sampled(10, frequency_penalty=-2.0, repetition_penalty=0.3, logprobs=2, prompt_logprobs=0),
+)
 MOST_TOKENS = 60
 """Of one request: blocks are never used again."""
 

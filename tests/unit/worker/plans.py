@@ -6,7 +6,7 @@ import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.membership import Assignment, InitializeCache
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
@@ -43,9 +43,12 @@ class Request:
     start: int = 0
     known: int = 0
     outputs: list[int] = field(default_factory=list)
+    pooling: Pooling = Pooling.NONE
+    num_prompt: int = 0
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)
+        self.num_prompt = self.num_prompt or len(self.prompt)
 
     @property
     def left(self) -> int:
@@ -65,13 +68,29 @@ class Plans:
         self.step_id = 0
 
     def admit(
-        self, prompt: list[int], params: SamplingParams = GREEDY, hit: int = 0, share: Request | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams = GREEDY,
+        hit: int = 0,
+        share: Request | None = None,
+        pooling: Pooling = Pooling.NONE,
+        num_prompt: int = 0,
     ) -> Request:
-        """A request that enters with the next plan; the first `hit` positions are the KV of `share`."""
+        """A request that enters with the next plan; the first `hit` positions are the KV of `share`. Tokens behind the
+        first `num_prompt` are outputs (0: none is)."""
         slot = self._free_slots.pop(0)
         self._generations[slot] += 1
         blocks = share.blocks[: hit // BLOCK] if share else []
-        request = Request(slot, self._generations[slot], prompt, params, list(blocks), start=hit)
+        request = Request(
+            slot,
+            self._generations[slot],
+            prompt,
+            params,
+            list(blocks),
+            start=hit,
+            pooling=pooling,
+            num_prompt=num_prompt,
+        )
         self._grow(request, len(prompt))
         self._entering.append(request)
         return request
@@ -94,7 +113,7 @@ class Plans:
         entering, self._entering = self._entering, []
         new = [
             NewRequest(
-                r.slot, r.generation, pack(r.prompt), len(r.prompt), pack(r.blocks), r.params
+                r.slot, r.generation, pack(r.prompt), r.num_prompt, pack(r.blocks), r.params, r.pooling
             )
             for r in entering
         ]  # fmt: skip

@@ -46,3 +46,15 @@ class Logits:
         np.minimum(rows, self._ceiling, out=rows)
         rows[np.arange(len(rows)), self.top(hashes)] = self._ceiling + np.float32(0.5)
         return rows
+
+    def row(self, hashes: U64, only: NDArray[np.int64] | None = None) -> F32:
+        """float32[vocab] for uint64[1]; of the tokens `only`, minus infinity elsewhere: that spares their noise."""
+        if only is None:
+            return self.rows(hashes)[0]
+        row = np.full(self.vocab_size, -np.inf, np.float32)
+        row[only] = gumbel(scramble(hashes), np.full(1, ROW, np.uint32), only)[0]
+        np.minimum(row, self._ceiling, out=row)
+        top = self.top(hashes)[0]
+        if row[top] > -np.inf:
+            row[top] = self._ceiling + np.float32(0.5)
+        return row

@@ -91,6 +91,10 @@ class Oracle:
         self._history[slots, positions] = tokens[inside] + 1
         self._extent[slots] = positions + 1
 
+    def known(self, slot: int, start: int, end: int) -> I32:
+        """int32[end - start] ids of a slot, as the device has them. Raises: OracleError, where one is unknown."""
+        return self._tokens(slot, slice(start, end))
+
     def _tokens(self, slots: I32 | int, positions: I32 | slice) -> I32:
         """The ids there. Raises: OracleError, where none is known: an unknown id must never be an index (S3-7)."""
         stored = self._history[slots, positions]

@@ -6,6 +6,7 @@ import numpy as np
 
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.device import Event
+from services.worker.backends.sim.extras import Copied
 from services.worker.backends.sim.rigid import Shape
 from services.worker.backends.sim.trace import StepTrace
 from services.worker.batch import I32, Rows
@@ -24,6 +25,8 @@ class StepOutput:
     trace: StepTrace | None
     shape: Shape | None = None
     """On a rigid device."""
+    extras: Copied | None = None
+    """Where a row asks for more than a token."""
 
     def get(self) -> ModelRunnerOutput | None:
         self.done.synchronize()
@@ -33,7 +36,8 @@ class StepOutput:
             self.trace.write(step.epoch, step.step_id, self.forward.began, self.done.ended, tokens)
         if self.ids is None:
             return None
-        samples = rows.samples
+        samples, extras = rows.samples, self.extras
+        logprobs = None if extras is None else extras.logprobs()
         result = ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
@@ -43,5 +47,8 @@ class StepOutput:
             token_ids=self.ids.tobytes(),
             started=self.forward.began,
             ended=self.done.ended,
+            logprobs=None if logprobs is None else logprobs.packed(),
+            embedding_slots=b"" if extras is None else extras.embedding_slots.tobytes(),
+            embeddings=b"" if extras is None else extras.embeddings.tobytes(),
         )
         return result if self.shape is None else self.shape.complete(result)

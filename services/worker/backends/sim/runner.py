@@ -15,13 +15,14 @@ from services.config import WorkerConfig
 from services.worker.backends.sim.checkpoint import Facts
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device import Device, Event, SimDevice
+from services.worker.backends.sim.extras import HIDDEN_SIZE, Copied, Extras, HiddenSums, extras
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import Activations, Batch, Oracle
 from services.worker.backends.sim.output import StepOutput
 from services.worker.backends.sim.place import Alone, Place
 from services.worker.backends.sim.rigid import Reach, Rigid, Shape, as_scheduled
-from services.worker.backends.sim.sampler import Banned, Sampler, banned
+from services.worker.backends.sim.sampler import Sampler, Wishes, wishes
 from services.worker.backends.sim.trace import StepTrace
 from services.worker.batch import Rows, SlotTable
 from services.worker.runner import Identity, LoadError, Progress
@@ -39,7 +40,9 @@ class _Pending:
     step: SchedulerOutput
     rows: Rows
     hashes: NDArray[np.uint64]
-    banned: Banned
+    wishes: Wishes
+    extras: Extras | None
+    """On the rank that reports the step."""
     forward: Event
     shape: Shape | None
 
@@ -98,6 +101,7 @@ class SimRunner:
             bytes_per_block=bytes_per_block,
             num_blocks=blocks,
             simulated=True,
+            hidden_size=HIDDEN_SIZE,
             epoch=assignment.epoch,
         )
 
@@ -135,7 +139,9 @@ class SimRunner:
         self._ring = HostRing(lambda: StepInputs(slots, max_blocks), in_flight + 1)
         self._inputs = StepInputs(slots, max_blocks)
         self._oracle = Oracle(slots, init.num_blocks, block_size, max_len, vocab_size, self._full_check)
-        self._sampler = Sampler(Logits(vocab_size, self._facts.eos_token_ids), self._inputs)
+        self._logits = Logits(vocab_size, self._facts.eos_token_ids)
+        self._sampler = Sampler(self._logits, self._inputs, self._oracle)
+        self._hidden_sums = HiddenSums(slots)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -170,7 +176,8 @@ class SimRunner:
         seconds = self._cost.step(padded, self._table.num_prompt[rows.slots]) if n else 0.0
         event = device.launch(forward, seconds, arrived.at)
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
-        self._pending = _Pending(step, rows, hashes, banned(rows, self._table), event, shape)
+        more = extras(rows, self._table, self._facts.vocab_size) if self._is_output else None
+        self._pending = _Pending(step, rows, hashes, wishes(rows, self._table), more, event, shape)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         pending, self._pending = self._pending, None
@@ -182,18 +189,23 @@ class SimRunner:
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
         device, slots, positions = self._ready(), rows.slots[rows.samples], rows.ends[rows.samples]
-        work = self._sampler.prepare(rows, pending.hashes, pending.banned, grammar)
+        work, more = self._sampler.prepare(rows, pending.hashes, pending.wishes, grammar), pending.extras
         ids = np.empty(len(slots), np.int32)  # this step's own: its copy may end after the next step (S3-8)
 
         def sample() -> None:
             ids[:] = work()
             self._oracle.append(slots, positions, ids)
+            if more is not None:
+                more.compute(self._logits, self._oracle, self._hidden_sums, ids)
 
         event = device.launch(sample, 0.0)
         self._place.sampled(device, step, rows, ids, event.ended)
         host_ids, copied = device.copy_out(ids)
+        host_extras: Copied | None = None
+        if more is not None:
+            host_extras, copied = more.copy_out(device)
         reported = host_ids if self._is_output else None
-        return StepOutput(step, rows, reported, forward, copied, self._trace, pending.shape)
+        return StepOutput(step, rows, reported, forward, copied, self._trace, pending.shape, host_extras)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)

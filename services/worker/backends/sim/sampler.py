@@ -7,40 +7,65 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
+from services.worker.backends.sim.oracle import Oracle
 from services.worker.batch import I32, Rows, SlotTable
-from services.worker.sampling import GREEDY_BELOW, RowParams, apply_bitmask, forbid, sample_row
-
-Banned = dict[int, tuple[int, ...]]
-"""Row among the sampled ones -> ids it must not sample."""
+from services.worker.sampling import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
 
 
-def banned(rows: Rows, table: SlotTable) -> Banned:
-    """A snapshot: the table may have moved on when the device samples."""
-    sampled = rows.samples
-    slots, positions = rows.slots[sampled], rows.ends[sampled]
-    short = np.flatnonzero(positions < table.banned_until[slots])
-    return {i: table.banned[slots[i]] for i in short.tolist()}
+@dataclass(frozen=True)
+class Wish:
+    """What the request of a sampled row asks for beside the draw; a snapshot, for the table may have moved on when
+    the device samples."""
+
+    params: SamplingParams
+    num_prompt: int
+    banned: tuple[int, ...]
+    """Ids that `min_tokens` forbids this time."""
+    reshapes: bool
+    """Whether there is more than `banned` that may make another token than the top one the greatest."""
+
+
+Wishes = dict[int, Wish]
+"""By row among the sampled ones."""
+
+
+def wishes(rows: Rows, table: SlotTable) -> Wishes:
+    """Of rows whose own logits alone do not decide; a grammar's come later."""
+    slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
+    short = positions < table.banned_until[slots]
+    reshapes = table.penalized[slots] | table.edited[slots]
+    return {
+        i: Wish(
+            table.params[slots[i]],
+            int(table.num_prompt[slots[i]]),
+            table.banned[slots[i]] if short[i] else (),
+            bool(reshapes[i]),
+        )
+        for i in np.flatnonzero(short | reshapes).tolist()
+    }
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Of one epoch; `inputs` are the device's columns."""
+    """Of one epoch; `inputs` are the device's columns, `oracle` has its tokens."""
 
     logits: Logits
     inputs: StepInputs
+    oracle: Oracle
 
     def prepare(
-        self, rows: Rows, hashes: U64, forbidden: Banned, grammar: GrammarOutput | None
+        self, rows: Rows, hashes: U64, wishes: Wishes, grammar: GrammarOutput | None
     ) -> Callable[[], I32]:
         """The work that samples a step, int32[sampled rows], for the device to run when `hashes` are there."""
         sampled = np.flatnonzero(rows.samples)
         slots, positions = rows.slots[sampled], rows.ends[sampled]
         masks = self._masks(slots, grammar)
-        return lambda: self._sample(hashes[sampled], sampled, positions, forbidden, masks)
+        return lambda: self._sample(hashes[sampled], sampled, slots, positions, wishes, masks)
 
     def _masks(self, slots: I32, grammar: GrammarOutput | None) -> dict[int, I32]:
         """Row among the sampled ones -> its grammar bitmask."""
@@ -52,20 +77,40 @@ class Sampler:
         return {row_of[s]: mask for s, mask in zip(constrained, words, strict=True) if s in row_of}
 
     def _sample(
-        self, hashes: U64, rows: NDArray[np.int64], positions: I32, forbidden: Banned, masks: dict[int, I32]
+        self,
+        hashes: U64,
+        rows: NDArray[np.int64],
+        slots: I32,
+        positions: I32,
+        wishes: Wishes,
+        masks: dict[int, I32],
     ) -> I32:
         """Full logits rows only where the top token alone does not decide."""
         ids, inputs = self.logits.top(hashes), self.inputs
-        needs_row = inputs.temperature[rows] >= GREEDY_BELOW
-        needs_row[[i for i, tokens in forbidden.items() if ids[i] in tokens]] = True
-        needs_row[list(masks)] = True
-        for i in np.flatnonzero(needs_row).tolist():
-            logits, row = self.logits.rows(hashes[i : i + 1])[0], rows[i]
-            forbid(logits, forbidden.get(i, ()))
-            if i in masks:
-                apply_bitmask(logits, masks[i])
+        draws = inputs.temperature[rows] >= GREEDY_BELOW
+        special = {*np.flatnonzero(draws).tolist(), *wishes, *masks}
+        for i in sorted(special):
+            wish, mask = wishes.get(i), masks.get(i)
+            if not draws[i] and _stays(int(ids[i]), wish, mask):
+                continue
+            row, position = rows[i], int(positions[i])
+            logits = self.logits.row(hashes[i : i + 1], _only(mask, self.logits.vocab_size))
+            if wish is not None:
+                known = self.oracle.known(int(slots[i]), 0, position)
+                logits = shaped(logits, wish.params, known[: wish.num_prompt], known[wish.num_prompt :], mask)
             ids[i] = sample_row(logits, RowParams(
                 float(inputs.temperature[row]), float(inputs.top_p[row]), int(inputs.top_k[row]),
-                float(inputs.min_p[row]), int(inputs.seed[row]), int(positions[i]),
+                float(inputs.min_p[row]), int(inputs.seed[row]), position,
             ))  # fmt: skip
         return ids
+
+
+def _stays(top: int, wish: Wish | None, mask: I32 | None) -> bool:
+    """Whether the row's top token is the greatest of those that are left."""
+    if wish is not None and (wish.reshapes or top in wish.banned):
+        return False
+    return mask is None or bool(mask[top // 32] >> top % 32 & 1)
+
+
+def _only(mask: I32 | None, vocab_size: int) -> NDArray[np.int64] | None:
+    return None if mask is None else np.flatnonzero(allowed_by(mask, vocab_size))

@@ -1,0 +1,327 @@
+"""Every sampling parameter on the simulator: what it answers is what the plain reference makes of the same tokens."""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.rows import EmbeddingRows, LogprobRows
+from protocol.sampling import Pooling, SamplingParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.sim import SimRunner
+from services.worker.backends.sim.extras import HIDDEN_SIZE, hidden_states
+from services.worker.backends.sim.hashing import SEED, PrefixHash
+from services.worker.backends.sim.logits import Logits
+from services.worker.backends.sim.oracle import OracleError
+from services.worker.sampling import TokenLogprobs, logprobs_of, sample
+from tests.unit.worker.fake_device import FakeDevice
+from tests.unit.worker.plans import (
+    CONTEXT,
+    GREEDY,
+    VOCAB,
+    Plans,
+    Request,
+    prompt,
+    sampled,
+    sim_runner,
+    tokens,
+)
+
+HASH, LOGITS = PrefixHash(VOCAB, CONTEXT), Logits(VOCAB, ())
+Mask = Callable[[list[int]], np.ndarray]
+
+
+def greedy(**params: object) -> SamplingParams:
+    return msgspec.structs.replace(GREEDY, **params)
+
+
+def chain(ids: list[int]) -> np.ndarray:
+    return HASH.chunk(SEED, np.array(ids, np.int32))
+
+
+def raw(ids: list[int]) -> np.ndarray:
+    """float32[vocab] after `ids`."""
+    return LOGITS.rows(chain(ids)[-1:])[0]
+
+
+def answer(ids: list[int], params: SamplingParams, count: int, mask: Mask | None = None) -> list[int]:
+    """What the reference sampler makes of a prompt, token by token."""
+    given, output = np.array(ids, np.int32), np.empty(0, np.int32)
+    for _ in range(count):
+        before = [*ids, *output.tolist()]
+        token = sample(raw(before), params, given, output, mask(output.tolist()) if mask else None)
+        output = np.append(output, np.int32(token))
+    return [int(token) for token in output]
+
+
+def scores(result: ModelRunnerOutput) -> dict[tuple[int, int], TokenLogprobs]:
+    """(slot, position) -> what is reported there."""
+    if result.logprobs is None:
+        return {}
+    rows, at, found = LogprobRows.of(result.logprobs), 0, {}
+    for slot, position, count, rank in zip(*(c.tolist() for c in rows[:4]), strict=True):
+        entry = TokenLogprobs(rank, rows.token_ids[at : at + count], rows.values[at : at + count])
+        assert (slot, position) not in found
+        found[slot, position] = entry
+        at += count
+    return found
+
+
+def assert_scored(entry: TokenLogprobs, before: list[int], token: int, count: int) -> None:
+    expected = logprobs_of(raw(before), token, count)
+    assert entry.rank == expected.rank
+    assert entry.token_ids.tolist() == expected.token_ids.tolist()
+    assert entry.values.tobytes() == expected.values.tobytes()
+
+
+def everything(text: list[int]) -> dict[str, SamplingParams]:
+    """Parameters, each of which changes what follows `text`; tokens of the plain answer are in the way."""
+    plain = answer(text, GREEDY, 8)
+    return {
+        "presence": greedy(presence_penalty=-2.0, frequency_penalty=-2.0),
+        "repetition": greedy(repetition_penalty=0.05),
+        "drawn with penalties": sampled(3, frequency_penalty=-2.0, repetition_penalty=0.2),
+        "bias": greedy(logit_bias=((11, 4.0), (12, 4.0))),
+        "a bad word": greedy(bad_words=((plain[0], plain[1]), (plain[3],))),
+        "allowed": greedy(allowed_token_ids=pack([4, 9, 16, 25, 36])),
+        "drawn of the allowed": sampled(5, allowed_token_ids=pack([4, 9, 16, 25, 36]), top_p=0.9),
+        "min tokens": greedy(min_tokens=6, stop_token_ids=(plain[4],)),
+    }
+
+
+NAMES = list(everything(prompt(1, 9)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_alone_the_answer_is_the_references_and_another_one_than_without(name: str) -> None:
+    text = prompt(1, 9)
+    params = everything(text)[name]
+    runner, plans = sim_runner(), Plans()
+    request = plans.admit(text, params)
+    got = []
+    for _ in range(8):
+        runner.execute_model(plans.step(request))
+        got.append(tokens(runner.sample_tokens(None).get())[request.slot])
+    assert got == answer(text, params, 8)
+    plain = GREEDY if params.temperature == 0 else sampled(params.seed, temperature=params.temperature)
+    assert got != answer(text, plain, 8)
+
+
+class Crowd:
+    """Requests with every parameter on a FAKE asynchronous device, steps ahead of what the host knows."""
+
+    def __init__(self) -> None:
+        self.device, self.plans = FakeDevice(), Plans()
+        self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
+
+    def launch(self, plan: SchedulerOutput):  # type: ignore[no-untyped-def]
+        self.runner.execute_model(plan)
+        return self.runner.sample_tokens(None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_in_a_crowd_steps_ahead_every_answer_is_the_references(depth: int) -> None:
+    """S3-7: chunks, rows that skip steps, requests that leave and come back in other slots."""
+    crowd, rng = Crowd(), np.random.default_rng(depth)
+    texts = {name: prompt(i, 5 + i) for i, name in enumerate(NAMES)}
+    asked = {name: msgspec.structs.replace(everything(texts[name])[name], logprobs=3) for name in NAMES}
+    outputs: dict[str, list[int]] = {name: [] for name in NAMES}
+    scored: dict[str, dict[int, TokenLogprobs]] = {name: {} for name in NAMES}
+    running: dict[str, Request] = {}
+    waiting, resumed = list(NAMES), 0
+    flying: deque[tuple[object, dict[int, str]]] = deque()
+
+    def land() -> None:
+        output, names = flying.popleft()
+        result = output.get()  # type: ignore[attr-defined]
+        for slot, token in tokens(result).items():
+            outputs[names[slot]].append(token)
+        for (slot, position), entry in scores(result).items():
+            scored[names[slot]][position] = entry
+
+    for _ in range(120):
+        while waiting and len(running) < 5:
+            name = waiting.pop(0)
+            text = texts[name]
+            running[name] = crowd.plans.admit(text + outputs[name], asked[name], num_prompt=len(text))
+        chosen = [name for name in running if rng.random() < 0.7]
+        rows = [(running[n], int(rng.integers(1, running[n].left + 1))) for n in chosen]
+        if rows:
+            output = crowd.launch(crowd.plans.step(*rows))
+            flying.append((output, {running[name].slot: name for name in chosen}))
+        while len(flying) >= depth:
+            land()
+        entered = [name for name, request in running.items() if request.start]
+        if rng.random() < 0.15 and entered:
+            while flying:
+                land()
+            name = entered[int(rng.integers(len(entered)))]
+            crowd.plans.leave(running.pop(name))
+            resumed += bool(outputs[name])
+            if len(outputs[name]) < 12:
+                waiting.append(name)
+    while flying:
+        land()
+    crowd.runner.shutdown()
+    assert resumed > 3
+    assert not crowd.device.violations
+    for name, got in outputs.items():
+        text = texts[name]
+        assert len(got) > 6
+        assert got == answer(text, asked[name], len(got)), name
+        assert sorted(scored[name]) == [len(text) + i for i in range(len(got))]
+        for i, token in enumerate(got):
+            assert_scored(scored[name][len(text) + i], text + got[:i], token, 3)
+
+
+def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
+    """S3-1, S3-8: what the host knows of a row is that of its launch."""
+    crowd, text = Crowd(), prompt(1, 9)
+    first = crowd.plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
+    plan = crowd.plans.step(first)
+    crowd.device.compute.gate.clear()
+    output = crowd.launch(plan)
+    crowd.plans.leave(first)
+    crowd.plans._free_slots.insert(0, crowd.plans._free_slots.pop())
+    second = crowd.plans.admit(prompt(2, 3))
+    later = crowd.launch(crowd.plans.step(second))
+    assert second.slot == first.slot
+    crowd.device.compute.gate.set()
+    (token,) = answer(text, first.params, 1)
+    assert tokens(output.get()) == {first.slot: token}
+    assert_scored(scores(output.get())[first.slot, len(text)], text, token, 2)
+    assert tokens(later.get()) == {second.slot: answer(prompt(2, 3), GREEDY, 1)[0]}
+    assert later.get().logprobs is None
+    crowd.runner.shutdown()
+
+
+def masked(plan: SchedulerOutput, **masks: np.ndarray) -> GrammarOutput:
+    return GrammarOutput(
+        1,
+        plan.step_id,
+        pack([int(slot[1:]) for slot in masks]),
+        b"".join(m.tobytes() for m in masks.values()),
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        sampled(4),
+        sampled(4, top_p=0.6, top_k=9, min_p=0.01),
+        greedy(frequency_penalty=2.0, logprobs=1),
+        sampled(6, bad_words=((2,), (8, 4)), presence_penalty=1.5),
+        greedy(min_tokens=9, eos_token_ids=tuple(range(0, VOCAB, 4))),
+    ],
+)
+@pytest.mark.parametrize("shape", ["wide", "narrow", "one", "only what is forbidden"])
+def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) -> None:
+    """The row is built from the allowed tokens alone, and still is the reference's."""
+    text, output = prompt(1, 9), []
+    allowed = {
+        "wide": range(1, VOCAB),
+        "narrow": range(0, VOCAB, 7),
+        "one": [41],
+        "only what is forbidden": [2],
+    }[shape]
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    mask = np.packbits(bits, bitorder="little").view(np.int32)
+    runner, plans = sim_runner(), Plans()
+    request, other = plans.admit(text, params), plans.admit(prompt(2, 4))
+    for _ in range(6):
+        plan = plans.step(other, request, grammar=True)
+        runner.execute_model(plan)
+        result = runner.sample_tokens(masked(plan, **{f"s{request.slot}": mask})).get()
+        output.append(tokens(result)[request.slot])
+        other.outputs.append(tokens(result)[other.slot])
+    assert output == answer(text, params, 6, lambda _: mask)
+    assert set(output) <= set(allowed)
+    assert other.outputs == answer(prompt(2, 4), GREEDY, 6)
+
+
+@pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1], [11, 1]])
+def test_prompt_logprobs_come_with_the_chunk_that_predicts_them(chunks: list[int]) -> None:
+    text = prompt(3, 12)
+    runner, plans = sim_runner(), Plans()
+    request = plans.admit(text, greedy(prompt_logprobs=2))
+    at, output = 0, 0
+    for chunk in chunks:
+        runner.execute_model(plans.step((request, chunk)))
+        result = runner.sample_tokens(None).get()
+        expected = range(at + 1, min(at + chunk + 1, len(text)))
+        assert sorted(scores(result)) == [(request.slot, position) for position in expected]
+        for (_, position), entry in scores(result).items():
+            assert_scored(entry, text[:position], text[position], 2)
+        at += chunk
+        output = tokens(result).get(request.slot, -1)
+    assert output == answer(text, GREEDY, 1)[0], "they change no token"
+
+
+def test_outputs_of_a_resumed_request_are_no_prompt() -> None:
+    text, params = prompt(3, 8), greedy(prompt_logprobs=0, logprobs=0)
+    before = answer(text, params, 3)
+    runner, plans = sim_runner(), Plans()
+    request = plans.admit(text + before, params, num_prompt=len(text))
+    runner.execute_model(plans.step(request))
+    result = runner.sample_tokens(None).get()
+    assert sorted(scores(result)) == [(request.slot, position) for position in [*range(1, 8), 11]]
+    assert all(len(entry.token_ids) == 1 for entry in scores(result).values())
+
+
+def test_a_request_that_asks_for_nothing_gets_nothing_more() -> None:
+    runner, plans = sim_runner(), Plans()
+    runner.execute_model(plans.step(plans.admit(prompt(1, 4), greedy(logprobs=1)), plans.admit(prompt(2, 4))))
+    assert list(scores(runner.sample_tokens(None).get())) == [(0, 4)]
+    runner.execute_model(plans.step(plans.admit(prompt(3, 4))))
+    result = runner.sample_tokens(None).get()
+    assert (result.logprobs, result.embeddings, result.embedding_slots) == (None, b"", b"")
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------
+
+
+def embedded(result: ModelRunnerOutput) -> dict[int, bytes]:
+    return EmbeddingRows.of(result).by_slot() if result.embeddings else {}
+
+
+@pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1]])
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_an_embedding_is_the_same_however_the_prompt_is_cut(pooling: Pooling, chunks: list[int]) -> None:
+    """Beside a request that generates, and in a slot that had a sum before."""
+    text = prompt(3, 12)
+    runner, plans = sim_runner(), Plans()
+    request, other = plans.admit(text, pooling=pooling), plans.admit(prompt(2, 4))
+    got: dict[int, bytes] = {}
+    for i, chunk in enumerate(chunks):
+        runner.execute_model(plans.step(other, (request, chunk)))
+        result = runner.sample_tokens(None).get()
+        got = embedded(result)
+        assert bool(got) == (i == len(chunks) - 1)
+        other.outputs.append(tokens(result)[other.slot])
+    hidden = hidden_states(chain(text))
+    expected = hidden[-1] if pooling is Pooling.LAST else hidden.mean(0, dtype=np.float64).astype(np.float32)
+    assert got == {request.slot: expected.tobytes()}
+    assert expected.shape == (HIDDEN_SIZE,)
+    assert other.outputs == answer(prompt(2, 4), GREEDY, len(chunks))
+    plans.leave(request)
+    again = plans.admit(prompt(4, 5), pooling=pooling)
+    runner.execute_model(plans.step(again))
+    result = runner.sample_tokens(None).get()
+    assert embedded(result).keys() == {again.slot}
+    assert unpack(result.embedding_slots).tolist() == [again.slot]
+
+
+def test_a_mean_over_positions_that_came_from_the_prefix_cache_is_noticed() -> None:
+    runner, plans = sim_runner(), Plans()
+    first = plans.admit(prompt(3, 14))
+    runner.execute_model(plans.step(first))
+    runner.sample_tokens(None).get()
+    late = plans.admit(prompt(3, 14), hit=8, share=first, pooling=Pooling.MEAN)
+    runner.execute_model(plans.step(late))
+    with pytest.raises(OracleError, match="a mean from 8 on, but 0 positions are summed"):
+        runner.sample_tokens(None).get()
