@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.rows import EmbeddingRows
+from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
@@ -27,6 +28,14 @@ def i32(*values: int) -> bytes:
 
 def ints(data: bytes) -> list[int]:
     return np.frombuffer(data, np.int32).tolist()
+
+
+class Score(NamedTuple):
+    """Log-probabilities at one position: the token itself, then the most likely ones."""
+
+    rank: int
+    ids: list[int]
+    values: list[float]
 
 
 @dataclass
@@ -46,6 +55,8 @@ class Request:
     pooling: Pooling = Pooling.NONE
     embedding: bytes = b""
     """float32[hidden size], once it is there"""
+    scores: dict[int, "Score"] = field(default_factory=dict)
+    """By position, the first that came."""
 
     @property
     def tokens(self) -> list[int]:
@@ -119,7 +130,7 @@ class Driver:
         again = self.add(request.tokens, request.params)
         return Request(
             again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output,
-            pooling=request.pooling,
+            pooling=request.pooling, scores=request.scores,
         )  # fmt: skip
 
     def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
@@ -183,6 +194,13 @@ class Driver:
         if result.embeddings:
             for slot, embedding in EmbeddingRows.of(result).by_slot().items():
                 by_slot[slot].embedding = embedding
+        if result.logprobs is not None:
+            rows, first = LogprobRows.of(result.logprobs), 0
+            columns = (rows.owners, rows.positions, rows.ranks, rows.counts)
+            for slot, at, rank, count in zip(*(column.tolist() for column in columns), strict=True):
+                entries = slice(first, first := first + count)
+                score = Score(rank, rows.token_ids[entries].tolist(), rows.values[entries].tolist())
+                by_slot[slot].scores.setdefault(at, score)
         return result
 
     def step(
