@@ -1,0 +1,83 @@
+"""Sampling parameters where ranks share the work: rules act where ids are sampled, with the tokens that are known
+there; log-probabilities of prompts are made by a whole team."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from protocol.sampling import SamplingParams
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import GREEDY, Driver, Request, i32
+from tests.ranks.group import GroupDriver
+from tests.unit.native.reference import changed
+
+Start = Callable[..., GroupDriver]
+PROMPT = list(range(20, 49))
+TOKENS = 16
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+
+
+def wanted(**values: object) -> SamplingParams:
+    return msgspec.structs.replace(GREEDY, **values)
+
+
+CASES = [
+    wanted(repetition_penalty=1.5, frequency_penalty=0.8, logprobs=3, prompt_logprobs=3),
+    wanted(presence_penalty=-2.0, logit_bias=((210, 2.0), (0, 2.0))),
+    wanted(bad_words=((168, 83), (0,), (210, 210)), temperature=0.8, seed=3, logprobs=0),
+    wanted(allowed_token_ids=i32(0, 7, 83, 168, 210), min_tokens=9, stop_token_ids=(83,)),
+    wanted(prompt_logprobs=20),
+]
+
+
+def run(driver: Driver) -> list[Request]:
+    """Chunks, several steps in flight, and one preemption after which the slot has another owner."""
+    requests = [driver.add(PROMPT[i:], params) for i, params in enumerate(CASES)]
+    driver.generate(requests, 7, chunk=9, depth=3)
+    victim = requests[0]
+    driver.free_slots.insert(0, victim.slot)
+    requests[0] = driver.preempt(victim)
+    driver.generate([*requests, driver.add(PROMPT[:3])], TOKENS, chunk=6, depth=3)
+    return requests
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parameters_on_a_group_equal_those_on_one_rank(
+    tied: Family, start: Start, layout: tuple[int, int]
+) -> None:
+    """Stages alone change no bit; sums over a team may round elsewhere."""
+    expected, ours = run(Driver(tied.path)), run(start(tied.path, *layout))
+    assert [request.output for request in ours] == [request.output for request in expected]
+    for one, other in zip(expected, ours, strict=True):
+        assert other.scores.keys() == one.scores.keys()
+        for at, score in one.scores.items():
+            if layout[0] == 1:
+                assert other.scores[at] == score
+            np.testing.assert_allclose(other.scores[at].values, score.values, atol=1e-4, rtol=0)
+    lengths = [len(request.scores) for request in ours]
+    assert lengths == [28 + TOKENS, 0, TOKENS, 0, 24]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rules_on_a_group_equal_the_reference_on_its_own_logits(
+    tied: Family, start: Start, layout: tuple[int, int]
+) -> None:
+    group = start(tied.path, *layout)
+    greedy = [msgspec.structs.replace(params, temperature=0.0) for params in CASES]
+    requests = [group.add(PROMPT[i:], params) for i, params in enumerate(greedy)]
+    group.generate(requests, TOKENS, depth=2)
+    plain = 0
+    for step, logits in enumerate(group.logits):
+        for row, request, params in zip(logits, requests, greedy, strict=True):
+            left = changed(row.numpy(), params, request.prompt, request.output[:step])
+            assert request.output[step] == int(left.argmax())
+            plain += request.output[step] == int(row.argmax())
+            if params.logprobs:
+                score = request.scores[len(request.prompt) + step]
+                assert score.ids[1:] == row.topk(3).indices.tolist()
+                values = torch.tensor(score.values)
+                torch.testing.assert_close(values, row.log_softmax(-1)[score.ids], atol=1e-5, rtol=0)
+    assert plain < len(CASES) * TOKENS * 0.8
