@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Awaitable
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -12,17 +13,36 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from protocol.requests import EnginePhase
+from protocol.sampling import StructuredOutputParams
 from services.frontend.engine_client import EngineClient
 from services.frontend.errors import RETRY_AFTER, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.dialects import ChatDialect, CompletionDialect, Dialect
+from services.frontend.openai import embeddings
+from services.frontend.openai.dialects import CompletionDialect, Dialect
 from services.frontend.openai.event_stream import EventStream
-from services.frontend.openai.generation import Generation
+from services.frontend.openai.generation import Asked, Generation
+from services.frontend.openai.logprobs import LogprobWriter
 from services.frontend.openai.parameters import sampling_params
-from services.frontend.openai.parsing import parse
-from services.frontend.openai.prompts import Prompts
-from services.frontend.openai.schemas import ChatRequest, CompletionRequest
+from services.frontend.openai.parsing import checked, parse, parse_object
+from services.frontend.openai.prompt import Prompt
+from services.frontend.openai.prompts import Prompts, spoken
+from services.frontend.openai.reading import Reading
+from services.frontend.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    StreamOptions,
+)
+from services.frontend.openai.structured import structured_params
+from services.frontend.openai.tokenize import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    detokenize,
+    tokenize,
+)
+from services.frontend.vocabulary import Vocabulary
 
 
 def build(model: ServedModel, engine: EngineClient) -> FastAPI:
@@ -64,6 +84,10 @@ def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
         body = {"phase": phase.name.lower(), "detail": state.detail, "progress": state.progress}
         return JSONResponse(body, 200 if engine.ready else 503, None if engine.ready else RETRY_AFTER)
 
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": metadata.version("runahead")})
+
     @app.get("/metrics")
     async def render_metrics() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -87,6 +111,7 @@ class _Answers:
         self._model = model
         self._metrics = metrics
         self._prompts = Prompts(model)
+        self._vocabulary = Vocabulary(model.tokenizer)
 
         @app.post("/v1/completions")
         async def completions(http: HTTPRequest) -> Response:
@@ -95,6 +120,18 @@ class _Answers:
         @app.post("/v1/chat/completions")
         async def chat(http: HTTPRequest) -> Response:
             return await self._counted(self._chat(http))
+
+        @app.post("/tokenize")
+        async def tokenize_text(http: HTTPRequest) -> Response:
+            return JSONResponse(await self._tokenize(http))
+
+        @app.post("/detokenize")
+        async def detokenize_ids(http: HTTPRequest) -> Response:
+            return JSONResponse(await self._detokenize(http))
+
+        @app.post("/v1/embeddings")
+        async def embed(http: HTTPRequest) -> Response:
+            return await self._counted(self._embed(http))
 
     async def _counted(self, answer: Awaitable[Response]) -> Response:
         """Every request is counted once, at its end."""
@@ -112,42 +149,98 @@ class _Answers:
         self._check(body)
         state = self._engine.state
         prompts = await self._prompts.of_completion(body, state.vocab_size, state.max_model_len)
-        return await self._answer(http, body, prompts, CompletionDialect())
+        return await self._answer(http, body, prompts, CompletionDialect(), structured_params(body))
 
     async def _chat(self, http: HTTPRequest) -> Response:
         body = await parse(http, ChatRequest)
         self._check(body)
-        state = self._engine.state
+        state, reading = self._engine.state, Reading.of(body, self._model.forms)
         prompt = await self._prompts.of_chat(body, state.vocab_size, state.max_model_len)
-        return await self._answer(http, body, [prompt], ChatDialect())
+        begins = reading.begins(prompt.token_ids, self._model.tokenizer)
+        dialect = reading.dialect(begins, *spoken(body))
+        return await self._answer(
+            http, body, [prompt], dialect, reading.grammar(structured_params(body), begins)
+        )
 
-    def _check(self, body: CompletionRequest | ChatRequest) -> None:
+    async def _embed(self, http: HTTPRequest) -> Response:
+        body = await parse(http, EmbeddingRequest)
+        self._check(body)
+        state = self._engine.state
+        form = embeddings.Form.of(body, state.hidden_size)
+        sizes = state.vocab_size, state.max_model_len
+        prompts = await embeddings.token_ids(body, self._prompts, self._model.tokenizer, *sizes)
+        embedder = embeddings.Embedder(self._engine, self._metrics, self._model.pooling, form)
+        salt, name = self._salt(http, body.cache_salt), http.state.request_id
+        try:
+            embedder.watch(http.receive)
+            entries = await embedder.run(prompts, body.priority or 0, salt, name)
+        finally:
+            embedder.close()
+        head = {
+            "id": f"embd-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model or self._model.names[0],
+        }
+        content = embeddings.answer(head, entries, sum(map(len, prompts)))
+        return Response(content, media_type="application/json")
+
+    async def _tokenize(self, http: HTTPRequest) -> dict[str, Any]:
+        content = await parse_object(http)
+        kinds = TokenizeCompletionRequest, TokenizeChatRequest
+        body = checked(content, kinds[1]) if "messages" in content else checked(content, kinds[0])
+        self._check_model(body.model)
+        length = self._engine.state.max_model_len
+        return await tokenize(body, self._prompts, self._model.tokenizer, length)
+
+    async def _detokenize(self, http: HTTPRequest) -> dict[str, Any]:
+        body = await parse(http, DetokenizeRequest)
+        self._check_model(body.model)
+        return await detokenize(body, self._prompts, self._engine.state.vocab_size)
+
+    @staticmethod
+    def _salt(http: HTTPRequest, given: str | None) -> str:
+        """Who holds another key learns nothing from cache hits."""
+        tenant, salt = http.state.tenant, given or ""
+        return f"{tenant}/{salt}" if tenant else salt
+
+    def _check(self, body: CompletionRequest | ChatRequest | EmbeddingRequest) -> None:
         """Raises: APIError"""
-        if body.model is not None and body.model not in self._model.names:
-            raise APIError(404, f"the model {body.model!r} does not exist", "model", "model_not_found")
+        self._check_model(body.model)
         self._engine.check_ready()
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises: APIError"""
+        if name is not None and name not in self._model.names:
+            raise APIError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
     async def _answer(
         self,
         http: HTTPRequest,
         body: CompletionRequest | ChatRequest,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         dialect: Dialect,
+        structured: StructuredOutputParams | None,
     ) -> Response:
         """The whole answer, or its stream once the first event has decided the status. Raises: APIError"""
         state = self._engine.state
-        name, tenant, salt = http.state.request_id, http.state.tenant, body.cache_salt or ""
-        salt = f"{tenant}/{salt}" if tenant else salt  # who holds another key learns nothing from cache hits
+        words = await self._prompts.bad_words(body.bad_words or [])
+        sizes = state.max_model_len, state.vocab_size
         params = [
-            sampling_params(body, self._model.defaults, len(prompt), state.max_model_len, state.vocab_size)
+            sampling_params(body, self._model.defaults, len(prompt.token_ids), *sizes, words)
             for prompt in prompts
         ]
-        generation = Generation(self._engine, self._metrics)
+        salt = self._salt(http, body.cache_salt)
+        generation = Generation(
+            self._engine,
+            self._metrics,
+            self._model.tokenizer,
+            LogprobWriter(self._vocabulary, bool(body.return_tokens_as_token_ids)),
+            Asked.of(body, salt, http.state.request_id, structured),
+        )
         try:
             for prompt, wanted in zip(prompts, params, strict=True):
-                generation.submit(
-                    self._model.tokenizer, prompt, wanted, body.stops(), body.priority or 0, salt, name
-                )
+                generation.submit(prompt, wanted)
             generation.watch(http.receive)
             head: dict[str, Any] = {
                 "id": f"{dialect.prefix}-{uuid.uuid4().hex}",
@@ -156,9 +249,10 @@ class _Answers:
                 "model": body.model or self._model.names[0],
             }
             if body.stream:
-                with_usage = body.stream_options is not None and body.stream_options.include_usage
+                options = body.stream_options or StreamOptions()
+                beginning = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}
                 first = await generation.advance()
-                return EventStream(generation, first, dialect, head, with_usage, self._metrics)
+                return EventStream(generation, first, dialect, head, options, self._metrics, beginning)
             await generation.run()
         except BaseException:
             generation.close()
@@ -166,4 +260,10 @@ class _Answers:
         generation.close()
         choices = [dialect.choice(choice.index, choice.whole) for choice in generation.choices]
         answer = {**head, "choices": choices, "usage": generation.usage()}
+        if isinstance(body, ChatRequest) and body.return_token_ids:
+            answer["prompt_token_ids"] = prompts[0].token_ids
+        if body.prompt_logprobs is not None:
+            each = zip(generation.prompt_logprobs(), choices, strict=True)
+            for known, of_completion in each:
+                (answer if isinstance(body, ChatRequest) else of_completion)["prompt_logprobs"] = known
         return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,18 +1,23 @@
 """Server-sent events: a generation's pieces as they come, in the form that OpenAI's clients read."""
 
+import asyncio
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.frontend.connection import Connection
 from services.frontend.errors import GONE, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.openai.dialects import Dialect
 from services.frontend.openai.generation import Choice, Generation
 from services.frontend.openai.piece import Piece
+from services.frontend.openai.schemas import StreamOptions
 
+NOTHING: Mapping[str, Any] = {}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -31,23 +36,28 @@ class EventStream(Response):
         first: list[tuple[Choice, Piece]],
         dialect: Dialect,
         head: dict[str, Any],
-        include_usage: bool,
+        options: StreamOptions,
         metrics: Metrics,
+        beginning: dict[str, Any] | None = None,
     ) -> None:
-        """`first` is what the generation's first step forward brought: it decided that the status is 200."""
+        """`first` is what the generation's first step forward brought: it decided that the status is 200. `beginning`
+        are fields of the first event alone."""
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._generation = generation
         self._first = first
         self._dialect = dialect
         self._head = head
-        self._nothing = {"usage": None} if include_usage else {}
-        self._include_usage = include_usage
+        self._nothing = {"usage": None} if options.include_usage else {}
+        self._options = options
         self._metrics = metrics
-        self._plain = [self._around_text(c.index) for c in generation.choices if dialect.text_is_plain]
+        self._beginning = beginning or {}
+        all_alike = dialect.text_is_plain and not options.continuous_usage_stats
+        self._plain = [self._around_text(c.index) for c in generation.choices if all_alike]
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return _event(msgspec.json.encode({**self._head, "choices": [choice], **self._nothing}))
+    def _chunk(self, choice: dict[str, Any], more: Mapping[str, Any] = NOTHING) -> bytes:
+        usage = {"usage": self._generation.usage()} if self._options.continuous_usage_stats else self._nothing
+        return _event(msgspec.json.encode({**self._head, **more, "choices": [choice], **usage}))
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in every event that holds only text: encoded once."""
@@ -63,7 +73,7 @@ class EventStream(Response):
         return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:
-        if not self._include_usage:
+        if not self._options.include_usage:
             return DONE
         usage = {**self._head, "choices": [], "usage": self._generation.usage()}
         return _event(msgspec.json.encode(usage)) + DONE
@@ -73,8 +83,8 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self._send_text(send)
-                code, last = 200, self._last()
+                last = await self._write_text(scope["state"]["connection"])
+                code, last = 200, last + self._last()
             except APIError as error:
                 code, last = error.status, _event(error.encoded())
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -82,15 +92,44 @@ class EventStream(Response):
             self._generation.close()
             self._metrics.on_request(code)
 
-    async def _send_text(self, send: Send) -> None:
-        """Raises: APIError"""
-        openings = [self._dialect.opening(choice.index) for choice in self._generation.choices]
-        body = b"".join(self._chunk(opening) for opening in openings if opening is not None)
-        grown = self._first
-        while True:
-            body += b"".join(self._grown(choice, piece) for choice, piece in grown)
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            if self._generation.done:
+    async def _write_text(self, connection: Connection) -> bytes:
+        """All but what belongs into the last write, which it returns. Raises: APIError"""
+        body = self._opening()
+        body += self._written(self._first)
+        if self._generation.done:
+            return body
+        if body:
+            connection.write_chunk(body)
+        last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def on_arrival() -> None:
+            if last.done() or connection.is_full:
                 return
-            body, grown = b"", await self._generation.advance()
+            try:
+                body = self._written(self._generation.take())
+            except Exception as error:
+                last.set_exception(error)
+                return
+            if self._generation.done:
+                last.set_result(body)
+            elif body:
+                connection.write_chunk(body)
+
+        self._generation.read_by(on_arrival)
+        connection.on_writable = on_arrival
+        try:
+            return await last
+        finally:
+            connection.on_writable = None
+            self._generation.read_by(None)
+
+    def _opening(self) -> bytes:
+        """Events before any text."""
+        openings = [self._dialect.opening(choice.index) for choice in self._generation.choices]
+        told = [opening for opening in openings if opening is not None]
+        return b"".join(self._chunk(o, {} if i else self._beginning) for i, o in enumerate(told))
+
+    def _written(self, grown: list[tuple[Choice, Piece]]) -> bytes:
+        if len(grown) == 1:
+            return self._grown(*grown[0])
+        return b"".join(self._grown(choice, piece) for choice, piece in grown)

@@ -10,19 +10,29 @@ from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.openai.parameters import refuse_unserved
-from services.frontend.openai.schemas import NEUTRAL_IN_MESSAGE, ChatRequest, CompletionRequest, Message
+from services.frontend.openai.schemas import NEUTRAL_IN_MESSAGE, Message, Request
 
 BODY_SECONDS = 30.0
 """A client may take this long to send its body."""
 
-B = TypeVar("B", CompletionRequest, ChatRequest)
+B = TypeVar("B", bound=pydantic.BaseModel)
 
 
 async def parse(http: HTTPRequest, kind: type[B]) -> B:
     """Raises: APIError, naming what is wrong with the body."""
+    return checked(await parse_object(http), kind)
+
+
+async def parse_object(http: HTTPRequest) -> dict[str, Any]:
+    """Raises: APIError"""
     content = _json(await _read(http))
     if not isinstance(content, dict):
         raise invalid("the request body must be a JSON object")
+    return content
+
+
+def checked(content: dict[str, Any], kind: type[B]) -> B:
+    """Raises: APIError, naming what is wrong with the body."""
     try:
         body = kind.model_validate(content)
     except pydantic.ValidationError as error:
@@ -31,7 +41,7 @@ async def parse(http: HTTPRequest, kind: type[B]) -> B:
     messages: list[Message] = getattr(body, "messages", [])
     for index, message in enumerate(messages):
         refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, f"messages.{index}.")
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, Request) and body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     return body
 

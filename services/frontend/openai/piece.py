@@ -11,7 +11,8 @@ class TokenLogprob:
     text: str
     """Bytes that are no text alone show as U+FFFD."""
     raw: bytes
-    logprob: float
+    logprob: float | None
+    """Finite. None for the first token of a prompt, before which there was nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,30 @@ class Piece:
 
     text: str = ""
     logprobs: list[PositionLogprobs] = field(default_factory=list)
-    """Where the request asks for them: of the tokens that arrived with this piece."""
+    """Where the request asks for them: of the tokens whose text this is."""
     finish: str | None = None
     """OpenAI's word for how the choice ended."""
     stop: int | str | None = None
     """The stop string or token that ended it."""
+    token_ids: list[int] | None = None
+    """Where the request asks for them: those that arrived; None where it does not."""
+    prompt_token_ids: list[int] | None = None
+    """In the first piece, where the request asks for token ids."""
 
     @property
     def is_plain(self) -> bool:
         """Whether it is text alone."""
-        return self.finish is None and not self.logprobs
+        return self.finish is None and not self.logprobs and not self.token_ids
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and self.is_plain
 
     def extend(self, later: "Piece") -> None:
         self.text += later.text
         self.logprobs += later.logprobs
         self.finish, self.stop = later.finish, later.stop
+        if later.token_ids is not None:
+            self.token_ids = [*(self.token_ids or ()), *later.token_ids]
+        if later.prompt_token_ids is not None:
+            self.prompt_token_ids = later.prompt_token_ids

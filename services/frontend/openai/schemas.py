@@ -17,6 +17,8 @@ MAX_CHOICES = 16
 """Answers per prompt, `n`."""
 MAX_SCHEMA_CHARS = 262_144
 MAX_ALLOWED_IDS = 262_144
+MAX_INPUTS = 2048
+"""Inputs of one request for embeddings: OpenAI's bound."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -86,6 +88,7 @@ class Request(BaseModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
+    """Lower runs earlier, under the `priority` scheduling policy."""
     cache_salt: str | None = Field(None, max_length=256)
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
@@ -97,14 +100,21 @@ class Request(BaseModel):
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    """Not with `stream`."""
+    return_tokens_as_token_ids: bool | None = False
+    """In log-probabilities tokens are called token_id:123."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     """Keeps the last so many tokens of the prompt; -1: what the context holds."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
+    """The answer matches it, or ends early for its length; `min_tokens` does not keep it open once it is complete."""
     structured_outputs: StructuredOutputs | None = None
     user: str | None = Field(None, max_length=512)
-    """For the client's own books; OpenAI uses it to watch for abuse."""
+    """For the client's own books; OpenAI uses it to watch for abuse, and in its place now the next one."""
+    safety_identifier: str | None = Field(None, max_length=512)
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    """OpenAI finds a server by it that may have the prompt's beginning; here every server looks for itself."""
 
     def stops(self) -> list[str]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -112,6 +122,8 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    """0 with `echo` alone: the prompt and its log-probabilities."""
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     prompt: (
@@ -126,14 +138,35 @@ class TextPart(BaseModel):
     text: Text
 
 
+class FunctionCall(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(max_length=128)
+    arguments: Text = ""
+    """The text of a JSON object."""
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    id: str = Field("", max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Left over in calls that a client put together from a stream."""
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    """The same under its older name."""
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Role, text and name as templates take them."""
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text for part in parts) if parts else self.content or ""
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
@@ -151,6 +184,10 @@ class Tool(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["function"] = "function"
     function: FunctionDefinition
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: what was given."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
 
 
 class FunctionName(BaseModel):
@@ -179,6 +216,25 @@ class ChatRequest(Request):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
 
 
+class EmbeddingRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    input: (
+        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)]
+    )  # fmt: skip
+    model: str | None = Field(None, max_length=512)
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = Field(None, ge=1, lt=2**31)
+    """Keeps the first so many numbers, at most as many as there are; then it is normalised."""
+    user: str | None = Field(None, max_length=512)
+    priority: int | None = Field(0, ge=-(2**20), le=2**20)
+    """Lower runs earlier, under the `priority` scheduling policy."""
+    cache_salt: str | None = Field(None, max_length=256)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
+    """Keeps the last so many tokens of each input; -1: what the context holds."""
+    add_special_tokens: bool | None = True
+
+
 Neutral = Mapping[str, tuple[Any, ...]]
 """Parameters that are not served, and the values under which they change nothing (null always does)."""
 
@@ -186,32 +242,54 @@ NEUTRAL: Neutral = {
     "best_of": (1,),
     "suffix": ("",),
     "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
     "prompt_embeds": (),
     "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "request_id": (),
     "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
     "audio": (),
     "prediction": (),
     "store": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "use_beam_search": (False,),
 }
+HINTS: Mapping[str, str] = {
+    "best_of": "ask for n answers and choose among them",
+    "guided_json": "use structured_outputs.json or response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "logits_processors": "requests bring no code; use logit_bias, bad_words or allowed_token_ids",
+    "chat_template": "start with --chat-template",
+    "reasoning_effort": "use chat_template_kwargs if the model's template knows it",
+    "request_id": "use the header x-request-id",
+}
+"""What does the same."""
 NEUTRAL_IN_MESSAGE: Neutral = {
     "refusal": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "audio": (),
     "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
 }
 """The official client sends these back when an answer becomes part of the next conversation."""
