@@ -1,9 +1,7 @@
 """The official client against a frontend whose scheduler is scripted: every token and its moment is chosen here."""
 
 import asyncio
-import json
 
-import httpx
 import pytest
 
 from protocol.codec import unpack
@@ -18,15 +16,9 @@ from tests.integration.frontend.scripted import (
     saying,
     tokens,
 )
+from tests.integration.frontend.streams import events
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
-
-
-def events(response: httpx.Response) -> list[dict[str, object]]:
-    """The stream's JSON events, after a look at the frame around them."""
-    parts = response.text.split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
 def test_completion_whole_and_streamed(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
