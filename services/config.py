@@ -208,6 +208,9 @@ class FrontendConfig(ServiceConfig):
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto: the checkpoint's sampling defaults; vllm: none"
     )
+    pooling_type: Literal["last", "mean"] = Field(
+        "last", description="what an embedding is made of: the state of its last token, or the mean of all"
+    )
 
 
 class ServeConfig(FrontendConfig, SchedulerConfig, WorkerConfig):

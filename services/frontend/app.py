@@ -18,7 +18,7 @@ from services.frontend.engine_client import EngineClient
 from services.frontend.errors import RETRY_AFTER, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai import embeddings
+from services.frontend.openai import embeddings, openapi
 from services.frontend.openai.dialects import CompletionDialect, Dialect
 from services.frontend.openai.event_stream import EventStream
 from services.frontend.openai.generation import Asked, Generation
@@ -51,6 +51,7 @@ def build(model: ServedModel, engine: EngineClient) -> FastAPI:
     _add_errors(app)
     _add_probes(app, engine, metrics)
     _add_models(app, engine, model)
+    _add_document(app)
     _Answers(app, engine, model, metrics)
     return app
 
@@ -101,6 +102,14 @@ def _add_models(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
         length = engine.state.max_model_len or None
         data = [{"id": name, **common, "max_model_len": length} for name in model.names]
         return JSONResponse({"object": "list", "data": data})
+
+
+def _add_document(app: FastAPI) -> None:
+    content = msgspec.json.encode(openapi.document())
+
+    @app.get("/openapi.json")
+    async def describe() -> Response:
+        return Response(content, media_type="application/json")
 
 
 class _Answers:

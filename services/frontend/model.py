@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.sampling import Pooling
 from services.checkpoint import resolve
 from services.config import FrontendConfig
 from services.frontend.chat_template import ChatTemplate, find_template, try_out
@@ -17,6 +18,8 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: Defaults
+    pooling: Pooling = Pooling.LAST
+    """What an embedding is made of."""
 
     @classmethod
     def load(cls, config: FrontendConfig) -> "ServedModel":
@@ -32,4 +35,5 @@ class ServedModel:
             )  # before this process compiles it: that may already take for ever
         template = ChatTemplate(text, tokenizer.special)
         name = config.model if config.model and not Path(config.model).is_dir() else directory.resolve().name
-        return cls(config.served_model_name or [name], tokenizer, template, defaults)
+        pooling = Pooling[config.pooling_type.upper()]
+        return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling)

@@ -24,6 +24,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
@@ -94,7 +95,7 @@ class Request(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
@@ -150,7 +151,7 @@ class ToolCall(BaseModel):
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None
+    index: int | None = Field(None, ge=0, lt=2**31)
     """Left over in calls that a client put together from a stream."""
 
 

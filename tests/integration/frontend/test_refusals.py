@@ -184,7 +184,7 @@ def test_unknown_model_path_and_method(frontend: Frontend, scheduler: ScriptedSc
     error_of(httpx.get(f"{frontend.url}/nowhere"), 404)
     error_of(httpx.get(frontend.url + COMPLETIONS), 405)
     error_of(httpx.get(f"{frontend.url}/docs"), 404)
-    error_of(httpx.get(f"{frontend.url}/openapi.json"), 404)
+    error_of(httpx.get(f"{frontend.url}/redoc"), 404)
 
 
 def test_every_route_but_the_probes_needs_a_key_and_keys_do_not_share_a_cache() -> None:

@@ -1,0 +1,93 @@
+"""The served document against the server: what it calls wrong is refused, what comes back is as it says."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.generation import GenerationMode
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi import checks
+
+from tests.e2e.server import Server, serving
+
+SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
+PATIENCE = 30.0
+"""Seconds that one answer may take."""
+EXAMPLES = 3000 if SOAK else 60
+"""Of each kind for an operation with a body."""
+ALWAYS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+]
+POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Server]:
+    """Answers that mean nothing, at once: a short context ends what asks for no end."""
+    arguments = ("--backend", "sim", "--sim-step-ms", "0", "--sim-prefill-token-us", "0", "--max-model-len", "96")
+    with serving(*arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def schema(sim: Server) -> Any:
+    found = schemathesis.openapi.from_dict(httpx.get(f"{sim.url}/openapi.json").json())
+    found.validate()
+    return found
+
+
+def statuses_of(sim: Server, operation: APIOperation, mode: GenerationMode, examples: int) -> dict[int, int]:
+    """How often the server answered with which status."""
+    counted: dict[int, int] = {}
+    more = [checks.negative_data_rejection] if mode is GenerationMode.NEGATIVE else []
+
+    @seed(7)
+    @settings(
+        max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        response = case.call_and_validate(base_url=sim.url, timeout=PATIENCE, checks=[*ALWAYS, *more])
+        counted[response.status_code] = counted.get(response.status_code, 0) + 1
+
+    check()
+    return counted
+
+
+def assert_unharmed(sim: Server) -> None:
+    processes = {name: process.pid for name, process in sim.services.items()}
+    sim.find_services()
+    assert {name: process.pid for name, process in sim.services.items()} == processes
+    body = {"prompt": [1, 2, 3], "max_tokens": 4}
+    assert httpx.post(f"{sim.url}/v1/completions", json=body, timeout=PATIENCE).status_code == 200
+    assert sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_the_document_allows(sim: Server, schema: Any, path: str) -> None:
+    counted = statuses_of(sim, schema[path]["POST"], GenerationMode.POSITIVE, EXAMPLES)
+    assert sum(counted.values()) >= EXAMPLES // 2
+    assert set(counted) <= {200, 400, 404}
+    assert_unharmed(sim)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_it_forbids(sim: Server, schema: Any, path: str) -> None:
+    counted = statuses_of(sim, schema[path]["POST"], GenerationMode.NEGATIVE, EXAMPLES)
+    assert set(counted) <= {400}
+    assert counted[400] >= EXAMPLES // 2
+    assert_unharmed(sim)
+
+
+def test_routes_without_a_body(sim: Server, schema: Any) -> None:
+    for path in ("/v1/models", "/version", "/metrics", "/livez", "/readyz", "/health"):
+        assert set(statuses_of(sim, schema[path]["GET"], GenerationMode.POSITIVE, 1)) == {200}
