@@ -1,10 +1,13 @@
 """uvicorn's HTTP/1.1 connection, with the time limits it lacks. h11, because httptools has no limit on header size."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from services.frontend.errors import invalid
 
@@ -19,6 +22,35 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    on_writable: Callable[[], None] | None = None
+    """Called when an answer's buffer has room again."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Requests find this connection in their scope as `state.connection`."""
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+
+    @property
+    def is_full(self) -> bool:
+        """Whoever writes should wait for `on_writable`, or find that the client has left."""
+        return self.flow.write_paused
+
+    def write_chunk(self, data: bytes) -> None:
+        """Some bytes, not none, of the body of the answer whose head was sent and whose end was not.
+
+        The same bytes on the wire as from ASGI's `send`, of which h11 knows nothing and need not: it keeps no count
+        of a chunked body. On the way through middlewares and h11 a token would cost twice as much.
+        """
+        if self.cycle.disconnected:
+            return
+        if self.conn.their_http_version == b"1.1":
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self.transport.write(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,11 +75,14 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         _cancel(self._stall_timer)
         super().resume_writing()
+        if self.on_writable is not None:
+            self.loop.call_soon(self.on_writable)
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
         super().connection_lost(exc)
+        self.app_state.pop("connection", None)  # a circle that would keep all of it for a while
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP gets an error body of OpenAI's shape, then the connection ends."""

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,15 +59,22 @@ embedding, or the request's end."""
 
 
 class Inbox:
-    """What has arrived for the choices of one HTTP request; its one reader wakes once, however much that is."""
+    """What has arrived for the choices of one HTTP request; its one reader is told once, however much that is."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, Event]] = []
         self._wake: asyncio.Future[None] | None = None
+        self._reader: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_told = False
 
     def put(self, choice: int, event: Event) -> None:
         self._events.append((choice, event))
-        if self._wake is not None and not self._wake.done():
+        if self._loop is not None:
+            if not self._is_told:
+                self._is_told = True
+                self._loop.call_soon(self._tell)
+        elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
     def put_first(self, event: APIError) -> None:
@@ -79,9 +87,37 @@ class Inbox:
         while not self._events:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
+        return self.take_now()
+
+    def take_now(self) -> list[tuple[int, Event]]:
+        """`take` without waiting: perhaps nothing."""
+        if len(self._events) <= MAX_TAKEN:
+            taken, self._events = self._events, []
+            return taken
         taken = self._events[:MAX_TAKEN]
         del self._events[:MAX_TAKEN]
+        self.tell()
         return taken
+
+    def read_by(self, reader: Callable[[], None] | None) -> None:
+        """From here on `reader` is called, in a turn of the loop of its own, when there is something to `take_now`.
+
+        A task that waits takes several times as long to wake. None: nobody reads any more.
+        """
+        self._reader = reader
+        self._loop = asyncio.get_running_loop() if reader is not None else None
+        self.tell()
+
+    def tell(self) -> None:
+        """Calls the reader soon if there is something, for it did not take what it was told of."""
+        if self._events and self._loop is not None and not self._is_told:
+            self._is_told = True
+            self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_told = False
+        if self._reader is not None:
+            self._reader()
 
 
 @dataclass(frozen=True, slots=True)
