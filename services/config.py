@@ -25,6 +25,13 @@ class SchedulerConfig(ServiceConfig):
         "ipc:///tmp/runahead/workers", description="where workers connect (ipc:// or tcp://)"
     )
     client_endpoint: str = Field("ipc:///tmp/runahead/clients", description="where frontends connect")
+    model: str = Field(
+        "",
+        description="directory or Hugging Face name of the checkpoint, whose tokenizer structured output needs; "
+        "default: the demo model",
+    )
+    revision: str | None = Field(None, description="branch, tag or commit on the hub, for every file")
+    tokenizer: str | None = Field(None, description="directory or name of another tokenizer")
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV-cache block")
     num_gpu_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks, instead of what the workers can hold"

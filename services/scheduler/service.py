@@ -31,10 +31,13 @@ from protocol.requests import (
 )
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
+from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
 from services.scheduler.connections import WorkerConnections
 from services.scheduler.engine import EngineCore, StallError
+from services.scheduler.grammar.compiler import GrammarCompiler
+from services.scheduler.grammar.vocabulary import Vocabulary
 from services.scheduler.limits import Limits
 from services.scheduler.membership import Ended, GroupError, Refuse, Send, Started, WorkerGroup
 from services.scheduler.policies import make_policy
@@ -53,6 +56,7 @@ STATE_INTERVAL = 1.0
 class Service:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.compiler = _compiler(config)
         self.clients = Server(config.client_endpoint, {"frontend"})
         self.workers = WorkerConnections(config.worker_endpoint)
         self.group = WorkerGroup(config)
@@ -84,6 +88,8 @@ class Service:
                 poller = zmq.Poller()
                 for source in (self.clients.socket, *self.workers.sockets, wakeup):
                     poller.register(source, zmq.POLLIN)
+                if self.compiler is not None:
+                    poller.register(self.compiler.fileno(), zmq.POLLIN)
                 while not self._finished():
                     ready = dict(poller.poll(self._poll_ms()))
                     if wakeup.fileno() in ready:
@@ -91,12 +97,15 @@ class Service:
                     self._read_clients()
                     self._read_workers()
                     self._watch_workers()
+                    self._read_grammars()
                     self._send()
             self._tell_workers(Shutdown("the scheduler is stopping"))
             return 0
         except (GroupError, StallError) as error:
             return self._fail(str(error))
         finally:
+            if self.compiler is not None:
+                self.compiler.close()
             self.clients.close()
             self.workers.close()
             if self._trace is not None:
@@ -181,6 +190,11 @@ class Service:
             case _:
                 self.group.on_message(worker, message, now)
 
+    def _read_grammars(self) -> None:
+        if self.compiler is not None and self.engine is not None:
+            for ticket, grammar in self.compiler.take():
+                self.engine.on_grammar(ticket, grammar)
+
     def _watch_workers(self) -> None:
         """What only time and broken connections say."""
         now = time.monotonic()
@@ -229,6 +243,8 @@ class Service:
         if self.engine is not None:
             self.engine.start_epoch(limits, policy, started.epoch)
             return
+        if self.compiler is not None:
+            self.compiler.use(started.loaded.vocab_size)
         self.engine = EngineCore(
             Scheduler(limits, policy, started.epoch),
             c.depth,
@@ -236,6 +252,7 @@ class Service:
             c.max_num_queued_reqs,
             c.max_num_queued_tokens,
             use_priority=c.scheduling_policy == "priority",
+            compiler=self.compiler,
             hidden_size=started.loaded.hidden_size,
         )
         gc.collect()
@@ -321,7 +338,8 @@ class Service:
             "num_workers": len(self.group.members),
         }
         seconds = {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
-        return self.engine.stats() | seconds | group
+        grammars = self.compiler.stats() if self.compiler is not None else {}
+        return self.engine.stats() | seconds | group | grammars
 
     def _visible(self) -> tuple[EnginePhase, str, float, int]:
         """What frontends are told at once when it changes."""
@@ -349,6 +367,15 @@ class Service:
         if self._trace is not None:
             line = {"event": event, "step_id": step_id, "at": time.monotonic()}
             self._trace.write(json.dumps(line) + "\n")
+
+
+def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:
+    """None where there is no tokenizer to be had: then structured output is refused, and everything else is served."""
+    try:
+        return GrammarCompiler(Vocabulary.load(config.model, config.revision, config.tokenizer))
+    except CheckpointError as error:
+        log.warning("structured output is not served: %s", error)
+        return None
 
 
 @contextlib.contextmanager

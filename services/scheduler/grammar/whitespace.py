@@ -1,0 +1,45 @@
+"""A bound on whitespace between the parts of a JSON answer: a weak model would emit it for ever.
+
+The library takes any amount of it. Between two parts a line feed is allowed, inside of a string it never is: so the
+mask itself tells where we are.
+"""
+
+from typing import Self
+
+import numpy as np
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+
+
+class Whitespace:
+    def __init__(self, token_ids: frozenset[int], line_feed: int, n_vocab: int) -> None:
+        self.token_ids = token_ids
+        """Tokens that are nothing but whitespace."""
+        self._word, self._bit = divmod(line_feed, 32)
+        bits = np.zeros(-(-n_vocab // 32) * 32, np.uint8)
+        bits[list(token_ids)] = 1
+        self._others = ~np.packbits(bits, bitorder="little").view(np.int32)
+
+    @classmethod
+    def of(cls, tokenizer: LLTokenizer) -> Self | None:
+        """None where no single token is a line feed."""
+        line_feed = tokenizer.tokenize_bytes(b"\n")
+        if len(line_feed) != 1:
+            return None
+        blank = (
+            token
+            for token in range(tokenizer.vocab_size)
+            if not tokenizer.is_special_token(token) and _is_blank(tokenizer.decode_bytes([token]))
+        )
+        return cls(frozenset(blank), line_feed[0], tokenizer.vocab_size)
+
+    def forbid(self, mask: NDArray[np.int32]) -> None:
+        """Takes whitespace out of int32[ceil(vocab / 32)] if it stands between parts and something else may follow."""
+        if int(mask[self._word]) >> self._bit & 1:
+            rest = mask & self._others
+            if rest.any():
+                mask[:] = rest
+
+
+def _is_blank(text: bytes) -> bool:
+    return bool(text) and not text.strip(b" \t\r\n")
