@@ -1,0 +1,350 @@
+"""Each parameter of a body: what the engine is asked, and what the answer looks like for it."""
+
+import asyncio
+import json
+
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from tests.integration.frontend.scripted import (
+    CONTEXT,
+    TOKENIZER,
+    VOCAB,
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    ids_of,
+    one_by_one,
+    saying,
+    tokens,
+)
+from tests.integration.frontend.streams import events
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "Hi"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
+
+
+def test_every_sampling_parameter_reaches_the_engine(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying("x"))
+    body = {
+        "prompt": [5, 6], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
+        "logit_bias": {"5": -100, "6": 2.5}, "bad_words": ["the"], "allowed_token_ids": [9, 4, 9], "seed": 1,
+    }  # fmt: skip
+    assert frontend.post(COMPLETIONS, body).status_code == 200
+    params = scheduler.request().params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1.5, 1.25)
+    assert params.logit_bias == ((5, -100.0), (6, 2.5))
+    assert params.bad_words == (tuple(ids_of("the")), tuple(ids_of(" the")))
+    assert unpack(params.allowed_token_ids).tolist() == [4, 9]
+    frontend.post(COMPLETIONS, {"prompt": [5, 6], "seed": 1})
+    assert scheduler.request(1).params == SamplingParams(16, seed=1, eos_token_ids=(2,))
+
+
+def test_n_gives_choices_in_order_with_seeds_of_their_own_and_counts_each_prompt_once(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    def backwards(request: GenerateRequest) -> list[RequestOutputs]:
+        if len(scheduler.requests) < 6:
+            return []
+        each = [one_by_one(r, ids_of(f"{i}"), num_cached_tokens=i) for i, r in enumerate(scheduler.requests)]
+        return [output for outputs in reversed(each) for output in outputs]
+
+    scheduler.script(backwards)
+    body = {"prompt": [[5, 6], [7, 8, 9]], "n": 3, "seed": 2**64 - 2}
+    answer = frontend.post(COMPLETIONS, body).json()
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, f"{i}") for i in range(6)]
+    seeds = [request.params.seed for request in scheduler.requests]
+    assert seeds == [2**64 - 2, 2**64 - 1, 0] * 2
+    assert [len(unpack(r.token_ids)) for r in scheduler.requests] == [2, 2, 2, 3, 3, 3]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 6)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0 + 3}
+
+
+async def test_streams_of_n_interleave_and_keep_their_texts_apart(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    said = ["one two three", "four five six", "seven eight"]
+
+    def turns(request: GenerateRequest) -> list[RequestOutputs]:
+        """A token of each in turn, in one message; each ends in a step of its own."""
+        if len(scheduler.requests) < 3:
+            return []
+        each = [ids_of(text) for text in said]
+        steps = []
+        for index in range(max(map(len, each))):
+            steps += [
+                tokens(r.number, [ids[index]], index)
+                for r, ids in zip(scheduler.requests, each, strict=True)
+                if index < len(ids)
+            ]
+        return [*steps, *(ended(r.number) for r in scheduler.requests)]
+
+    scheduler.script(turns)
+    async with asyncio.timeout(60), frontend.async_client() as client:
+        stream = await client.chat.completions.create(model="demo", messages=[USER], n=3, stream=True)
+        texts, roles, finished = ["", "", ""], [0, 0, 0], []
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            roles[choice.index] += choice.delta.role == "assistant"
+            texts[choice.index] += choice.delta.content or ""
+            finished += [choice.index] * (choice.finish_reason == "stop")
+    assert (texts, roles, sorted(finished)) == (said, [1, 1, 1], [0, 1, 2])
+
+
+def test_a_failed_choice_of_n_ends_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    def second_fails(request: GenerateRequest) -> list[RequestOutputs]:
+        is_second = len(scheduler.requests) == 2
+        return [ended(request.number, FinishReason.REJECTED, message="full")] if is_second else []
+
+    scheduler.script(second_fails)
+    assert frontend.post(COMPLETIONS, {"prompt": "x", "n": 2}).status_code == 429
+    scheduler.wait_aborted(scheduler.request(0).number)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ended_an_answer_is_shown_on_demand(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    """A stop token is text like any other, but belongs to the answer only with include_stop_str_in_output."""
+
+    def text_of(**fields: object) -> str:
+        response = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream, **fields})
+        choices = [e["choices"][0] for e in events(response)] if stream else response.json()["choices"]
+        assert choices[-1]["finish_reason"] == "stop"
+        return "".join(choice["text"] for choice in choices)
+
+    *others, last = ids_of("one two")
+    scheduler.script(lambda request: one_by_one(request, [*others, last], stop_reason=last))
+    assert text_of(stop_token_ids=[last]) == TOKENIZER.decode(others)
+    assert text_of(stop_token_ids=[last], include_stop_str_in_output=True) == "one two"
+    scheduler.script(saying("one STOP two"))
+    assert text_of(stop="STOP") == "one "
+    assert text_of(stop="STOP", include_stop_str_in_output=True) == "one STOP"
+
+
+def test_special_tokens_are_shown_on_demand(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    eos, user = 2, TOKENIZER.encode_rendered("<|user|>")[0]
+    scheduler.script(lambda request: one_by_one(request, [*ids_of("a"), user, *ids_of("b"), eos]))
+
+    def text_of(**fields: object) -> str:
+        return frontend.post(COMPLETIONS, {"prompt": "x", **fields}).json()["choices"][0]["text"]
+
+    assert text_of() == "ab"
+    assert text_of(skip_special_tokens=False) == "a<|user|>b"
+    assert text_of(skip_special_tokens=False, include_stop_str_in_output=True) == "a<|user|>b<|eos|>"
+    assert text_of(skip_special_tokens=False, ignore_eos=True) == "a<|user|>b<|eos|>"
+
+
+def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(saying("x"))
+    long = [5, *range(300, 300 + CONTEXT + 50)]
+    cases = [
+        ({"prompt": long, "truncate_prompt_tokens": 7}, long[-7:]),
+        ({"prompt": long, "truncate_prompt_tokens": -1}, long[-(CONTEXT - 16) :]),
+        ({"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 100}, long[-(CONTEXT - 100) :]),
+        ({"prompt": long[:4], "truncate_prompt_tokens": 7}, long[:4]),
+        ({"prompt": "a b c d", "truncate_prompt_tokens": 2}, TOKENIZER.encode("a b c d")[-2:]),
+    ]
+    for index, (body, kept) in enumerate(cases):
+        assert frontend.post(COMPLETIONS, body).status_code == 200
+        assert unpack(scheduler.request(index).token_ids).tolist() == kept
+    for wrong in (0, CONTEXT + 1):
+        refused = frontend.post(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": wrong})
+        assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_special_tokens_around_prompts_are_added_on_demand(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying("x"))
+    bodies = [{"prompt": "Hi"}, {"prompt": "Hi", "add_special_tokens": False}]
+    for body in bodies:
+        frontend.post(COMPLETIONS, body)
+    for more in ({}, {"add_special_tokens": True}):
+        frontend.post(CHAT, {"messages": [USER], **more})
+    shown = [prompt_of(request) for request in scheduler.requests]
+    chat = "<|bos|><|user|>Hi<|eos|><|assistant|>"
+    assert shown == ["<|bos|>Hi", "Hi", chat, f"<|bos|>{chat}"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_on_demand(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    scheduler.script(saying("Grüße, 世界"))
+    said = ids_of("Grüße, 世界")
+    for path, body in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": [USER]})):
+        scheduler.requests.clear()
+        response = frontend.post(path, {**body, "return_token_ids": True, "stream": stream})
+        answers = events(response) if stream else [response.json()]
+        choices = [answer["choices"][0] for answer in answers]
+        assert [token for choice in choices for token in choice.get("token_ids") or []] == said
+        holders = choices if path == COMPLETIONS else answers
+        prompts = [holder["prompt_token_ids"] for holder in holders if holder.get("prompt_token_ids")]
+        assert prompts == [unpack(scheduler.request().token_ids).tolist()]
+    plain = frontend.post(COMPLETIONS, {"prompt": [5, 6]}).json()["choices"][0]
+    assert "token_ids" not in plain
+    assert "prompt_token_ids" not in plain
+
+
+def test_usage_grows_with_the_stream_on_demand(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(saying("one two three"))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": [USER]})):
+        response = frontend.post(path, {**body, "stream": True, "stream_options": options})
+        *chunks, last = events(response)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert (last["choices"], counts[-1]) == ([], len(ids_of("one two three")))
+        assert last["usage"] == chunks[-1]["usage"]
+    response = frontend.post(
+        COMPLETIONS,
+        {"prompt": [5], "stream": True, "stream_options": {"include_usage": False}},
+    )
+    assert all("usage" not in event for event in events(response))
+
+
+def test_a_conversation_goes_on_inside_its_last_message(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying(" there"))
+    begun = [USER, {"role": "assistant", "content": "Hello"}]
+    going_on = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    answer = frontend.post(CHAT, going_on).json()["choices"][0]["message"]
+    assert (answer["role"], answer["content"]) == ("assistant", " there")
+    assert prompt_of(scheduler.request()) == "<|bos|><|user|>Hi<|eos|><|assistant|>Hello"
+    echoed = frontend.post(CHAT, {**going_on, "echo": True}).json()["choices"][0]["message"]
+    assert echoed["content"] == "Hello there"
+    chunks = events(frontend.post(CHAT, {**going_on, "echo": True, "stream": True}))
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "Hello there"
+    frontend.post(CHAT, {"messages": begun, "add_generation_prompt": False})
+    shown = prompt_of(scheduler.request(3))
+    assert shown == "<|bos|><|user|>Hi<|eos|><|assistant|>Hello<|eos|>"
+    both = frontend.post(CHAT, {"messages": begun, "continue_final_message": True})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, (GrammarKind.JSON_OBJECT, "")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}},
+            (GrammarKind.JSON, SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, (GrammarKind.JSON, SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, (GrammarKind.JSON, SCHEMA)),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            (GrammarKind.JSON, {**SCHEMA, "x-guidance": {"whitespace_flexible": False}}),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+            (GrammarKind.JSON, {"type": "object", "x-guidance": {"whitespace_pattern": " ?"}}),
+        ),
+        ({"structured_outputs": {"json_object": True}}, (GrammarKind.JSON_OBJECT, "")),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, (GrammarKind.REGEX, "[a-z]+")),
+        ({"structured_outputs": {"choice": ["yes", "nö"]}}, (GrammarKind.CHOICE, ["yes", "nö"])),
+        ({"structured_outputs": {"grammar": "start: x"}}, (GrammarKind.GRAMMAR, "start: x")),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{"begin": "<f>"}], "triggers": ["<f"]}},
+            (
+                GrammarKind.STRUCTURAL_TAG,
+                {"type": "structural_tag", "structures": [{"begin": "<f>"}], "triggers": ["<f"]},
+            ),
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, (GrammarKind.STRUCTURAL_TAG, {})),
+    ],
+)  # fmt: skip
+def test_what_an_answer_must_match_reaches_the_engine(
+    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object], wanted: tuple[object, object]
+) -> None:
+    scheduler.script(saying("x"))
+    assert frontend.post(CHAT, {"messages": [USER], **fields}).status_code == 200
+    structured = scheduler.request().structured
+    if wanted is None:
+        assert structured is None
+        return
+    assert isinstance(structured, StructuredOutputParams)
+    kind, text = wanted
+    assert structured.kind == kind
+    assert (structured.text if isinstance(text, str) else json.loads(structured.text)) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "triggers": []}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["x"]}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "x", "disable_any_whitespace": True}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "x": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"x": "y" * 270_000}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"bad_words": ["x", ""]}, "bad_words"), ({"bad_words": [5]}, "bad_words"),
+        ({"logit_bias": {"one": 1}}, "logit_bias"), ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+        ({"logit_bias": {"5": -101}}, "logit_bias"), ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"), ({"n": 0}, "n"), ({"n": 10_000}, "n"),
+        ({"presence_penalty": 3}, "presence_penalty"), ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"best_of": 3}, "best_of"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"), ({"suffix": "x"}, "suffix"),
+        ({"guided_json": SCHEMA}, "guided_json"), ({"length_penalty": 2}, "length_penalty"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(
+    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object], param: str
+) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+        response = frontend.post(path, {**body, **fields})
+        assert response.status_code == 400, response.text[:300]
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert param in error["message"]
+    assert scheduler.requests == []
+
+
+def test_refusals_of_one_form_of_body_alone(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    cases = [
+        (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": [USER], "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x", "logprobs": True}, "logprobs"),
+    ]
+    for path, body, param in cases:
+        response = frontend.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_grammar_that_does_not_compile_is_a_400_that_names_its_field(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(lambda r: [ended(r.number, FinishReason.INVALID, message="line 1: expected a rule")])
+    for stream in (False, True):
+        body = {"prompt": "x", "structured_outputs": {"grammar": "?"}, "stream": stream}
+        response = frontend.post(COMPLETIONS, body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], error["message"]) == ("structured_outputs", "line 1: expected a rule")
