@@ -212,12 +212,28 @@ class FrontendConfig(ServiceConfig):
     max_open_requests: int = Field(
         4096, ge=1, description="most requests open in one frontend; more are refused with 429"
     )
+    enable_auto_tool_choice: bool = Field(
+        False, description="let the model decide whether to call a tool; needs --tool-call-parser"
+    )
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
+        None, description="how the model writes tool calls; hermes is also Qwen's way"
+    )
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+        None,
+        description="the model thinks between <think> and </think>: always (deepseek_r1), or if it says so (qwen3)",
+    )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="auto: the checkpoint's sampling defaults; vllm: none"
     )
     pooling_type: Literal["last", "mean"] = Field(
         "last", description="what an embedding is made of: the state of its last token, or the mean of all"
     )
+
+    @model_validator(mode="after")
+    def _calls_can_be_read(self) -> Self:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        return self
 
 
 class ServeConfig(FrontendConfig, SchedulerConfig, WorkerConfig):

@@ -1,12 +1,13 @@
 """What a frontend knows of the model it serves: names, tokenizer, chat template, defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.sampling import Pooling
 from services.checkpoint import resolve
 from services.config import FrontendConfig
-from services.frontend.chat_template import ChatTemplate, find_template, try_out
+from services.frontend.answer_forms import AnswerForms
+from services.frontend.chat_template import ChatTemplate, find_template, find_tool_template, try_out
 from services.frontend.openai.parameters import Defaults
 from services.frontend.tokenizer import Tokenizer
 
@@ -20,6 +21,7 @@ class ServedModel:
     defaults: Defaults
     pooling: Pooling = Pooling.LAST
     """What an embedding is made of."""
+    forms: AnswerForms = field(default_factory=AnswerForms)
 
     @classmethod
     def load(cls, config: FrontendConfig) -> "ServedModel":
@@ -33,7 +35,11 @@ class ServedModel:
             try_out(
                 text, tokenizer.special
             )  # before this process compiles it: that may already take for ever
-        template = ChatTemplate(text, tokenizer.special)
+        tool_use = find_tool_template(source, config.chat_template)
+        if tool_use is not None:
+            try_out(tool_use, tokenizer.special)
+        template = ChatTemplate(text, tokenizer.special, tool_use)
         name = config.model if config.model and not Path(config.model).is_dir() else directory.resolve().name
         pooling = Pooling[config.pooling_type.upper()]
-        return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling)
+        forms = AnswerForms.of(config, tokenizer)
+        return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling, forms)

@@ -4,6 +4,7 @@ import datetime
 import json
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -14,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_RENDERED = 8 * 1024 * 1024
 """Characters a rendered prompt may have."""
+MAX_BASE, MAX_EXPONENT = 10**9, 64
+"""Of powers."""
 
 
 class Refusal(jinja2.TemplateError):
@@ -37,6 +40,8 @@ class _Generation(Extension):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Reaches no attribute that leads out of the template, and looks at the clock at each access and call."""
 
+    intercepted_binops = frozenset({"*", "**"})
+
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
@@ -44,24 +49,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
         self._limits = threading.local()
 
-    def render(
-        self,
-        template: jinja2.Template,
-        messages: list[dict[str, Any]],
-        special: dict[str, str],
-        seconds: float,
-    ) -> str:
-        """The prompt that asks for the assistant's next message.
-
-        Raises: Refusal, TemplateLimit, and whatever an expression in the template raises
-        """
+    def render(self, template: jinja2.Template, variables: Mapping[str, Any], seconds: float) -> str:
+        """Raises: Refusal, TemplateLimit, and whatever an expression in the template raises"""
         parts: list[str] = []
         size = 0
         self._limits.deadline = time.monotonic() + seconds
         try:
-            for part in template.generate(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
-            ):
+            for part in template.generate(variables):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
@@ -83,6 +77,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         self._check_time()
         return super().getitem(obj, argument)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """A short expression must not make a long text or a huge number out of what a request sent."""
+        self._check_time()
+        if operator == "**":
+            if abs(left) > MAX_BASE or abs(right) > MAX_EXPONENT:
+                raise TemplateLimit("a power in the template is too large")
+        elif not isinstance(left, int | float) or not isinstance(right, int | float):
+            size, times = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(size, str | list | tuple) and len(size) * times > MAX_RENDERED:
+                raise TemplateLimit(f"more than {MAX_RENDERED} characters")
+        return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in jinja
         __self._check_time()

@@ -18,9 +18,26 @@ SECONDS = 2
 MEGABYTES = 1024
 
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
-    [USER],
-    [{"role": "system", "content": "Be brief."}, USER, ASSISTANT, USER],
+CALL = {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "now",
+        "description": "The time.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+CONVERSATIONS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
+    ([USER], None),
+    ([{"role": "system", "content": "Be brief."}, USER, ASSISTANT, USER], None),
+    (
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "noon", "tool_call_id": "123456789", "name": "now"},
+        ],
+        [TOOL],
+    ),
 )
 
 
@@ -33,9 +50,16 @@ def main() -> int:
     sandbox = Sandbox()
     try:
         template = sandbox.from_string(job["template"])
-        for messages in CONVERSATIONS:
+        for messages, tools in CONVERSATIONS:
+            variables = {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": True,
+                **job["special"],
+            }
             try:
-                sandbox.render(template, messages, job["special"], SECONDS)
+                sandbox.render(template, variables, SECONDS)
             except (TemplateLimit, MemoryError):
                 raise
             except Exception:  # noqa: S112  it may refuse these messages and take others

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from services.checkpoint import DEMO_MODEL, CheckpointError
-from services.frontend.chat_template import ChatTemplate, find_template, try_out
+from services.frontend.chat_template import ChatTemplate, Conversation, find_template, try_out
 from services.frontend.errors import APIError
 from services.frontend.template_sandbox import Sandbox, TemplateLimit
 from services.frontend.tokenizer import Tokenizer
@@ -96,13 +96,13 @@ def test_prompt_is_the_one_that_transformers_renders(name: str) -> None:
     expected = tokenizer.apply_chat_template(
         MESSAGES, chat_template=text, tokenize=False, add_generation_prompt=True
     )
-    assert ChatTemplate(text, special).render(MESSAGES) == expected
+    assert ChatTemplate(text, special).render(Conversation(MESSAGES)) == expected
 
 
 def test_what_a_template_raises_is_a_400_with_its_words() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(APIError, match="roles must alternate") as refused:
-        template.render(MESSAGES)
+        template.render(Conversation(MESSAGES))
     assert refused.value.status == 400
 
 
@@ -116,17 +116,19 @@ def test_what_a_template_raises_is_a_400_with_its_words() -> None:
 )
 def test_sandbox_holds(text: str) -> None:
     with pytest.raises(APIError):
-        ChatTemplate(text, {}).render([dict(message) for message in MESSAGES])
+        ChatTemplate(text, {}).render(Conversation([dict(message) for message in MESSAGES]))
 
 
 def test_endless_output_is_cut_off() -> None:
     with pytest.raises(APIError, match="too long"):
-        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(MESSAGES)
+        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(
+            Conversation(MESSAGES)
+        )
 
 
 def test_model_without_a_template_says_what_to_do() -> None:
     with pytest.raises(APIError, match="--chat-template"):
-        ChatTemplate(None, {}).render(MESSAGES)
+        ChatTemplate(None, {}).render(Conversation(MESSAGES))
 
 
 def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_rendering_that_takes_too_long_is_ended() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     sandbox = Sandbox()
     with pytest.raises(TemplateLimit, match="too long"):
-        sandbox.render(sandbox.from_string(endless), MESSAGES, {}, seconds=0.05)
+        sandbox.render(sandbox.from_string(endless), {}, seconds=0.05)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_rendering_that_takes_too_long_is_ended() -> None:
 )  # fmt: skip
 def test_template_that_fails_over_these_messages_is_a_400(text: str) -> None:
     with pytest.raises(APIError) as refused:
-        ChatTemplate(text, {}).render(MESSAGES)
+        ChatTemplate(text, {}).render(Conversation(MESSAGES))
     assert refused.value.status == 400
 
 

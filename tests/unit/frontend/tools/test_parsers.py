@@ -1,0 +1,222 @@
+"""Tool calls in the models' own formats: whatever the text is cut into, the same is found, and nothing is lost."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.tools.events import Arguments, CallStart, Content, Event
+from services.frontend.tools.forced import NamedParser, RequiredParser
+from services.frontend.tools.formats import FORMATS
+from services.frontend.tools.parser import MAX_HELD, ToolParser
+
+NAMES = frozenset({"f", "get_weather"})
+ONE = '{"name": "f", "arguments": {"a": [1, "x}]\\"", {"b": null}], "é": -1.5e3}}'
+ONE_ARGUMENTS = '{"a": [1, "x}]\\"", {"b": null}], "é": -1.5e3}'
+TWO = '{"name": "get_weather", "parameters": {"city": "Rom"}}'
+TWO_ARGUMENTS = '{"city": "Rom"}'
+BOTH = [("f", ONE_ARGUMENTS), ("get_weather", TWO_ARGUMENTS)]
+
+Found = tuple[str, list[tuple[str, str]]]
+
+
+def events(kind: type[ToolParser], pieces: list[str], eager: bool = True, **more: Any) -> list[Event]:
+    parser = kind(more.pop("names", NAMES), eager, **more)
+    return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+
+
+def joined(found: list[Event]) -> Found:
+    """The content, and name and arguments of each call; after a look at the order of events."""
+    content, calls = "", []
+    for event in found:
+        match event:
+            case Content(text):
+                assert text
+                content += text
+            case CallStart(index, id, name):
+                assert index == len(calls)
+                assert id
+                calls.append((name, ""))
+            case Arguments(index, text):
+                assert index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    return content, calls
+
+
+def read(kind: type[ToolParser], text: str, eager: bool = True, **more: Any) -> Found:
+    return joined(events(kind, [text], eager, **more))
+
+
+WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", BOTH[:1]),
+    ("hermes", f"Let me see.\n<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>", "Let me see.", BOTH),
+    ("hermes", f"<tool_call>{ONE}</tool_call> and <b>then</b>\n", "and <b>then</b>", BOTH[:1]),
+    ("hermes", f"a\n<tool_call>{ONE}</tool_call>\nb", "a\n\nb", BOTH[:1]),
+    ("hermes", f"<tool_call>{ONE}", "", BOTH[:1]),
+    ("hermes", f"<tool_call>{ONE}<tool_call>{TWO}", "", BOTH),
+    ("hermes", f"<tool_call>{ONE}}}</tool_call>", "}</tool_call>", BOTH[:1]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"id": 7, "x": [{}, []], "name": "f", "arguments": {}, "y": true}', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "not-on-offer", "arguments": {}}', "", [("not-on-offer", "{}")]),
+    ("llama3_json", TWO, "", BOTH[1:]),
+    ("llama3_json", f"\n {ONE} ; {TWO}\n", "", BOTH),
+    ("llama3_json", f"<|python_tag|>{TWO}", "", BOTH[1:]),
+    ("llama3_json", f"I will.<|python_tag|>{ONE};{TWO}", "I will.", BOTH),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    ("llama3_json", f"{TWO} done", "done", BOTH[1:]),
+    ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", "", BOTH),
+    ("mistral", f"[TOOL_CALLS] [ {ONE} ]\n", "", BOTH[:1]),
+    ("mistral", f"Well [1] [TOOL_CALLS]{ONE}", "Well [1]", BOTH[:1]),
+    ("mistral", f"[TOOL_CALLS]f{ONE_ARGUMENTS}[TOOL_CALLS]get_weather{TWO_ARGUMENTS}", "", BOTH),
+    ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{ONE_ARGUMENTS}", "", BOTH[:1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
+def test_calls_are_found_in_the_format(
+    name: str, text: str, content: str, calls: list[tuple[str, str]], eager: bool
+) -> None:
+    assert read(FORMATS[name], text, eager) == (content, calls)
+    assert joined(events(FORMATS[name], list(text), eager)) == (content, calls)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+NO_CALLS: list[tuple[str, str]] = [
+    ("hermes", "Just <b>text</b> with a < and <tool_calls> and <tool_cal"),
+    ("hermes", " leading and trailing \n\n"),
+    ("hermes", "<tool_call>no json</tool_call>"),
+    ("hermes", "<tool_call>{}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "no object"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("hermes", "<tool_call>[" + ONE + "]</tool_call>"),
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
+    ("llama3_json", '{"name": "Bob", "parameters": {"age": 3}}'),
+    ("llama3_json", '{"city": "Rom", "name": "f", "parameters": {}}'),
+    ("llama3_json", '{"name": "f"}'),
+    ("llama3_json", f"The call is {TWO}"),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("llama3_json", ""),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("mistral", "[TOOL_CALLS]f"),
+    ("mistral", "[TOOL_CALLS]f[X]{}"),
+    ("mistral", "[TOOL_CALL] [INST]"),
+    ("mistral", "[TOOL_CALLS]"),
+]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_what_is_no_call_is_content_to_the_last_character(name: str, text: str, eager: bool) -> None:
+    assert read(FORMATS[name], text, eager) == (text, [])
+    assert joined(events(FORMATS[name], list(text), eager)) == (text, [])
+
+
+@pytest.mark.parametrize("broken", ['{"name": "f", "arguments": {"a": tru', '{"name": "f", "arguments": {"a": 01}}',
+                                    '{"name": "f", "arguments": {"a" 1}}', '{"name": "f", "arguments": {"a": "\n"}}',
+                                    '{"name": "f", "arguments": {}'])  # fmt: skip
+def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_told_in_a_stream(
+    broken: str,
+) -> None:
+    text = f"x <tool_call>{broken} y"
+    assert read(FORMATS["hermes"], text, eager=False) == (text, [])
+    content, ((name, arguments),) = read(FORMATS["hermes"], text)
+    assert name == "f"
+    assert broken.endswith(arguments + content.removeprefix("x").rstrip("y ").lstrip()) or arguments in broken
+    parser = FORMATS["hermes"](NAMES, True)
+    parser.push(text)
+    parser.finish()
+    assert parser.num_calls == 0
+
+
+def test_whole_calls_remain_when_a_later_one_breaks() -> None:
+    assert read(FORMATS["mistral"], f"[TOOL_CALLS][{ONE}, oops]", eager=False) == (", oops]", BOTH[:1])
+    text = f'<tool_call>{ONE}</tool_call><tool_call>{{"name": "f", "arg'
+    assert read(FORMATS["hermes"], text, eager=False) == ('<tool_call>{"name": "f", "arg', BOTH[:1])
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    pieces = ["<tool_call>", '{"name": "f"', ', "arguments": {', '"a": ', "1", "}", "}", "</tool_call>"]
+    parser = FORMATS["hermes"](NAMES, True)
+    told = [parser.push(piece) for piece in pieces]
+    assert [len(each) for each in told] == [0, 0, 2, 1, 1, 1, 0, 0]
+    assert told[3] == [Arguments(0, '"a": ')]
+
+
+def test_a_whole_answer_is_told_of_a_call_only_when_it_is_whole() -> None:
+    parser = FORMATS["hermes"](NAMES, False)
+    assert parser.push('<tool_call>{"name": "f", "arguments": {"a": 1}') == []
+    assert joined(parser.push("}")) == ("", [("f", '{"a": 1}')])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_calls_beyond_the_wanted_number_are_dropped(eager: bool) -> None:
+    text = f"<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>"
+    assert read(FORMATS["hermes"], text, eager, most=1) == ("", BOTH[:1])
+
+
+def test_ids_differ_and_those_of_mistral_are_as_its_templates_want_them() -> None:
+    starts = [
+        e for e in events(FORMATS["mistral"], [f"[TOOL_CALLS][{ONE},{TWO}]"]) if isinstance(e, CallStart)
+    ]
+    assert starts[0].id != starts[1].id
+    assert all(len(start.id) == 9 and start.id.isalnum() for start in starts)
+
+
+def test_demanded_calls_are_read_from_the_grammar_s_json() -> None:
+    assert read(RequiredParser, f"[{ONE}, {TWO}]") == ("", BOTH)
+    assert read(NamedParser, f" {TWO_ARGUMENTS}", names=frozenset({"f"})) == ("", [("f", TWO_ARGUMENTS)])
+    assert read(RequiredParser, f"[{ONE}, {TWO[:-9]}", eager=False) == (f", {TWO[:-9]}", BOTH[:1])
+    assert read(NamedParser, '{"city": "R', eager=False, names=frozenset({"f"})) == ('{"city": "R', [])
+
+
+FRAGMENTS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", ONE, TWO, ONE[:20],
+     TWO[:40], "[", "]", "{", "}", ",", ";", " ", "\n", "f", '"name"', ":", '"arguments"', '"parameters"', '"f"', '"',
+     "\\", "<", "text", "\\ud83d", "1e5", "-", "null", "é"]
+)  # fmt: skip
+KINDS = st.sampled_from([*FORMATS.values(), RequiredParser])
+
+
+@given(KINDS, st.lists(FRAGMENTS, max_size=12).map("".join), st.booleans(), st.data())
+def test_cuts_change_nothing(kind: type[ToolParser], text: str, eager: bool, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), "cuts"))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert (
+        joined(events(kind, pieces, eager))
+        == joined(events(kind, list(text), eager))
+        == read(kind, text, eager)
+    )
+
+
+@given(KINDS, st.lists(FRAGMENTS, max_size=12).map("".join))
+def test_nothing_is_lost_and_calls_are_whole(kind: type[ToolParser], text: str) -> None:
+    content, calls = read(kind, text, eager=False)
+    for _, arguments in calls:
+        assert isinstance(json.loads(arguments), dict)
+    if not calls:
+        assert content == text
+    assert "text" not in text or "text" in content or calls
+
+
+def test_bombs_end_and_what_is_held_is_bounded() -> None:
+    deep = '<tool_call>{"name": "f", "arguments": ' + "[" * 200_000
+    assert read(FORMATS["hermes"], deep, eager=False) == (deep, [])
+    nested = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 200_000
+    assert read(FORMATS["hermes"], nested, eager=False) == (nested, [])
+    for text in ("<" * 2_000, "<tool_call>" * 200, "<tool_call>{" * 200, " " * 2_000, "[TOOL_CALLS][{" * 200):
+        for kind in FORMATS.values():
+            assert joined(events(kind, list(text))) == read(kind, text) == (text, [])
+            assert read(kind, text * 8) == (text * 8, [])
+    held = '<tool_call>{"arguments": {"a": "' + "x" * MAX_HELD
+    parser = FORMATS["hermes"](NAMES, True)
+    assert sum(len(event.text) for event in parser.push(held) if isinstance(event, Content)) > MAX_HELD / 2
