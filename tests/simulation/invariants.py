@@ -12,7 +12,8 @@ from services.scheduler.ledger import InflightStep
 from services.scheduler.request import Request, RequestStatus
 from services.scheduler.scheduler import Scheduler
 from services.scheduler.slots import DELIVER, DROP, FREE, LIVE
-from tests.simulation.oracle import ROOT, extend
+from tests.simulation.grammar import Automaton
+from tests.simulation.hashing import ROOT, extend
 
 
 class InvariantError(AssertionError):
@@ -145,6 +146,22 @@ class Checker:
         self._check_slots()
         self._check_waiting()
         self._check_blocks()
+
+    def check_grammar(self, request: Request, fresh: Automaton) -> None:
+        """S2-7: the state is that of a fresh one which was given the emitted tokens."""
+        s, slot = self.scheduler.slots, request.slot
+        known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
+        for token in known[request.num_prompt_tokens :].tolist():
+            demand(
+                fresh.accept(token),
+                "S2-7",
+                f"{request.number}: token {token} is in the output, but does not match",
+            )
+        demand(
+            isinstance(request.grammar, Automaton) and request.grammar.state == fresh.state,
+            "S2-7",
+            f"{request.number}: the grammar stands elsewhere than after the {len(known)} tokens known",
+        )
 
     def _check_ledger(self) -> None:
         s, steps = self.scheduler.slots, self.scheduler.ledger.steps

@@ -7,19 +7,36 @@ as it receives it; *when* each pipeline stage runs the step (`Pipeline`) and the
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.codec import Decoder, encode, pack, unpack
+from protocol.logprobs import Logprobs
+from protocol.membership import Assignment, InitializeCache
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.sampling import Pooling, SamplingParams
+from protocol.steps import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    ReleaseSlots,
+    SchedulerOutput,
+    StepFault,
+    StepMessage,
+)
 from services.scheduler.limits import Limits
+from services.worker import sampling
+from services.worker.sampling import TokenLogprobs, logprobs_of
+from services.worker.session import Execute, Sample, Session
+from tests.simulation.grammar import Automaton
+from tests.simulation.hashing import ROOT, extend, words
 
 _MASK = (1 << 64) - 1
-ROOT = 0x243F6A8885A308D3
+HIDDEN_SIZE = 3
 _MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
@@ -27,16 +44,42 @@ class OracleError(AssertionError):
     """A plan contradicts what the worker knows, or a KV position does not hold what its reader believes."""
 
 
-def extend(prefix: int, token: int) -> int:
-    """Hash of a prefix with one more token."""
-    mixed = ((prefix ^ (token + 0x9E3779B9)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
-
-
 def sample(prefix: int, params: SamplingParams, vocab: int) -> int:
     """The token after a prefix; greedy requests do not depend on the seed."""
     noise = prefix if params.temperature == 0 else extend(prefix, params.seed)
     return ((noise * 0xFF51AFD7ED558CCD & _MASK) >> 33) % vocab
+
+
+def logits(prefix: int, vocab: int) -> NDArray[np.float32]:
+    """float32[vocab] from -4 to 4 in few steps, so that there are ties, and one greater one, which is what greedy
+    `sample` takes."""
+    row = ((words(prefix, vocab) >> np.uint64(58)).astype(np.float32) - 32) / 8
+    row[sample(prefix, _GREEDY, vocab)] = 5
+    return row
+
+
+def choose(
+    prefix: int,
+    params: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    vocab: int,
+    mask: NDArray[np.int32] | None = None,
+) -> int:
+    """The token after a prefix; by the reference sampler where a parameter changes the row."""
+    edits = params.logit_bias or params.bad_words or params.allowed_token_ids
+    if mask is None and not (edits or params.penalizes):
+        return sample(prefix, params, vocab)
+    before, after = np.array(prompt, np.int32), np.array(output, np.int32)
+    return sampling.sample(logits(prefix, vocab), params, before, after, mask)
+
+
+def hidden(prefix: int) -> NDArray[np.float64]:
+    """float64[HIDDEN_SIZE] in steps of 2**-16: sums are exact in any order."""
+    return (words(prefix, HIDDEN_SIZE) >> np.uint64(48)).astype(np.float64) * 2.0**-16
+
+
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -46,25 +89,48 @@ class Answer:
     tokens: list[int]
     """All output tokens, those delivered before a replay included."""
     reason: FinishReason
+    """ERROR: the grammar failed."""
     stop_reason: int | None
+    scores: dict[int, TokenLogprobs]
+    """Position -> what is asked for there: of all tokens, those that came with a replay too."""
+    embedding: bytes = b""
 
 
-def reference(prompt: list[int], params: SamplingParams, max_model_len: int, vocab: int) -> Answer:
+def reference(
+    prompt: list[int],
+    params: SamplingParams,
+    max_model_len: int,
+    vocab: int,
+    grammar: Automaton | None = None,
+    pooling: Pooling = Pooling.NONE,
+) -> Answer:
     """A pure function of the request alone: no blocks, no batch, no scheduler."""
-    prefix = ROOT
-    for token in prompt:
+    scores: dict[int, TokenLogprobs] = {}
+    prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
+    for position, token in enumerate(prompt):
+        if position and params.prompt_logprobs is not None:
+            scores[position] = logprobs_of(logits(prefix, vocab), token, params.prompt_logprobs)
         prefix = extend(prefix, token)
+        total += hidden(prefix) if pooling is Pooling.MEAN else 0
+    if pooling is not Pooling.NONE:
+        vector = total / len(prompt) if pooling is Pooling.MEAN else hidden(prefix)
+        return Answer([], FinishReason.STOP, None, scores, vector.astype(np.float32).tobytes())
     tokens: list[int] = []
     while True:
-        token = sample(prefix, params, vocab)
+        token = choose(prefix, params, prompt, tokens, vocab, None if grammar is None else grammar.mask())
+        if params.logprobs is not None:
+            position = len(prompt) + len(tokens)
+            scores[position] = logprobs_of(logits(prefix, vocab), token, params.logprobs)
+        if grammar is not None and not grammar.accept(token):
+            return Answer(tokens, FinishReason.ERROR, None, scores)
         tokens.append(token)
         if len(tokens) >= params.min_tokens:
             if token in params.eos_token_ids:
-                return Answer(tokens, FinishReason.STOP, None)
+                return Answer(tokens, FinishReason.STOP, None, scores)
             if token in params.stop_token_ids:
-                return Answer(tokens, FinishReason.STOP, token)
+                return Answer(tokens, FinishReason.STOP, token, scores)
         if len(tokens) >= params.max_tokens or len(prompt) + len(tokens) >= max_model_len:
-            return Answer(tokens, FinishReason.LENGTH, None)
+            return Answer(tokens, FinishReason.LENGTH, None, scores)
         prefix = extend(prefix, token)
 
 
@@ -72,6 +138,8 @@ def reference(prompt: list[int], params: SamplingParams, max_model_len: int, voc
 class _Slot:
     generation: int
     params: SamplingParams
+    num_prompt: int
+    pooling: Pooling
     tokens: list[int]
     table: list[int]
     prefixes: list[int] = field(default_factory=list)
@@ -80,6 +148,14 @@ class _Slot:
     """None until the first row says where the cached prefix ends."""
     sampled: int = 0
     """The step that sampled the last token; 0: a plan brought it."""
+    hidden_sum: NDArray[np.float64] = field(default_factory=lambda: np.zeros(HIDDEN_SIZE))
+    """Over the positions computed in this slot."""
+
+
+Row = tuple[int, int]
+"""Slot and generation."""
+Sampling = Callable[[GrammarOutput | None], ModelRunnerOutput]
+"""What is left to do of a step after its forward pass."""
 
 
 class OracleWorker:
@@ -96,34 +172,66 @@ class OracleWorker:
         self.slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._last_step = 0
+        self._computed: list[tuple[int, int, int]] = []
+        """Slot, first and last position + 1 of what the last step computed."""
+        self._deferred: Sampling | None = None
+        self.session = Session()
+        self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
+        self.session.loaded()
+        self.session.on(InitializeCache(num_blocks, limits.max_model_len))
+        self.session.ready()
 
     def receive(self, frame: bytes) -> bytes | None:
-        """Executes one message. Returns the result of a step, encoded."""
-        message = _MESSAGES.decode(frame)
-        if isinstance(message, ReleaseSlots):
-            self._release(message.slots)
-            return None
-        if not isinstance(message, SchedulerOutput):
-            raise OracleError(f"unexpected {type(message).__name__}")
-        return encode(self._execute(message))
+        """Acts on one message as a worker's session says. Returns the result of a step, encoded, when it was sampled:
+        at once, or with its grammar."""
+        match self.session.on(_MESSAGES.decode(frame)):
+            case Execute(plan):
+                self._demand(self._deferred is None, "the step before was never sampled")
+                sampling = self._execute(plan)
+                if not plan.has_structured_output_requests:
+                    return encode(sampling(None))
+                self._deferred = sampling
+            case Sample(grammar):
+                deferred, self._deferred = self._deferred, None
+                self._demand(deferred is not None, "nothing waits to be sampled")
+                return encode(deferred(grammar)) if deferred else None
+            case ReleaseSlots() as release:
+                self._release(release.slots)
+            case StepFault() as fault:
+                raise OracleError(fault.error)
+            case other:
+                raise OracleError(f"unexpected {type(other).__name__}")
+        return None
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self._deferred is not None
+
+    def _execute(self, plan: SchedulerOutput) -> Sampling:
+        """The forward pass."""
+        rows = self._begin(plan)
+        for slot, generation, start, count, samples in rows:
+            self._write(slot, generation, start, count, samples)
+        for slot, _, start, count, _ in rows:  # every row has written before any row reads, as in each layer
+            self._read(slot, start + count)
+        sampled = [(row[0], row[1]) for row in rows if row[4]]
+        return lambda grammar: self._sample(plan, sampled, grammar)
+
+    def _begin(self, plan: SchedulerOutput) -> list[tuple[int, int, int, int, bool]]:
+        """Applies what changed in the batch. The rows: slot, generation, start, count, samples."""
         self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
         self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
         self._last_step, self.needs = plan.step_id, 0
+        self._computed.clear()
         self._release(plan.released)
         for new in plan.new:
             self._enter(new)
         self._append_blocks(plan)
         columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
-        rows = list(zip(*columns, list(plan.samples), strict=True))
+        rows = list(zip(*columns, map(bool, plan.samples), strict=True))
         self._demand(bool(rows), "an empty plan was sent")
         self._demand(len({row[0] for row in rows}) == len(rows), "a slot has two rows in one step")
-        for slot, generation, start, count, samples in rows:
-            self._write(slot, generation, start, count, bool(samples))
-        for slot, _, start, count, _ in rows:  # every row has written before any row reads, as in each layer
-            self._read(slot, start + count)
-        return self._sample(plan, [(row[0], row[1]) for row in rows if row[4]])
+        return rows
 
     def _release(self, slots: bytes) -> None:
         for slot in unpack(slots).tolist():
@@ -138,7 +246,17 @@ class OracleWorker:
         )
         self._generations[slot] = new.generation
         tokens, prefix = unpack(new.token_ids).tolist(), ROOT
-        entered = _Slot(new.generation, new.params, tokens, unpack(new.block_ids).tolist())
+        self._demand(
+            0 < new.num_prompt_tokens <= len(tokens), f"slot {slot}: {new.num_prompt_tokens} of prompt"
+        )
+        entered = _Slot(
+            new.generation,
+            new.params,
+            new.num_prompt_tokens,
+            new.pooling,
+            tokens,
+            unpack(new.block_ids).tolist(),
+        )
         for token in tokens:
             prefix = extend(prefix, token)
             entered.prefixes.append(prefix)
@@ -178,7 +296,9 @@ class OracleWorker:
             )
         for position in range(start, end):
             self.kv[s.table[position // size]][position % size] = s.prefixes[position]
+            s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
         s.computed = end
+        self._computed.append((slot, start, end))
 
     def _read(self, slot: int, end: int) -> None:
         s, size = self.slots[slot], self.block_size
@@ -190,11 +310,20 @@ class OracleWorker:
                     f"foreign or unwritten KV"
                 )
 
-    def _sample(self, plan: SchedulerOutput, rows: list[tuple[int, int]]) -> ModelRunnerOutput:
-        tokens = []
+    def _sample(
+        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
+    ) -> ModelRunnerOutput:
+        tokens, scored, vectors, masks = [], self._score_prompts(), {}, self._masks(plan, rows, grammar)
         for slot, _ in rows:
             s = self.slots[slot]
-            token = sample(s.prefixes[-1], s.params, self.vocab)
+            prompt, output = s.tokens[: s.num_prompt], s.tokens[s.num_prompt :]
+            token = choose(s.prefixes[-1], s.params, prompt, output, self.vocab, masks.get(slot))
+            if s.pooling is not Pooling.NONE:
+                mean = s.hidden_sum / len(s.tokens)
+                vectors[slot] = mean if s.pooling is Pooling.MEAN else hidden(s.prefixes[-1])
+            elif s.params.logprobs is not None:
+                row = logits(s.prefixes[-1], self.vocab)
+                scored.append((slot, len(s.tokens), logprobs_of(row, token, s.params.logprobs)))
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
             s.sampled = plan.step_id
@@ -206,11 +335,50 @@ class OracleWorker:
             pack([generation for _, generation in rows]),
             pack(np.ones(len(rows), np.int32)),
             pack(tokens),
+            logprobs=_logprobs(scored) if scored else None,
+            embedding_slots=pack(list(vectors)),
+            embeddings=b"".join(vector.astype(np.float32).tobytes() for vector in vectors.values()),
         )
+
+    def _masks(
+        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
+    ) -> dict[int, NDArray[np.int32]]:
+        if grammar is None:
+            return {}
+        self._demand(grammar.epoch == plan.epoch, f"a grammar of epoch {grammar.epoch}")
+        slots = unpack(grammar.slots).tolist()
+        order = {slot: i for i, (slot, _) in enumerate(rows)}
+        self._demand(slots == sorted(set(slots), key=order.__getitem__), f"grammar rows {slots} out of order")
+        masks = unpack(grammar.bitmask).reshape(len(slots), -(-self.vocab // 32))
+        return dict(zip(slots, masks, strict=True))
+
+    def _score_prompts(self) -> list[tuple[int, int, TokenLogprobs]]:
+        """Prompt tokens that the positions of the last step predict."""
+        scored = []
+        for slot, start, end in self._computed:
+            s = self.slots[slot]
+            if s.params.prompt_logprobs is None:
+                continue
+            for at in range(start + 1, min(end + 1, s.num_prompt)):
+                row = logits(s.prefixes[at - 1], self.vocab)
+                scored.append((slot, at, logprobs_of(row, s.tokens[at], s.params.prompt_logprobs)))
+        return scored
 
     def _demand(self, holds: bool, otherwise: str) -> None:
         if not holds:
             raise OracleError(f"step {self._last_step}: {otherwise}")
+
+
+def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
+    slots, positions, entries = zip(*scored, strict=True)
+    return Logprobs(
+        pack(slots),
+        pack(positions),
+        pack([len(entry.token_ids) for entry in entries]),
+        pack([entry.rank for entry in entries]),
+        pack(list(chain.from_iterable(entry.token_ids.tolist() for entry in entries))),
+        b"".join(entry.values.tobytes() for entry in entries),
+    )
 
 
 class Pipeline:
@@ -226,20 +394,26 @@ class Pipeline:
         """For each step that has not entered: the step whose ids it needs."""
         self._results: deque[bytes] = deque()
 
-    def enter(self, needs: int, result: bytes) -> None:
+    def enter(self, needs: int) -> None:
         self._waiting.append(needs)
+
+    def sampled(self, result: bytes) -> None:
+        """The oldest step without a result has one: the last stage can run it to its end."""
         self._results.append(result)
 
     @property
     def busy(self) -> bool:
+        """Whether a step can come out."""
         return bool(self._results)
 
     def tick(self, running: Collection[int] | None = None) -> bytes | None:
-        """Lets all stages, or those in `running`, take their next step. Returns what left the last stage."""
+        """Lets all stages, or those in `running`, take their next step. Returns what left the last stage, which waits
+        for a step's grammar before it takes it."""
         last, before = len(self.ran) - 1, list(self.ran)
         for stage in range(len(self.ran)) if running is None else running:
             if stage:
-                self.ran[stage] += before[stage - 1] > before[stage]
+                able = stage < last or bool(self._results)
+                self.ran[stage] += able and before[stage - 1] > before[stage]
             elif self._waiting and self._waiting[0] <= before[last]:
                 self._waiting.popleft()
                 self.ran[0] += 1

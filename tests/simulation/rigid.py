@@ -20,7 +20,7 @@ from services.scheduler.policies.geometry import Geometry
 from services.scheduler.policies.phased import PhasedPolicy
 from services.scheduler.slots import LIVE
 from tests.simulation.invariants import Checker, demand
-from tests.simulation.oracle import OracleWorker
+from tests.simulation.oracle import OracleWorker, Row, Sampling
 from tests.simulation.world import Stream, World, params
 
 Progress = Callable[[int, int, int], int]
@@ -76,17 +76,8 @@ class RigidWorker(OracleWorker):
         self._void.discard(new.slot)
         self._mid.discard(new.slot)
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
-        self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
-        self._last_step, self.needs = plan.step_id, 0
-        self._release(plan.released)
-        for new in plan.new:
-            self._enter(new)
-        self._append_blocks(plan)
-        columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
-        rows = list(zip(*columns, map(bool, plan.samples), strict=True))
-        self._demand(bool(rows), "an empty plan was sent")
+    def _execute(self, plan: SchedulerOutput) -> Sampling:
+        rows = self._begin(plan)
         prefills = [row for row in rows if row[2] < self._entry[row[0]]]
         self._demand(not prefills or len(rows) == 1, f"S0-1: {len(prefills)} prefills among {len(rows)} rows")
         if not prefills:
@@ -97,7 +88,8 @@ class RigidWorker(OracleWorker):
         [(slot, generation, start, count, samples)] = prefills
         held = self.slots[slot]
         if slot in self._void and generation == held.generation:
-            return self._result(plan, [(slot, generation)] if samples else [], [0] if samples else [], [])
+            void = self._result(plan, [(slot, generation)] if samples else [], [0] if samples else [], [])
+            return lambda _: void
         if slot in self._void:
             self._demand(
                 generation == held.generation + 1, f"slot {slot}: generation {generation} after a rollback"
@@ -118,7 +110,7 @@ class RigidWorker(OracleWorker):
 
     def _prefill(
         self, plan: SchedulerOutput, slot: int, generation: int, start: int, end: int, samples: bool
-    ) -> ModelRunnerOutput:
+    ) -> Sampling:
         most = end if samples else min(self._entry[slot] - 1, len(self.slots[slot].table) * self.block_size)
         reached = self.progress(start, end, most)
         if reached == end and samples:
@@ -130,9 +122,9 @@ class RigidWorker(OracleWorker):
         self._read(slot, reached)
         report = [(slot, reached)]
         if samples and reached < end:
-            return self._result(plan, [(slot, generation)], [0], report)
-        sampled = self._sample(plan, [(slot, generation)] if samples else [])
-        return _with_progress(sampled, report)
+            return lambda _: self._unsampled(plan, (slot, generation), report)
+        rows = [(slot, generation)] if samples else []
+        return lambda grammar: _with_progress(self._sample(plan, rows, grammar), report)
 
     def _shape(self, step_id: int, lengths: list[int]) -> None:
         tkv = self.tkv[step_id] = rectangle(lengths, self.block_size)
@@ -140,19 +132,23 @@ class RigidWorker(OracleWorker):
         if self.max_volume:
             self._demand(len(lengths) * tkv <= self.max_volume, f"S0-5: {len(lengths)} rows of {tkv}")
 
-    def _compute(
-        self, plan: SchedulerOutput, rows: list[tuple[int, int, int, int, bool]]
-    ) -> ModelRunnerOutput:
+    def _compute(self, plan: SchedulerOutput, rows: list[tuple[int, int, int, int, bool]]) -> Sampling:
         for slot, generation, start, count, samples in rows:
             self._demand(slot not in self._void, f"slot {slot} decodes after a rollback")
             self._write(slot, generation, start, count, samples)
         for slot, _, start, count, _ in rows:
             self._read(slot, start + count)
-        return self._sample(plan, [(row[0], row[1]) for row in rows])
+        return lambda grammar: self._sample(plan, [(row[0], row[1]) for row in rows], grammar)
+
+    def _unsampled(self, plan: SchedulerOutput, row: Row, report: list[tuple[int, int]]) -> ModelRunnerOutput:
+        """The chunk ended before the token that was to be sampled."""
+        result = self._sample(plan, [], None)
+        empty = self._result(plan, [row], [0], report)
+        return msgspec.structs.replace(empty, logprobs=result.logprobs)
 
     @staticmethod
     def _result(
-        plan: SchedulerOutput, rows: list[tuple[int, int]], counts: list[int], report: list[tuple[int, int]]
+        plan: SchedulerOutput, rows: list[Row], counts: list[int], report: list[tuple[int, int]]
     ) -> ModelRunnerOutput:
         """Rows without tokens."""
         empty = ModelRunnerOutput(

@@ -44,7 +44,7 @@ def released_when_the_oldest_step_returns(names: Any) -> Any:
 
 
 def stale_tokens_lost(deliver: Any) -> Any:
-    return lambda self, rows, token_ids: None
+    return lambda self, *_: None
 
 
 def no_resume_gate(preempt: Any) -> Any:

@@ -6,27 +6,30 @@ the checker recomputes the invariants; every delivered token is compared with th
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
-from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.rows import LogprobRows
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.engine import EngineCore
 from services.scheduler.ledger import InflightStep
 from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.scheduler import Scheduler
+from services.scheduler.scheduler import NO_EMBEDDINGS, Scheduler
 from services.scheduler.slots import Column
 from tests.simulation.budgets import WatchedPolicy
+from tests.simulation.grammar import REFUSED, Automaton, Compilation
 from tests.simulation.invariants import Checker
-from tests.simulation.oracle import Answer, OracleWorker, Pipeline, reference
+from tests.simulation.oracle import HIDDEN_SIZE, Answer, OracleWorker, Pipeline, reference
 
 EOS = 1
+_NO_ANSWER = Answer([], FinishReason.ABORT, None, {})
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 _PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
 _OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
@@ -75,10 +78,29 @@ class Stream:
     """Epochs that ended while it was running."""
     doomed: bool = False
     """Whether it must end with an error: it does not fit, or nobody will compute it."""
+    structured: StructuredOutputParams | None = None
+    pooling: Pooling = Pooling.NONE
+    scored: set[int] = field(default_factory=set)
+    """Positions whose log-probabilities have come."""
+    embedded: bool = False
 
     @property
     def open(self) -> bool:
         return self.finish is None and not self.aborted
+
+    @property
+    def refused(self) -> bool:
+        """Whether its grammar cannot be compiled."""
+        return self.structured is not None and self.structured.text == REFUSED
+
+    def grammar(self, vocab: int) -> Automaton | None:
+        """A fresh one."""
+        if self.structured is None or self.refused:
+            return None
+        return Automaton.of(self.structured, vocab, self.params.eos_token_ids)
+
+    def expected(self, max_model_len: int, vocab: int) -> Answer:
+        return reference(self.prompt, self.params, max_model_len, vocab, self.grammar(vocab), self.pooling)
 
 
 class _Watched(Scheduler):
@@ -91,8 +113,14 @@ class _Watched(Scheduler):
         self.world._on_scheduled(planned)
         return planned
 
-    def update_from_output(self, step: InflightStep, token_ids: Column) -> None:
-        super().update_from_output(step, token_ids)
+    def update_from_output(
+        self,
+        step: InflightStep,
+        token_ids: Column,
+        logprobs: LogprobRows | None = None,
+        embeddings: Mapping[int, bytes] = NO_EMBEDDINGS,
+    ) -> None:
+        super().update_from_output(step, token_ids, logprobs, embeddings)
         self.world._on_updated(step)
 
     def _displace(self) -> None:
@@ -100,9 +128,9 @@ class _Watched(Scheduler):
         super()._displace()
         self.world.coverage["displacements"] += self.counters["preemptions"] - before
 
-    def _deliver_stale(self, rows: Column, token_ids: Column) -> None:
+    def _deliver_stale(self, rows: Column, token_ids: Column, embeddings: Mapping[int, bytes]) -> None:
         owners = [self.slots.request(slot) for slot in rows.tolist()]
-        super()._deliver_stale(rows, token_ids)
+        super()._deliver_stale(rows, token_ids, embeddings)
         self.world.coverage["stale deliveries"] += len(owners)
         self.world.coverage["stops while preempted"] += sum(
             o.status is RequestStatus.FINISHED for o in owners
@@ -127,7 +155,15 @@ class World:
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
         scheduler = _Watched(limits, self.policy, epoch)
         scheduler.world = self
-        self.engine = EngineCore(scheduler, depth, vocab, use_priority=use_priority)
+        self.compilation = Compilation(vocab)
+        self.engine = EngineCore(
+            scheduler,
+            depth,
+            vocab,
+            use_priority=use_priority,
+            compiler=self.compilation,
+            hidden_size=HIDDEN_SIZE,
+        )
         self.worker = OracleWorker(limits, vocab, epoch)
         self.pipeline = Pipeline(limits.stages)
         self.checker = Checker(scheduler, depth)
@@ -167,13 +203,25 @@ class World:
         priority: int = 0,
         salt: str = "",
         replayed: int = 0,
+        structured: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
     ) -> Stream:
         """Sends a request; `replayed` of its output tokens count as delivered before."""
         number = len(self.streams) if number is None else number
-        answer = reference(prompt, sampling, self.limits.max_model_len, self.vocab)
-        stream = Stream(client, number, prompt, sampling, answer, replayed, answer.tokens[:replayed])
+        stream = Stream(client, number, prompt, sampling, _NO_ANSWER, replayed)
+        stream.structured, stream.pooling = structured, pooling
+        stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
+        stream.tokens += stream.answer.tokens[:replayed]
         message = GenerateRequest(
-            number, pack(prompt + stream.tokens), len(prompt), sampling, priority, salt, f"sim-{number}"
+            number,
+            pack(prompt + stream.tokens),
+            len(prompt),
+            sampling,
+            priority,
+            salt,
+            f"sim-{number}",
+            structured,
+            pooling,
         )
         self.log(
             "add",
@@ -182,9 +230,11 @@ class World:
             sampling,
             f"rank {priority}",
             f"replayed {replayed}",
+            structured or "",
+            pooling or "",
         )
         positions = self.limits.positions(len(prompt), sampling)
-        stream.doomed = not self._fits(stream) or positions < len(prompt)
+        stream.doomed = not self._fits(stream) or positions < len(prompt) or stream.refused
         self.coverage["arrivals between epochs"] += self.lost
         self.streams.append(stream)
         self._by_key[client, number] = stream
@@ -194,6 +244,19 @@ class World:
             self._by_request[stream.request] = stream
         self._transition()
         return stream
+
+    def compiled(self, which: int = 0) -> None:
+        """The `which`-th grammar that is being compiled is ready, or is refused."""
+        ticket = list(self.compilation.waiting)[which]
+        known, grammar = ticket in self.engine._compiling, self.compilation.finish(ticket)
+        self.coverage[
+            "grammars: "
+            + ("of nobody any more" if not known else "refused" if isinstance(grammar, str) else "ready")
+        ] += 1
+        self.coverage["grammars: ready between epochs"] += self.lost
+        self.log("grammar", ticket, grammar)
+        self.engine.on_grammar(ticket, grammar)
+        self._transition()
 
     def abort(self, *streams: Stream) -> None:
         for stream in streams:
@@ -228,9 +291,13 @@ class World:
         request, slots = stream.request, self.scheduler.slots
         if request is None or request.status is RequestStatus.FINISHED:
             return "finished"
+        if request in self.engine._compiling.values():
+            return "compiling"
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
         computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
+        if self.engine._unsampled is not None and request.slot in self.engine._unsampled.slots:
+            return "sampling deferred"
         kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
         return f"{kind} in flight" if inflight else f"{kind} idle"
 
@@ -255,6 +322,7 @@ class World:
         happened["epochs: ended with results held back"] += bool(queue._results)
         happened["epochs: ended with a filled cache"] += bool(scheduler.kv.pool.by_hash)
         happened["epochs: ended twice"] += self.lost
+        happened["epochs: ended with a sampling deferred"] += self.engine._unsampled is not None
         for slot in scheduler.running.tolist():
             self._by_request[scheduler.slots.request(slot)].voids += 1
         self.orphans.extend(self.pending.values())
@@ -281,7 +349,7 @@ class World:
         self.log("epoch", epoch, limits)
         for stream in self._by_key.values():
             stream.doomed = not self._fits(stream)
-            stream.answer = reference(stream.prompt, stream.params, limits.max_model_len, self.vocab)
+            stream.answer = stream.expected(limits.max_model_len, self.vocab)
         doomed = [stream for stream in self._by_key.values() if stream.doomed]
         self.policy = WatchedPolicy(policy)
         self.engine.start_epoch(limits, self.policy, epoch)
@@ -295,6 +363,8 @@ class World:
         self.publish()
         assert all(stream.finish is not None for stream in doomed), "a request that cannot fit lives on"
         self.coverage["epochs: a request no longer fits"] += len(doomed)
+        for stream in self._by_key.values():
+            stream.doomed = stream.refused
 
     def _fits(self, stream: Stream) -> bool:
         """Whether a group of these limits can go on with the request."""
@@ -324,15 +394,23 @@ class World:
         for message in self.engine.dispatch():
             frame = encode(message)
             self._on_sent(frame)
+            result = self.worker.receive(frame)
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
-            result = self.worker.receive(frame)
+                if self.limits.stages > 1:
+                    self.pipeline.enter(self.worker.needs)
+                self.coverage["sampling: deferred"] += self.worker.waits_for_grammar
+            if isinstance(message, GrammarOutput):
+                self.coverage["sampling: with a grammar"] += 1
             if result is None:
                 continue
             if self.limits.stages > 1:
-                self.pipeline.enter(self.worker.needs, result)
+                self.pipeline.sampled(result)
             else:
                 self.pending[_RESULTS.decode(result).step_id] = result
+        waits = self.engine._unsampled is not None
+        assert waits == self.worker.waits_for_grammar, "a sampling is deferred on one side only"
+        self.coverage["sampling: waits for tokens in flight"] += waits
         self.checker.check_cache(self.worker.kv)
         queued = [step.step_id for step in self.engine.queue._steps]
         assert queued == [step.step_id for step in self.scheduler.ledger.steps], (
@@ -396,6 +474,8 @@ class World:
     def drain(self, most: int = 20_000) -> None:
         """Runs until nothing is left, then checks what must hold of an empty engine."""
         for _ in range(most):
+            while self.compilation.waiting:
+                self.compiled()
             self.dispatch()
             self._await_result()
             if not self.pending:
@@ -418,6 +498,11 @@ class World:
     def _transition(self) -> None:
         self.checker.learn(list(self.engine.requests.values()))
         self.checker.check()
+        for request in self.engine.requests.values():
+            if request.grammar is not None and not request.finished:
+                fresh = self._by_request[request].grammar(self.vocab)
+                assert fresh is not None
+                self.checker.check_grammar(request, fresh)
 
     def _on_sent(self, frame: bytes) -> None:
         """A message leaves for the workers."""
@@ -431,6 +516,9 @@ class World:
             rows = (step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist())
             for slot, start, count, samples in zip(*rows, strict=True):
                 stream = self._by_request[self.scheduler.slots.request(slot)]
+                assert stream.request is not None
+                if slot in entering and not stream.request.reads_prefix_cache:
+                    assert start == 0, f"{stream.number} must read no prefix cache"
                 stream.hit = start if not stream.steps else stream.hit
                 stream.scheduled += count
                 stream.steps += 1
@@ -454,12 +542,51 @@ class World:
         for client, message in self.engine.take_outputs():
             outputs = _OUTPUTS.decode(encode(message))
             numbers = memoryview(outputs.numbers).cast("I").tolist()
+            before: dict[Stream, int] = {}
+            if outputs.logprobs is not None:
+                before = {stream: len(stream.tokens) for stream in self.streams}
             for number, index, token in zip(
                 numbers, unpack(outputs.indices).tolist(), unpack(outputs.token_ids).tolist(), strict=True
             ):
                 self._on_token(self._open(client, number), index, token)
+            if outputs.logprobs is not None:
+                self._on_logprobs(client, LogprobRows.of(outputs.logprobs), before)
+            for embedding in outputs.embeddings:
+                stream = self._open(client, embedding.number)
+                if embedding.values != stream.answer.embedding or stream.embedded:
+                    raise DeliveryError(f"{stream.number} got another embedding than its own, or two")
+                stream.embedded = True
             for finish in outputs.finished:
                 self._on_finish(self._open(client, finish.number), finish)
+
+    def _on_logprobs(self, client: int, rows: LogprobRows, before: dict[Stream, int]) -> None:
+        """Those of an output token come in the message that has it, those of the prompt before all of these; after a
+        preemption the latter may come again."""
+        at = 0
+        for number, position, count, rank in zip(
+            rows.owners.view("uint32").tolist(),
+            *(column.tolist() for column in (rows.positions, rows.counts, rows.ranks)),
+            strict=True,
+        ):
+            stream = self._open(client, number)
+            name, index = f"{client}/{number}", position - len(stream.prompt)
+            ids, values = rows.token_ids[at : at + count], rows.values[at : at + count]
+            at += count
+            expected = stream.answer.scores.get(position)
+            if expected is None or expected.rank != rank:
+                raise DeliveryError(f"{name} got rank {rank} at {position}, expected {expected}")
+            if ids.tolist() != expected.token_ids.tolist() or values.tobytes() != expected.values.tobytes():
+                raise DeliveryError(f"{name} got {ids} {values} at {position}, expected {expected}")
+            refused = stream.answer.reason is FinishReason.ERROR and index == len(stream.answer.tokens)
+            if index < 0:
+                late = before[stream] > stream.replayed and position not in stream.scored
+            else:
+                late = not refused and not before[stream] <= index < len(stream.tokens)
+                late = late or position in stream.scored
+            if late:
+                raise DeliveryError(f"{name} got the log-probabilities of {position} out of order")
+            self.coverage["prompt log-probabilities twice"] += position in stream.scored
+            stream.scored.add(position)
 
     def _open(self, client: int, number: int) -> Stream:
         stream = self._by_key.get((client, number))
@@ -484,18 +611,38 @@ class World:
         del self._by_key[stream.client, stream.number]
         self.coverage[f"finishes: {finish.reason.name}"] += 1
         failed = finish.reason not in (FinishReason.STOP, FinishReason.LENGTH)
-        if failed != stream.doomed:
-            raise DeliveryError(f"{name} finished with {finish}, doomed: {stream.doomed}")
-        if failed:
+        if failed and stream.doomed:
             return
+        if stream.doomed or failed != (stream.answer.reason is FinishReason.ERROR):
+            raise DeliveryError(f"{name} finished with {finish}, doomed: {stream.doomed}")
         got = (stream.tokens, finish.reason, finish.stop_reason)
         wanted = (stream.answer.tokens, stream.answer.reason, stream.answer.stop_reason)
         if got != wanted:
             raise DeliveryError(f"{name} finished with {got}, expected {wanted}")
+        self._check_scores(name, stream)
+        if stream.pooling is not Pooling.NONE and not stream.embedded:
+            raise DeliveryError(f"{name} got no embedding")
         self._count_stop(stream, finish)
         self._check_scheduled(name, stream, finish)
 
+    def _check_scores(self, name: str, stream: Stream) -> None:
+        """Each position once that is asked for, but for those that were delivered before a replay."""
+        first = len(stream.prompt)
+        wanted = {p for p in stream.answer.scores if not first <= p < first + stream.replayed}
+        if stream.answer.reason is FinishReason.ERROR:
+            wanted.discard(first + len(stream.tokens))
+            stream.scored.discard(first + len(stream.tokens))
+        if stream.scored != wanted:
+            raise DeliveryError(f"{name} lacks log-probabilities of {sorted(wanted ^ stream.scored)}")
+        self.coverage["log-probabilities"] += len(wanted)
+
     def _count_stop(self, stream: Stream, finish: Finish) -> None:
+        if finish.reason is FinishReason.ERROR or stream.pooling is not Pooling.NONE:
+            self.coverage[
+                "stops: grammar failed" if finish.message else f"embeddings: {stream.pooling.name}"
+            ] += 1
+            return
+        self.coverage["stops: matched by a grammar"] += stream.structured is not None
         if finish.reason is FinishReason.LENGTH:
             full = len(stream.prompt) + len(stream.tokens) == self.limits.max_model_len
             self.coverage["stops: context" if full else "stops: max_tokens"] += 1
@@ -514,7 +661,8 @@ class World:
             )
         if finish.num_preemptions or stream.voids:
             return
-        exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit
+        one_more = stream.pooling is not Pooling.NONE or finish.reason is FinishReason.ERROR
+        exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more
         slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(

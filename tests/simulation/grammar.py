@@ -1,0 +1,81 @@
+"""A grammar that is a token automaton drawn from a seed, and a compiler whose answers come when the test says so."""
+
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.sampling import GrammarKind, StructuredOutputParams
+from tests.simulation.hashing import ROOT, extend, words
+
+REFUSED = "refused"
+"""The text of a grammar that cannot be compiled."""
+
+
+def structured(seed: int, fails_after: int | None = None) -> StructuredOutputParams:
+    """An automaton that fails at run time after so many tokens, if after any."""
+    return StructuredOutputParams(GrammarKind.GRAMMAR, f"{seed} {-1 if fails_after is None else fails_after}")
+
+
+class Automaton:
+    """A `Grammar`. What may come next is drawn anew in each state; after an EOS nothing else may."""
+
+    def __init__(self, seed: int, fails_after: int, vocab: int, eos: tuple[int, ...]) -> None:
+        self.state = extend(ROOT, seed)
+        self._left, self._vocab, self._eos = fails_after, vocab, eos
+        self._ended = self._failed = False
+
+    @classmethod
+    def of(cls, params: StructuredOutputParams, vocab: int, eos: tuple[int, ...]) -> Self:
+        seed, fails_after = map(int, params.text.split())
+        return cls(seed, fails_after, vocab, eos)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """bool[vocab], at least one."""
+        if self._ended:
+            return np.isin(np.arange(self._vocab), self._eos)
+        share = (0.9, 0.4, 0.1, 0.02)[self.state % 4]
+        allowed = words(self.state, self._vocab) < np.uint64(share * 2**64)
+        allowed[self.state % self._vocab] |= not allowed.any()
+        return allowed
+
+    def accept(self, token_id: int) -> bool:
+        if self._failed or not self.allowed()[token_id]:
+            return False
+        self._left -= 1
+        self._ended = token_id in self._eos
+        self.state = extend(self.state, token_id)
+        return True
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        self._failed = self._failed or self._left == 0
+        mask[:] = -1 if self._failed else self._bits()
+
+    def mask(self) -> NDArray[np.int32]:
+        """int32[ceil(vocab / 32)]"""
+        mask = np.zeros(-(-self._vocab // 32), np.int32)
+        self.fill(mask)
+        return mask
+
+    def _bits(self) -> NDArray[np.int32]:
+        padded = np.zeros(-(-self._vocab // 32) * 32, np.bool_)
+        padded[: self._vocab] = self.allowed()
+        return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+class Compilation:
+    """A `Compiler`: what was submitted waits until it is `finish`ed, in any order."""
+
+    def __init__(self, vocab: int) -> None:
+        self.waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = {}
+        self._vocab = vocab
+
+    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+        assert ticket not in self.waiting
+        self.waiting[ticket] = params, eos_token_ids
+
+    def finish(self, ticket: int) -> Automaton | str:
+        params, eos = self.waiting.pop(ticket)
+        if params.text == REFUSED:
+            return "it cannot be compiled"
+        return Automaton.of(params, self._vocab, eos)
