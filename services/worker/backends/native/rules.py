@@ -15,8 +15,9 @@ from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
 
 I32 = NDArray[np.int32]
-Counts = tuple[I32, I32]
-"""int32[vocab] counts, and int32[vocab] the tokens whose count is not 0; memory is taken as far as it is written."""
+Counts = tuple[I32, I32, I32]
+"""int32[vocab] each: places, tokens and counts of `RULE`. Memory is taken as far as it is written; the places are all 0
+before a request has them."""
 
 
 class Rules:
@@ -59,7 +60,7 @@ class Rules:
             self._point(slot, "biases", np.array(values, np.float32))
         if table.penalized[slot]:
             counts = self._counts[slot] = self._spare.pop() if self._spare else self._zeros()
-            rule["counts"], rule["seen"] = (array.ctypes.data for array in counts)
+            rule["places"], rule["seen"], rule["counts"] = (column.ctypes.data for column in counts)
             rule["repetition"] = params.repetition_penalty
             rule["frequency"], rule["presence"] = params.frequency_penalty, params.presence_penalty
 
@@ -89,14 +90,19 @@ class Rules:
 
     def _forget(self, slot: int) -> None:
         if slot in self._counts:
-            counts, seen = self._counts.pop(slot)
-            counts[seen[: self._rules[slot]["num_seen"]]] = 0
-            self._spare.append((counts, seen))
+            counts = self._counts.pop(slot)
+            places, seen, _ = counts
+            places[seen[: self._rules[slot]["num_seen"]]] = 0
+            self._spare.append(counts)
         self._rules[slot] = np.zeros((), RULE)
         self._columns[slot].clear()
 
     def _zeros(self) -> Counts:
-        return np.zeros(self._vocab, np.int32), np.empty(self._vocab, np.int32)
+        return (
+            np.zeros(self._vocab, np.int32),
+            np.empty(self._vocab, np.int32),
+            np.empty(self._vocab, np.int32),
+        )
 
     def _inside(self, tokens: I32) -> I32:
         """Ids outside the vocabulary are nobody's."""

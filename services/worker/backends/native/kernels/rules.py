@@ -20,18 +20,16 @@ RULE = np.dtype(
         ("banned", ADDRESS),  # int32[num_banned], inside the vocabulary
         ("biased", ADDRESS),  # int32[num_biased], inside the vocabulary
         ("biases", ADDRESS),  # float32[num_biased]
-        (
-            "counts",
-            ADDRESS,
-        ),  # int32[vocab]: twice the number in the output, plus one if it stands in the prompt
-        ("seen", ADDRESS),  # int32[distinct tokens]: those whose count is not 0
+        ("places", ADDRESS),  # int32[vocab]: where each token stands in the next two, plus one, or 0
+        ("seen", ADDRESS),  # int32[num_seen]: the tokens of prompt and output, each once
+        ("counts", ADDRESS),  # int32[num_seen]: how often each stands in the output
         ("num_allowed", np.int32),
         ("num_words", np.int32),
         ("num_banned", np.int32),
         ("banned_until", np.int32),
         ("num_biased", np.int32),
         ("num_seen", np.int32),
-        ("counted", np.int32),  # positions of the history that are in `counts`
+        ("counted", np.int32),  # positions of the history that are counted
         ("num_prompt", np.int32),
         ("restricts", np.int32),  # whether only the allowed may follow
         ("repetition", np.float32),
@@ -92,18 +90,18 @@ def _forbid_words(rule, logits, history, position):
 @njit
 def _count(rule, history, position, vocab):
     """Whether all that was counted are tokens."""
+    places = simd.i32_at(rule.places, vocab)
     counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
     for at in range(rule.counted, position):
         token = history[at]
         if token < 0 or token >= vocab:
             return False
-        if counts[token] == 0:
-            seen[rule.num_seen] = token
+        if places[token] == 0:
+            seen[rule.num_seen], counts[rule.num_seen] = token, 0
             rule.num_seen += 1
-        if at < rule.num_prompt:
-            counts[token] |= 1
-        else:
-            counts[token] += 2
+            places[token] = rule.num_seen
+        if at >= rule.num_prompt:
+            counts[places[token] - 1] += 1
     rule.counted = position
     return True
 
@@ -112,8 +110,8 @@ def _count(rule, history, position, vocab):
 def _penalize(rule, logits, vocab):
     counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
     for i in range(rule.num_seen):
-        token = seen[i]
-        x, said = logits[token], counts[token] >> 1
+        token, said = seen[i], counts[i]
+        x = logits[token]
         if rule.repetition != 1:
             x = x / rule.repetition if x > 0 else x * rule.repetition
         if said > 0:
@@ -148,7 +146,7 @@ def rules_kernel() -> Kernel:
                 biases = simd.f32_at(rule.biases, rule.num_biased)
                 for i in range(rule.num_biased):
                     logits[biased[i]] += biases[i]
-            if rule.counts != 0:
+            if rule.places != 0:
                 if _count(rule, history, position, a.vocab):
                     _penalize(rule, logits, a.vocab)
                 else:
