@@ -36,6 +36,8 @@ HANDSHAKE_TIMEOUT = 5.0
 REDIAL_INTERVAL = 0.2
 """Seconds after a lost connection."""
 
+MAX_FRAMES = 64
+"""Messages read in one turn of the loop, then others have theirs."""
 MAX_TAKEN = 1024
 """Events handled in one turn of the loop, a few milliseconds' worth."""
 
@@ -176,8 +178,10 @@ class EngineClient:
             try:
                 await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
                 self._client = client
-                while True:
+                for count in itertools.count(1):
                     self._on_frame(await client.receive())
+                    if not count % MAX_FRAMES:
+                        await asyncio.sleep(0)  # `receive` does not give way while there is something to read
             except HandshakeTimeout:
                 continue
             except ProtocolError as error:  # instead of a welcome

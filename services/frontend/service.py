@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -30,6 +31,8 @@ KEEP_ALIVE_SECONDS = 5
 """An idle connection stays open for this long."""
 DRAIN_INTERVAL = 0.05
 """Seconds between two looks at whether answers are still open."""
+GC_THRESHOLD = 20_000
+"""New objects from one look for circular garbage to the next: a step of many streams makes thousands that are none."""
 
 
 class _Server(uvicorn.Server):
@@ -124,6 +127,9 @@ def run(config: FrontendConfig) -> int:
     except CheckpointError as error:
         log.error("%s", error)
         return EXIT_MODEL
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and need not be looked at again
+    gc.set_threshold(GC_THRESHOLD)
     with (
         listen(config.host, config.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -64,6 +64,7 @@ class Answer:
         end the answer. What ended it is shown only with `include_stop`."""
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops, include_stop)
+        self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._hidden = frozenset(() if include_stop else ends)
         self.num_tokens = 0
@@ -80,7 +81,7 @@ class Answer:
 
         Raises: OutOfOrder
         """
-        if self.stop_string is not None:
+        if self._filter.matched is not None:
             return ""
         if index < self.num_tokens:
             self.duplicates += 1
@@ -92,7 +93,9 @@ class Answer:
             return ""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)
-        return self._filter.push(text) if text and self.num_tokens > self._min_tokens else text
+        if not text or not self._has_stops or self.num_tokens <= self._min_tokens:
+            return text
+        return self._filter.push(text)
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""

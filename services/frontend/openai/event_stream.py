@@ -19,10 +19,19 @@ from services.frontend.openai.schemas import StreamOptions
 
 NOTHING: Mapping[str, Any] = {}
 DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
+"""What JSON may contain as it is, but some clients take for the end of a line."""
+
+
+def _one_line(encoded: bytes) -> bytes:
+    if not encoded.isascii():
+        for mark, escaped in _LINE_ENDS.items():
+            encoded = encoded.replace(mark, escaped)
+    return encoded
 
 
 def _event(content: bytes) -> bytes:
-    return b"data: " + content + b"\n\n"
+    return b"data: " + _one_line(content) + b"\n\n"
 
 
 class EventStream(Response):
@@ -69,7 +78,7 @@ class EventStream(Response):
     def _grown(self, choice: Choice, piece: Piece) -> bytes:
         if self._plain and piece.is_plain:
             before, after = self._plain[choice.index]
-            return before + msgspec.json.encode(piece.text) + after
+            return before + _one_line(msgspec.json.encode(piece.text)) + after
         return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:
