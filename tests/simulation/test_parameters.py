@@ -1,0 +1,88 @@
+"""Every sampling parameter under run-ahead, preemption and chunks (spec 2(e) 2, without speculation), and grammars
+while requests come, go and lose their workers (spec 0.4, S2-7).
+
+What is compared with the reference, token by token and value by value, the world compares as it arrives.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from protocol.sampling import SamplingParams
+from services.scheduler.limits import Limits
+from tests.simulation.oracle import reference
+from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
+from tests.simulation.world import Stream, World, params
+
+VOCAB = 64
+STORM = Limits(max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_blocks=12, block_size=16)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
+
+
+def plain(stream: Stream) -> list[int]:
+    """What the request would answer if it asked for nothing."""
+    bare = SamplingParams(
+        max_tokens=stream.params.max_tokens,
+        temperature=stream.params.temperature,
+        seed=stream.params.seed,
+        eos_token_ids=stream.params.eos_token_ids,
+    )
+    return reference(stream.prompt, bare, STORM.max_model_len, VOCAB).tokens
+
+
+def storm(limits: Limits, depth: int, name: str, requests: int = 20) -> World:
+    """Requests join and leave in every step, half of them with the parameter, and blocks never suffice."""
+    rng, world = Random(name), World(limits, depth, VOCAB, use_priority=True)
+    others = ("none", name, name, rng.choice(MATRIX))
+    while len(world.streams) < requests or world.engine.requests:
+        for _ in range(min(rng.choice((1, 1, 2)), requests - len(world.streams))):
+            base = params(rng.randint(6, 22), eos=rng.random() < 0.5, seed=rng.choice((None, None, None, 7)))
+            sampling, grammar = asked(others[len(world.streams) % 4], base, rng, VOCAB)
+            prompt = prompt_of(rng.randint(20, 44), rng.randrange(8))
+            world.add(prompt, sampling, priority=rng.choice((0, 0, -1)), structured=grammar)
+        while world.compilation.waiting:
+            world.compiled(rng.randrange(len(world.compilation.waiting)))
+        world.step()
+    world.drain()
+    return world
+
+
+def assert_it_shows(world: World, name: str) -> None:
+    """The parameter has changed what the requests answered, or what came with it."""
+    asking = world.streams[1::4] + world.streams[2::4]
+    greedy = [stream for stream in asking if not stream.params.temperature]
+    if "logprobs" in name:
+        assert all(stream.scored for stream in asking)
+    if name in ("none", "logprobs", "prompt logprobs"):
+        assert all(stream.tokens == plain(stream) for stream in asking)
+    else:
+        changed = [stream for stream in greedy if stream.tokens != plain(stream)]
+        assert len(changed) > len(greedy) // 2 > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", MATRIX + OTHERS)
+def test_the_permutation_matrix(name: str, depth: int) -> None:
+    world = storm(STORM, depth, name)
+    assert world.scheduler.counters["preemptions"] > 0
+    assert world.coverage["chunked prefills"] > 0
+    assert world.coverage["resumed"] > 0
+    if STRUCTURED in name:
+        assert world.coverage["sampling: with a grammar"] > 20
+        assert bool(world.coverage["sampling: waits for tokens in flight"]) == (depth > 1)
+    assert_it_shows(world, name)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", [STRUCTURED, f"{STRUCTURED} + penalties + logprobs", "penalties"])
+def test_the_matrix_on_stages(name: str, stages: int) -> None:
+    limits = replace(STORM, stages=stages)
+    for depth in (stages, stages + 1):
+        world = storm(limits, depth, name)
+        assert world.scheduler.counters["preemptions"] > 0
+        assert world.pipeline.stalls == 0
+        assert_it_shows(world, name)
