@@ -269,6 +269,8 @@ class _Lane:
         try:
             verdict = self._process.verdict(StructuredOutputParams(kind, text))
         except TrialEnded as error:
+            if self._killed.is_set():
+                return SHUT_DOWN
             log.warning("a %s was refused: %s", NAMES[kind], error)
             self._end_process()
             self._compiler.counters["killed"] += 1

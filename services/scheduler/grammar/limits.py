@@ -19,7 +19,7 @@ WALL_SECONDS = 8.0
 """Time of one trial, on a machine that is busy with other things."""
 SETUP_SECONDS = 60.0
 """Time until a trial process has read the tokenizer."""
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 512 << 20
 """Memory of one trial beyond what the tokenizer takes."""
 STACK_BYTES = 4 << 20
 """Stack of a trial; what recurses too deeply for it never comes to the scheduler, whose threads have more."""

@@ -6,6 +6,7 @@ memory or overflow the stack kills it, and the scheduler starts another.
 RUNAHEAD_FAILPOINT_GRAMMAR_SECONDS is for tests: each compilation takes so many seconds longer.
 """
 
+import contextlib
 import ctypes
 import os
 import random
@@ -151,6 +152,8 @@ def _write(answers: BinaryIO, verdict: Verdict) -> None:
 
 
 def _limit_memory() -> None:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # should memory get scarce all the same, this process is the one to go
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))

@@ -1,0 +1,103 @@
+"""The demo model's vocabulary, a real compiler, and a reader of masks."""
+
+import select
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer
+
+from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.checkpoint import DEMO_MODEL
+from services.scheduler.grammar import Grammar
+from services.scheduler.grammar.compiler import GrammarCompiler
+from services.scheduler.grammar.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary.load("")
+N_VOCAB = VOCABULARY.num_tokens
+WORDS = -(-N_VOCAB // 32)
+(EOS,) = VOCABULARY.eos_token_ids
+LIBRARY: LLTokenizer = VOCABULARY.library_tokenizer(N_VOCAB)
+_TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+PATIENCE_MS = 60_000
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(LIBRARY.tokenize_str(text))
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return str(_TOKENIZER.decode(list(token_ids), skip_special_tokens=True))
+
+
+def wait(compiler: GrammarCompiler, *tickets: int) -> dict[int, Grammar | str]:
+    """What became of these tickets."""
+    found: dict[int, Grammar | str] = {}
+    ready = select.poll()
+    ready.register(compiler.fileno(), select.POLLIN)
+    while True:
+        for ticket, result in compiler.take():
+            assert ticket not in found, "a ticket was answered twice"
+            found[ticket] = result
+        if set(tickets) <= set(found):
+            return found
+        assert ready.poll(PATIENCE_MS), "the compiler is silent"
+
+
+class Desk:
+    """Hands out tickets."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.compiler = compiler
+        self._tickets = iter(range(1, 1 << 30))
+
+    def submit(
+        self,
+        kind: GrammarKind,
+        text: str = "",
+        eos: tuple[int, ...] = (EOS,),
+        begins_after: tuple[int, ...] = (),
+    ) -> int:
+        ticket = next(self._tickets)
+        self.compiler.submit(ticket, StructuredOutputParams(kind, text, begins_after), eos)
+        return ticket
+
+    def result(self, kind: GrammarKind, text: str = "", **more: tuple[int, ...]) -> Grammar | str:
+        ticket = self.submit(kind, text, **more)
+        return wait(self.compiler, ticket)[ticket]
+
+    def grammar(self, kind: GrammarKind, text: str = "", **more: tuple[int, ...]) -> Grammar:
+        result = self.result(kind, text, **more)
+        assert not isinstance(result, str), result
+        return result
+
+    def refusal(self, kind: GrammarKind, text: str = "") -> str:
+        result = self.result(kind, text)
+        assert isinstance(result, str), "it was not refused"
+        return result
+
+
+def allowed(grammar: Grammar) -> set[int]:
+    mask = np.zeros(WORDS, np.int32)
+    grammar.fill(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    """Whether the text can be a whole answer: each token is allowed before it is accepted, then an end."""
+    return all(token in allowed(grammar) and grammar.accept(token) for token in [*tokens_of(text), EOS])
+
+
+def answers(grammar: Grammar, draw: Iterator[float], most: int) -> tuple[list[int], bool]:
+    """A random answer of at most so many tokens, and whether it has ended."""
+    output: list[int] = []
+    for number in draw:
+        if len(output) == most:
+            break
+        choices = sorted(allowed(grammar))
+        token = choices[int(number * len(choices))]
+        assert grammar.accept(token)
+        if token == EOS:
+            return output, True
+        output.append(token)
+    return output, False

@@ -1,0 +1,137 @@
+"""Requests made to bring a compiler down. Each is refused, and the next request is served (spec 2.1, grammar)."""
+
+import json
+import random
+
+import pytest
+
+from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind
+from services.scheduler.grammar.limits import MAX_ALTERNATIVES
+from tests.unit.scheduler.grammar.support import Desk, matches, wait
+
+
+def nested(levels: int) -> str:
+    return '{"type":"array","items":' * levels + "{}" + "}" * levels
+
+
+def properties(number: int, required: bool = False) -> str:
+    names = [f"p{i}" for i in range(number)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    return json.dumps(schema | ({"required": names} if required else {}))
+
+
+def crossed(number: int) -> str:
+    """Each part matches much, all of them together is exponential to find out."""
+    parts = [{"type": "string", "pattern": f"^(.*{chr(97 + i)}){{10}}$"} for i in range(number)]
+    return json.dumps({"allOf": parts})
+
+
+def doubled(levels: int) -> str:
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {f"d{levels}": {"type": "null"}}})
+
+
+def multiplied(levels: int) -> str:
+    parts = [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(6)]} for i in range(levels)]
+    return json.dumps({"allOf": parts})
+
+
+JSON, REGEX, GRAMMAR, CHOICE = (
+    GrammarKind.JSON,
+    GrammarKind.REGEX,
+    GrammarKind.GRAMMAR,
+    GrammarKind.CHOICE,
+)
+BOMBS = {
+    "repeated repetition": (REGEX, "(a{1000}){1000}"),
+    "repeated repetition behind something harmless": (REGEX, "[a-z]+-(a{1000}){1000}"),
+    "four levels of repetition": (REGEX, "(((a{100}){100}){100}){100}"),
+    "repetition with a huge count": (REGEX, "a{999999999}"),
+    "30,000 parentheses": (REGEX, "(" * 30_000 + "a" + ")" * 30_000),
+    "30,000 open parentheses": (REGEX, "(" * 30_000),
+    "overlapping repetition": (REGEX, r"(\w{1,500}\s?){1,500}"),
+    "many long repetitions": (REGEX, "[a-z]{0,1000}" * 60),
+    "a pattern in a schema": (JSON, json.dumps({"type": "string", "pattern": "(a{1000}){1000}"})),
+    "a pattern for names": (JSON, json.dumps({"patternProperties": {"(a{1000}){1000}": {}}})),
+    "a regular expression in a grammar": (GRAMMAR, "start: /(a{1000}){1000}/"),
+    "30,000 brackets": (JSON, "[" * 30_000),
+    "500 levels of arrays": (JSON, nested(500)),
+    "10,000 levels of arrays": (JSON, nested(10_000)),
+    "a reference to itself": (JSON, '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/a"}}}'),
+    "a reference to the whole": (JSON, '{"$ref":"#"}'),
+    "a circle of references": (
+        JSON,
+        '{"$ref":"#/$defs/a","$defs":{"a":{"allOf":[{"$ref":"#/$defs/b"}]},"b":{"anyOf":[{"$ref":"#/$defs/a"}]}}}',
+    ),
+    "huge enumeration": (JSON, json.dumps({"enum": list(range(MAX_ALTERNATIVES + 1))})),
+    "huge choice": (CHOICE, json.dumps([f"{i}" for i in range(MAX_ALTERNATIVES + 1)])),
+    "5,000 optional properties": (JSON, properties(5_000)),
+    "a product of alternatives": (JSON, multiplied(10)),
+    "crossed patterns": (JSON, crossed(12)),
+    "multiples of a prime": (JSON, '{"type":"integer","multipleOf":999983,"minimum":3,"maximum":1e18}'),
+    "a huge range of numbers": (JSON, '{"type":"number","minimum":1e-300,"maximum":1e300}'),
+    "20,000 brackets in a grammar": (GRAMMAR, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "20,000 brackets in GBNF": (GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "rules that never end": (GRAMMAR, "start: a\na: b\nb: a"),
+    "as long as may be": (GRAMMAR, "start: " + "x" * (MAX_GRAMMAR_CHARS - 7)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bomb_is_refused_and_the_next_request_is_served(desk: Desk, name: str) -> None:
+    kind, text = BOMBS[name]
+    refusal = desk.refusal(kind, text)
+    assert len(refusal) < 400
+    assert matches(desk.grammar(REGEX, f"next after {len(name)}"), f"next after {len(name)}")
+
+
+ENDLESS = '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"],"additionalProperties":false}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [doubled(14), properties(3_000, required=True), ENDLESS],
+    ids=["doubling", "properties", "must contain itself"],
+)
+def test_large_and_harmless_is_served_or_refused_and_ends(desk: Desk, text: str) -> None:
+    """Whichever the library makes of it."""
+    desk.result(JSON, text)
+    assert matches(desk.grammar(REGEX, "served"), "served")
+
+
+def test_bombs_on_one_lane_do_not_hold_up_the_other(desk: Desk) -> None:
+    """The bomb is submitted first and kills its process; what came after it is there before."""
+    bomb = desk.submit(JSON, properties(4_999))
+    served = desk.submit(REGEX, "not held up")
+    found = wait(desk.compiler, served)
+    assert bomb not in found
+    assert not isinstance(found[served], str)
+    assert isinstance(wait(desk.compiler, bomb)[bomb], str)
+
+
+def test_random_regular_expressions_never_bring_it_down(desk: Desk) -> None:
+    rng = random.Random(11)
+    parts = [
+        "a",
+        "b",
+        ".",
+        r"\w",
+        "[^a]",
+        "(",
+        ")",
+        "|",
+        "*",
+        "+",
+        "?",
+        "{2}",
+        "{1,30}",
+        "{9,}",
+        "^",
+        "$",
+        "\\",
+        "[",
+    ]
+    killed = desk.compiler.counters["killed"]
+    for _ in range(150):
+        desk.result(REGEX, "".join(rng.choices(parts, k=rng.randint(1, 30))))
+    assert desk.compiler.counters["killed"] == killed

@@ -1,0 +1,174 @@
+"""Each kind of structured output, from the text of a request to the tokens that may follow."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from protocol.sampling import GrammarKind
+from services.scheduler.grammar.limits import MAX_WHITESPACE
+from tests.unit.scheduler.grammar.support import EOS, Desk, allowed, answers, matches, text_of, tokens_of
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<tool=add>", "schema": TOOL, "end": "</tool>"}],
+    "triggers": ["<tool="],
+}
+SPECIAL_TAG = {
+    "structures": [{"begin": "<|user|>", "schema": TOOL, "end": "<|assistant|>"}],
+    "triggers": ["<|user|>"],
+}
+GBNF = 'root ::= greeting " " name # a comment\ngreeting ::= "hello" | "bye"\nname ::= [a-z]+\n'
+LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        (GrammarKind.REGEX, "[a-f]{2}-[0-9]+", ["ab-1", "ff-987"], ["ab", "ab-", "ag-1", "ab-1 "]),
+        (GrammarKind.CHOICE, '["a", "ab", "é\\n\\"x"]', ["a", "ab", 'é\n"x'], ["", "b", "aba", "é"]),
+        (GrammarKind.GRAMMAR, LARK, ["hello bob", "bye x"], ["hello", "hello Bob", "hellobob"]),
+        (GrammarKind.GRAMMAR, GBNF, ["hello bob", "bye x"], ["hello", "hello Bob", "hellobob"]),
+        (GrammarKind.JSON_OBJECT, "", ["{}", '{"a": [1, null, {"b": "c"}]}'], ["[]", "1", '{"a"}', "{} x"]),
+        (GrammarKind.JSON, "true", ["1", "[]", '"x"'], ["", "x", "[1,]"]),
+        (GrammarKind.JSON, '{"type": "string", "pattern": "^a+$"}', ['"aa"'], ['"ab"', '""', "aa"]),
+        (GrammarKind.JSON, '{"$ref": "#/$defs/a", "$defs": {"a": {"const": 7}}}', ["7"], ["8", '"7"']),
+        (
+            GrammarKind.JSON,
+            json.dumps(PERSON),
+            ['{"name":"Bo","age":3}', '{\n  "name": "Bo",\n  "age": 3,\n  "tags": ["a", "b"]\n}'],
+            ['{"age":3,"name":"Bo"}', '{"name":"","age":3}', '{"name":"Bo","age":151}', '{"name":"Bo","age":3,"x":1}'],
+        ),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            json.dumps(TAG),
+            ["", "plain text", 'so <tool=add>{"x":1}</tool> and <tool=add>{"x":22}</tool>.'],
+            ["<tool=sub>", '<tool=add>{"y":1}</tool>', '<tool=add>{"x":1}</tool', "<tool=add>"],
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, GrammarKind) else "",
+)  # fmt: skip
+def test_what_matches_and_what_does_not(
+    desk: Desk, kind: GrammarKind, text: str, good: list[str], bad: list[str]
+) -> None:
+    for answer in good:
+        assert matches(desk.grammar(kind, text), answer), answer
+    for answer in bad:
+        assert not matches(desk.grammar(kind, text), answer), answer
+
+
+def test_a_tag_that_begins_with_a_special_token_takes_the_token_and_not_its_text(desk: Desk) -> None:
+    grammar = desk.grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(SPECIAL_TAG))
+    user, assistant = 4, 5
+    for token in (*tokens_of("see"), user, *tokens_of('{"x":1}')):
+        assert token in allowed(grammar)
+        assert grammar.accept(token)
+    assert allowed(grammar) == {assistant}
+
+
+def test_random_answers_to_a_schema_validate(desk: Desk) -> None:
+    rng = random.Random(3)
+    ended = 0
+    for _ in range(40):
+        output, complete = answers(
+            desk.grammar(GrammarKind.JSON, json.dumps(PERSON)), iter(rng.random, None), 200
+        )
+        if complete:
+            ended += 1
+            jsonschema.validate(json.loads(text_of(output)), PERSON)
+    assert ended > 20
+
+
+def test_whitespace_between_parts_is_bounded_and_inside_of_strings_it_is_not(desk: Desk) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    blank = set(tokens_of("\n"))
+    grammar = desk.grammar(GrammarKind.JSON, json.dumps(schema))
+    assert grammar.accept(tokens_of("{")[0])
+    for _ in range(MAX_WHITESPACE):
+        assert blank <= allowed(grammar)
+        assert grammar.accept(*blank)
+    assert allowed(grammar)
+    assert all(text_of([token]).strip() for token in allowed(grammar))
+    for token in tokens_of('"a":"'):
+        assert grammar.accept(token)
+    (space,) = tokens_of(" ")
+    for _ in range(3 * MAX_WHITESPACE):
+        assert space in allowed(grammar)
+        assert grammar.accept(space)
+
+
+def test_a_schemas_own_options_for_the_library_change_nothing(desk: Desk) -> None:
+    schema = PERSON | {"x-guidance": {"item_separator": ";", "whitespace_flexible": False, "lenient": True}}
+    assert matches(desk.grammar(GrammarKind.JSON, json.dumps(schema)), '{"name":"Bo", "age":3}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        (GrammarKind.JSON, "{", "the JSON schema is not valid JSON"),
+        (GrammarKind.JSON, '{"minimum": NaN}', "NaN is no JSON value"),
+        (GrammarKind.JSON, "[]", "the JSON schema must be an object"),
+        (GrammarKind.JSON, "false", "the JSON schema must be an object"),
+        (GrammarKind.JSON, '{"type": "strange"}', "the JSON schema cannot be used"),
+        (GrammarKind.JSON, '{"type": "string", "format": "strange"}', "Unknown format: strange"),
+        (GrammarKind.JSON, '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+        (GrammarKind.JSON, '{"$ref": "http://127.0.0.1/schema"}', 'must begin with "#"'),
+        (GrammarKind.JSON, '{"$ref": "file:///etc/passwd"}', 'must begin with "#"'),
+        (GrammarKind.JSON, '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "nothing can match"),
+        (GrammarKind.JSON, '{"type": "string", "enum": [1]}', "nothing|Unsatisfiable|cannot be used"),
+        (GrammarKind.REGEX, "[", "unclosed character class"),
+        (GrammarKind.CHOICE, "[]", "between 1 and 5000 texts, got 0"),
+        (GrammarKind.CHOICE, "[1]", "a list of texts"),
+        (GrammarKind.GRAMMAR, "start: unknown", "unknown name"),
+        (GrammarKind.GRAMMAR, "root ::= a b ::", "cannot be read as GBNF"),
+        (GrammarKind.GRAMMAR, "", "the grammar cannot be used"),
+        (GrammarKind.STRUCTURAL_TAG, "{}", 'needs lists of "structures" and "triggers"'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {}}', '"format" are not served'),
+        (GrammarKind.STRUCTURAL_TAG, '{"structures": [{}], "triggers": ["<"]}', 'needs texts "begin" and "end"'),
+        (
+            GrammarKind.STRUCTURAL_TAG,
+            '{"structures": [{"begin": "<a>", "end": "", "schema": {}}], "triggers": ["["]}',
+            "must begin with one of the triggers",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_one_clean_line(
+    desk: Desk, kind: GrammarKind, text: str, says: str
+) -> None:
+    refusal = desk.refusal(kind, text)
+    assert any(part in refusal for part in says.split("|")), refusal
+    assert "\n" not in refusal
+    assert not any(
+        word in refusal for word in ("/work", "site-packages", "0x", "<state>", "Traceback", ".rs")
+    )
+
+
+def test_an_end_is_allowed_exactly_where_the_answer_may_end(desk: Desk) -> None:
+    grammar = desk.grammar(GrammarKind.REGEX, "ab?")
+    assert EOS not in allowed(grammar)
+    assert grammar.accept(tokens_of("a")[0])
+    assert allowed(grammar) == {EOS, tokens_of("b")[0]}
+    assert grammar.accept(tokens_of("b")[0])
+    assert allowed(grammar) == {EOS}

@@ -1,0 +1,130 @@
+"""The state of one request's output: what it takes, what it fails on, where it begins and what comes after its end."""
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+
+from protocol.sampling import GrammarKind
+from services.scheduler.grammar import matcher as matcher_module
+from services.scheduler.grammar.matcher import Matcher
+from services.scheduler.grammar.vocabulary import Vocabulary
+from tests.unit.scheduler.grammar.support import (
+    EOS,
+    LIBRARY,
+    N_VOCAB,
+    VOCABULARY,
+    WORDS,
+    Desk,
+    allowed,
+    tokens_of,
+)
+
+EVERYTHING = 32 * WORDS
+OTHER_EOS = 3
+
+
+def of_regex(regex: str, **more: tuple[int, ...]) -> Matcher:
+    library = LLMatcher(LIBRARY, LLMatcher.grammar_from_regex(regex), log_level=0)
+    return Matcher(library, (EOS,), **more)
+
+
+def test_a_token_that_does_not_match_is_not_accepted_and_nothing_is_from_then_on() -> None:
+    grammar = of_regex("ab")
+    a, b = tokens_of("a")[0], tokens_of("b")[0]
+    assert not grammar.accept(b)
+    assert not grammar.accept(a)
+    assert len(allowed(grammar)) == EVERYTHING
+
+
+def test_an_end_where_the_answer_cannot_end_is_not_accepted() -> None:
+    assert not of_regex("ab").accept(EOS)
+
+
+def test_after_its_end_everything_is_allowed_and_accepted() -> None:
+    """A request under `ignore_eos` goes on after an EOS token."""
+    grammar = of_regex("a")
+    assert grammar.accept(tokens_of("a")[0])
+    assert allowed(grammar) == {EOS}
+    assert grammar.accept(EOS)
+    assert len(allowed(grammar)) == EVERYTHING
+    assert grammar.accept(tokens_of("zebra")[0])
+    assert grammar.accept(EOS)
+    assert len(allowed(grammar)) == EVERYTHING
+
+
+def test_a_failed_fill_sets_every_bit_and_the_next_token_is_not_accepted() -> None:
+    limits = LLParserLimits(max_lexer_states=3, verbose_errors=False)
+    library = LLMatcher(LIBRARY, LLMatcher.grammar_from_regex("(ab|cd){40}e"), log_level=0, limits=limits)
+    grammar = Matcher(library, (EOS,))
+    assert len(allowed(grammar)) == EVERYTHING
+    assert not grammar.accept(tokens_of("a")[0])
+    assert not grammar.accept(EOS)
+
+
+def test_a_fill_that_takes_too_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher_module, "MAX_FILL_SECONDS", -1.0)
+    grammar = of_regex("a+")
+    assert len(allowed(grammar)) == EVERYTHING
+    assert not grammar.accept(tokens_of("a")[0])
+
+
+def test_nothing_is_constrained_until_its_beginning_was_emitted() -> None:
+    """S2-7: it watches emitted tokens only, and what stood before does not belong to it."""
+    x, y, a = tokens_of("x")[0], tokens_of("y")[0], tokens_of("a")[0]
+    grammar = of_regex("a", begins_after=(x, x, y))
+    for token in (a, y, x, y, x, x, x):
+        assert len(allowed(grammar)) == EVERYTHING
+        assert grammar.accept(token)
+    assert len(allowed(grammar)) == EVERYTHING
+    assert grammar.accept(y)
+    assert allowed(grammar) == {a}
+    assert grammar.accept(a)
+    assert allowed(grammar) == {EOS}
+
+
+def test_an_end_before_its_beginning_is_no_failure() -> None:
+    grammar = of_regex("a", begins_after=(7, 8))
+    assert grammar.accept(EOS)
+
+
+def test_the_requests_end_tokens_take_the_place_of_the_librarys() -> None:
+    a = tokens_of("a")[0]
+    grammar = of_regex("aa?", eos_token_ids=(OTHER_EOS, EOS + N_VOCAB // 2))
+    assert allowed(grammar) == {a}
+    assert grammar.accept(a)
+    assert allowed(grammar) == {a, OTHER_EOS, EOS + N_VOCAB // 2}
+    assert grammar.accept(OTHER_EOS)
+    assert len(allowed(grammar)) == EVERYTHING
+    assert not of_regex("a*", eos_token_ids=(OTHER_EOS,)).accept(EOS)
+
+
+def test_a_request_without_end_tokens_may_end_with_the_checkpoints() -> None:
+    grammar = of_regex("a", eos_token_ids=())
+    assert grammar.accept(tokens_of("a")[0])
+    assert allowed(grammar) == {EOS}
+
+
+def test_copies_advance_by_themselves(desk: Desk) -> None:
+    first, second = (desk.grammar(GrammarKind.REGEX, "a{5}b") for _ in range(2))
+    a = tokens_of("a")[0]
+    for _ in range(5):
+        assert first.accept(a)
+    assert a not in allowed(first)
+    assert a in allowed(second)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 31, 900])
+def test_logits_wider_than_the_vocabulary(extra: int) -> None:
+    """Checkpoints pad their embeddings; no padding may be sampled."""
+    width = N_VOCAB + extra
+    tokenizer = VOCABULARY.library_tokenizer(width)
+    grammar = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("(.|\n)*"), log_level=0), (EOS,))
+    mask = np.zeros(-(-width // 32), np.int32)
+    grammar.fill(mask)
+    found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert 0 < len(found)
+    assert found.max() < N_VOCAB
+
+
+def test_the_vocabulary_of_the_demo_model() -> None:
+    assert (Vocabulary.load("").num_tokens, VOCABULARY.eos_token_ids) == (4096, (2,))
