@@ -15,6 +15,8 @@ HEAD_SECONDS = 30.0
 """A client may take this long to send the head of a request."""
 STALL_SECONDS = 30.0
 """A client may leave its answer unread for this long, once buffers are full."""
+_SIZES = [b"%x\r\n" % size for size in range(1024)]
+"""How chunks begin."""
 
 
 class Connection(H11Protocol):
@@ -22,6 +24,8 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    is_full = False
+    """Whoever writes should wait for `on_writable`, or find that the client has left."""
     on_writable: Callable[[], None] | None = None
     """Called when an answer's buffer has room again."""
 
@@ -35,11 +39,6 @@ class Connection(H11Protocol):
         """Requests find this connection in their scope as `state.connection`."""
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
 
-    @property
-    def is_full(self) -> bool:
-        """Whoever writes should wait for `on_writable`, or find that the client has left."""
-        return self.flow.write_paused
-
     def write_chunk(self, data: bytes) -> None:
         """Some bytes, not none, of the body of the answer whose head was sent and whose end was not.
 
@@ -49,7 +48,8 @@ class Connection(H11Protocol):
         if self.cycle.disconnected:
             return
         if self.conn.their_http_version == b"1.1":
-            data = b"%x\r\n%b\r\n" % (len(data), data)
+            size = len(data)
+            data = (_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size) + data + b"\r\n"
         self.transport.write(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -70,11 +70,13 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.is_full = True
         self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         _cancel(self._stall_timer)
         super().resume_writing()
+        self.is_full = False
         if self.on_writable is not None:
             self.loop.call_soon(self.on_writable)
 
@@ -82,6 +84,7 @@ class Connection(H11Protocol):
         _cancel(self._head_timer)
         _cancel(self._stall_timer)
         super().connection_lost(exc)
+        self.is_full = False
         self.app_state.pop("connection", None)  # a circle that would keep all of it for a while
 
     def send_400_response(self, msg: str) -> None:

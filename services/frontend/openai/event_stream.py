@@ -24,9 +24,8 @@ _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2
 
 
 def _one_line(encoded: bytes) -> bytes:
-    if not encoded.isascii():
-        for mark, escaped in _LINE_ENDS.items():
-            encoded = encoded.replace(mark, escaped)
+    for mark, escaped in _LINE_ENDS.items():
+        encoded = encoded.replace(mark, escaped)
     return encoded
 
 
@@ -78,7 +77,8 @@ class EventStream(Response):
     def _grown(self, choice: Choice, piece: Piece) -> bytes:
         if self._plain and piece.is_plain:
             before, after = self._plain[choice.index]
-            return before + _one_line(msgspec.json.encode(piece.text)) + after
+            text = msgspec.json.encode(piece.text)
+            return before + (text if text.isascii() else _one_line(text)) + after
         return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:

@@ -122,6 +122,8 @@ class Generation:
         self._waiting: dict[int, None] = {}
         """Choices that have something to give, but must show their prompt first."""
         self._watcher: asyncio.Task[None] | None = None
+        self._is_plain = asked.generates and not (asked.echo or asked.token_ids)
+        """Whether text is all that is asked for."""
 
     def close(self) -> None:
         """However it went, nothing of it stays open in the engine."""
@@ -148,6 +150,7 @@ class Generation:
         ends = params.eos_token_ids + params.stop_token_ids
         answer = Answer(text, asked.stops, params.min_tokens, ends, asked.include_stop)
         trace = Trace(self._writer, len(ids)) if params.logprobs is not None else None
+        self._is_plain &= trace is None
         empty = Piece(token_ids=[], prompt_token_ids=ids) if asked.token_ids else Piece()
         self.choices.append(Choice(index, prompt, is_first, stream, answer, trace, empty, asked.echo))
         self._num_open += 1
@@ -185,7 +188,22 @@ class Generation:
 
     def take(self) -> list[tuple[Choice, Piece]]:
         """`advance` without waiting: perhaps nothing. Raises: APIError"""
-        return self._grow(self._inbox.take_now())
+        events = self._inbox.take_now()
+        if len(events) == 1 and self._is_plain and type(events[0][1]) is tuple:
+            return self._take_token(events[0][0], *events[0][1])
+        return self._grow(events)
+
+    def _take_token(self, index: int, token_index: int, token_id: int) -> list[tuple[Choice, Piece]]:
+        """`_grow` for what almost every turn of a stream brings: a token of an answer that is text alone."""
+        choice = self.choices[index]
+        if choice.finish is not None:
+            return []
+        self._on_token(choice, token_index, token_id)
+        piece = choice.growing
+        if not piece.text and piece.finish is None:
+            return []
+        choice.growing = Piece()
+        return [(choice, piece)]
 
     def _grow(self, events: list[tuple[int, Event]]) -> list[tuple[Choice, Piece]]:
         grown = self._waiting
