@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.kernels.sampling import sampling_kernel
+from services.worker.backends.native.kernels.sampling import greedy_kernel, sampling_kernel
 from services.worker.backends.native.logprobs import Scorer, addresses
 from services.worker.backends.native.mask import Mask, Masker
 from services.worker.backends.native.rules import Rules
@@ -39,7 +39,9 @@ class Sampler:
 
     def __init__(self, table: SlotTable, history: TokenHistory, vocab_size: int) -> None:
         self._table = table
-        self._kernel = sampling_kernel()
+        self._greedy, self._draw = greedy_kernel(), sampling_kernel()
+        self._copy = torch.empty(0, vocab_size)
+        """Raw logits of one step; kept, as fresh memory costs more than the copy."""
         self._rules, self._masker, self.scorer = Rules(table, history, vocab_size), Masker(), Scorer()
 
     def assign(self, slot: int) -> None:
@@ -64,42 +66,52 @@ class Sampler:
         self._rules.apply(logits, slots, positions)
         if mask is not None:
             self._masker.apply(logits, mask)
-        ids = logits.argmax(-1)
-        rows = np.flatnonzero(self._table.temperature[slots] >= GREEDY_BELOW).astype(np.int32)
-        if len(rows):
-            ids[torch.from_numpy(rows.astype(np.int64))] = self._draw(logits, slots, positions, rows)
+        ids = self._chosen(logits, slots, positions)
+        result = torch.from_numpy(ids).long()
         if raw is None:
-            return Sampled(ids, None)
-        tokens = ids.numpy()[scored].astype(np.int32)
+            return Sampled(result, None)
         tops = self._table.logprobs[slots[scored]]
-        owners, where = slots[scored], positions[scored]
-        return Sampled(ids, self.scorer.score(raw.addresses, logits.shape[1], owners, where, tokens, tops))
+        columns = slots[scored], positions[scored], ids[scored], tops
+        return Sampled(result, self.scorer.score(raw, logits.shape[1], *columns))
 
-    def _raw(self, logits: torch.Tensor, slots: I32, scored: NDArray[np.int64], mask: Mask | None) -> "_Raw":
-        """The logits of `scored` rows as they will still be after sampling: a copy of what that changes."""
+    def _raw(
+        self, logits: torch.Tensor, slots: I32, scored: NDArray[np.int64], mask: Mask | None
+    ) -> NDArray[np.int64]:
+        """Where the logits of `scored` rows will still be after sampling; what that changes is copied."""
         changes = self._rules.changes(slots)
         if mask is not None:
             changes[mask.rows] = True
         copied = np.flatnonzero(changes[scored])
-        copy = logits[torch.from_numpy(scored[copied])]
+        if len(copied) > len(self._copy):
+            self._copy = torch.empty(len(copied), logits.shape[1])
+        copy = self._copy[: len(copied)]
+        torch.index_select(logits, 0, torch.from_numpy(scored[copied]), out=copy)
         at = addresses(logits)[scored]
         at[copied] = addresses(copy)
-        return _Raw(at, copy)
+        return at
 
-    def _draw(self, logits: torch.Tensor, slots: I32, positions: I32, rows: I32) -> torch.Tensor:
-        table, chosen = self._table, slots[rows]
-        ids = np.empty(len(rows), np.int32)
-        columns: list[NDArray[Any]] = [
-            column[chosen] for column in (table.temperature, table.min_p, table.top_k, table.top_p)
-        ]
-        columns += [*keys(table.seed[chosen], positions[rows], Purpose.SAMPLE), ids]
-        places = [column.ctypes.data for column in columns]
-        self._kernel.run(len(rows), (logits.data_ptr(), rows.ctypes.data, logits.shape[1], *places))
-        return torch.from_numpy(ids).long()
+    def _chosen(self, logits: torch.Tensor, slots: I32, positions: I32) -> I32:
+        table, ids = self._table, np.empty(len(slots), np.int32)
+        draws = table.temperature[slots] >= GREEDY_BELOW
+        rows, chosen = _rows(~draws)
+        if len(rows):
+            where = logits.data_ptr(), rows.ctypes.data, logits.shape[1]
+            self._greedy.run(len(rows), (*where, chosen.ctypes.data))
+            ids[rows] = chosen
+        rows, chosen = _rows(draws)
+        if len(rows):
+            slots, positions = slots[rows], positions[rows]
+            columns: list[NDArray[Any]] = [
+                column[slots] for column in (table.temperature, table.min_p, table.top_k, table.top_p)
+            ]
+            columns += [*keys(table.seed[slots], positions, Purpose.SAMPLE), chosen]
+            where = logits.data_ptr(), rows.ctypes.data, logits.shape[1]
+            self._draw.run(len(rows), (*where, *(column.ctypes.data for column in columns)))
+            ids[rows] = chosen
+        return ids
 
 
-class _Raw(NamedTuple):
-    addresses: NDArray[np.int64]
-    """int64[rows]"""
-    copy: torch.Tensor
-    """What some of them are addresses in."""
+def _rows(mask: NDArray[np.bool_]) -> tuple[I32, I32]:
+    """The rows of the mask, and room for their ids."""
+    rows = np.flatnonzero(mask).astype(np.int32)
+    return rows, np.empty(len(rows), np.int32)

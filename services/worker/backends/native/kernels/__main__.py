@@ -4,9 +4,10 @@ from services.worker.backends.native.kernels.attention import attention_kernel, 
 from services.worker.backends.native.kernels.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.rules import mask_kernel, rules_kernel
-from services.worker.backends.native.kernels.sampling import sampling_kernel
+from services.worker.backends.native.kernels.sampling import greedy_kernel, sampling_kernel
 
 sampling_kernel()
+greedy_kernel()
 rules_kernel()
 mask_kernel()
 logprobs_kernel()

@@ -1,4 +1,4 @@
-"""Temperature, min-p, top-k, top-p and the draw itself, one row at a time and without sorting.
+"""The greatest logit; or temperature, min-p, top-k, top-p and the draw itself, one row at a time and without sorting.
 
 What top-k and top-p keep are the logits from some value up. That value is found by halving the range of float32 values
 between the least and the greatest logit: exact, in at most 32 passes over the row however large the vocabulary.
@@ -22,7 +22,13 @@ SAMPLING = [
     ("key1", np.int64),
     ("ids", np.int64),  # int32[items], the result
 ]
-_SAMPLING = np.dtype(HEADER + SAMPLING, align=True)
+GREEDY = [
+    ("logits", np.int64),  # float32[any, vocab]
+    ("rows", np.int64),  # int32[items]: which rows of the logits
+    ("vocab", np.int64),
+    ("ids", np.int64),  # int32[items], the result
+]
+_SAMPLING, _GREEDY = (np.dtype(HEADER + fields, align=True) for fields in (SAMPLING, GREEDY))
 
 
 @njit
@@ -125,3 +131,27 @@ def sampling_kernel() -> Kernel:
             simd.i32_at(a.ids, a.items)[item] = chosen
 
     return Kernel(choose, SAMPLING, cost=1)
+
+
+def greedy_kernel() -> Kernel:
+    """The greatest of each row, of equal ones the lowest id. One item is one row."""
+
+    def choose(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _GREEDY)[0]
+        whole = a.vocab // 16 * 16
+        while True:
+            item = take(address, 1)
+            if item >= a.items:
+                break
+            row = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            logits, most = simd.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
+            for i in range(0, whole, 16):
+                most = simd.maximum(simd.load_f32x16(row + i * 4), most)
+            winner, chosen = simd.reduce_max(most), 0
+            for i in range(whole, a.vocab):
+                winner = max(winner, logits[i])
+            while chosen < a.vocab - 1 and logits[chosen] != winner:
+                chosen += 1
+            simd.i32_at(a.ids, a.items)[item] = chosen
+
+    return Kernel(choose, GREEDY, cost=4)
