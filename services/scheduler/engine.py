@@ -150,7 +150,8 @@ class EngineCore:
         if abs(message.priority) > MAX_PRIORITY:
             return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         num_waiting = len(waiting) + len(self._compiling)
-        if num_waiting >= self._max_reqs or waiting.num_tokens + len(tokens) > self._max_tokens:
+        num_tokens = waiting.num_tokens + sum(len(r.token_ids) for r in self._compiling.values())
+        if num_waiting >= self._max_reqs or num_tokens + len(tokens) > self._max_tokens:
             return FinishReason.REJECTED, "the server is overloaded; try again later"
         return None
 
@@ -213,11 +214,11 @@ class EngineCore:
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
         """Goes on with another group of workers. What does not fit its sizes any more ends with an error."""
         self.scheduler = Scheduler(limits, policy, epoch, before=self.scheduler)
-        for request in list(self.scheduler.waiting):
+        for request in [*self.scheduler.waiting, *self._compiling.values()]:
             most = limits.positions(request.num_prompt_tokens, request.params)
             if len(request.token_ids) >= limits.max_model_len or most > limits.num_blocks * limits.block_size:
                 message = "the workers were replaced by others with less memory, in which it does not fit"
-                self.scheduler.finish(request, request.finish_message(FinishReason.ERROR, message=message))
+                self._finish(request, request.finish_message(FinishReason.ERROR, message=message))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

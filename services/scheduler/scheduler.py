@@ -124,9 +124,9 @@ class Scheduler:
     def preempt(self, slot: int, stale: int = DELIVER) -> None:
         """Back to waiting with every confirmed token; blocks go behind the fence. In-flight rows are delivered when
         they arrive, or dropped and sampled again (`stale=DROP`; the request may then resume at once)."""
-        promised = int(self.slots.placeholders[slot])
-        request = self._return(slot, stale)
-        request.stale_rows += promised if stale == DELIVER else 0
+        promised = int(self.slots.placeholders[slot]) if stale == DELIVER else 0
+        request = self._return(slot, DELIVER if promised else DROP)
+        request.stale_rows += promised
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
 
@@ -442,7 +442,7 @@ class Scheduler:
             raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
         self.ledger.remove_oldest()
         if logprobs is not None:
-            self._publish_logprobs(step, logprobs)
+            self._publish_logprobs(logprobs)
         if not live.all():
             delivered = current & (state == DELIVER)
             self._deliver_stale(rows[delivered], token_ids[delivered], embeddings)
@@ -457,14 +457,11 @@ class Scheduler:
         for slot in self._fences.pop(step.step_id, ()):
             self._free(slot)
 
-    def _publish_logprobs(self, step: InflightStep, logprobs: LogprobRows) -> None:
-        """Those of requests that want them still."""
+    def _publish_logprobs(self, logprobs: LogprobRows) -> None:
+        """Those of requests that want them still. A slot that the step names has not changed its owner since (fence),
+        and of a row that a rollback voided there are none."""
         s, owners = self.slots, logprobs.owners
-        generations = np.full(s.num_slots, -1, np.int32)
-        generations[step.slots] = step.generations
-        wanted = (generations.take(owners) == s.generation.take(owners)) & np.isin(
-            s.state.take(owners), (LIVE, DELIVER)
-        )
+        wanted = np.isin(s.state.take(owners), (LIVE, DELIVER))
         logprobs = logprobs.where(wanted)
         owners = logprobs.owners
         numbers = s.number.take(owners).view(np.int32)

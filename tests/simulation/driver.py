@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from tests.simulation.oracle import reference
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.workload import Arrival, Workload, draw
-from tests.simulation.world import Stream, World
+from tests.simulation.world import NO_ANSWER, Stream, World
 
 MOST_ROUNDS = 5_000
 """A run that takes longer does not end."""
@@ -93,6 +92,8 @@ class _Player:
 
     def _clients(self) -> None:
         world, rng, load = self.world, self.rng, self.load
+        while world.compilation.waiting and rng.random() < 0.4:
+            world.compiled(rng.randrange(len(world.compilation.waiting)))
         while self.arrivals:
             self._arrive(self.arrivals.pop())
             if rng.random() >= load.burst:
@@ -115,10 +116,15 @@ class _Player:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
 
     def _arrive(self, a: Arrival) -> None:
-        answer = reference(a.prompt, a.params, self.world.limits.max_model_len, self.load.vocab)
-        replayed = min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1)
-        self.world.coverage["replays"] += replayed > 0
-        self.world.add(a.prompt, a.params, a.client, None, a.priority, a.salt, replayed)
+        world = self.world
+        stream = Stream(
+            a.client, 0, a.prompt, a.params, NO_ANSWER, 0, structured=a.grammar, pooling=a.pooling
+        )
+        answer = stream.expected(world.limits.max_model_len, self.load.vocab)
+        replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
+        world.coverage["replays"] += replayed > 0
+        world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
+        world.add(a.prompt, a.params, a.client, None, a.priority, a.salt, replayed, a.grammar, a.pooling)
 
     def _resubmit(self, old: Stream) -> None:
         """The same number again, at once, for another prompt."""
@@ -126,4 +132,4 @@ class _Player:
         if key not in self.world._by_key:
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1
-            self.world.add(prompt, old.params, *key)
+            self.world.add(prompt, old.params, *key, structured=old.structured, pooling=old.pooling)

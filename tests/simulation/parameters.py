@@ -44,7 +44,7 @@ def _part(part: str, rng: Random, vocab: int) -> dict[str, object]:
             }
         case "bad words":
             some = rng.sample(range(vocab), vocab // 2)
-            pairs = [(rng.randrange(vocab), rng.randrange(vocab)) for _ in range(vocab)]
+            pairs = [(rng.randrange(vocab), rng.randrange(vocab)) for _ in range(min(vocab, 200))]
             return {"bad_words": (*((token,) for token in some), *pairs)}
         case "logprobs":
             return {"logprobs": rng.choice((0, 2, 5))}

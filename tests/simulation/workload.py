@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from protocol.sampling import SamplingParams
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.limits import Limits
+from tests.simulation.grammar import REFUSED, structured
+from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
 from tests.simulation.world import params
 
 
@@ -17,6 +19,8 @@ class Arrival:
     salt: str
     replayed: float
     """Share of the answer that was delivered before, 0 to 1."""
+    grammar: StructuredOutputParams | None = None
+    pooling: Pooling = Pooling.NONE
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,17 @@ def draw(seed: int) -> Workload:
     vocab = rng.choice((6, 16, 64, 500))
     shared = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(2)]
     calm = rng.random() < 0.3
+    arrivals = [_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))]
+    of_parameters = Random(f"parameters/{seed}")
+    if of_parameters.random() < 0.4:
+        arrivals = [_asking(arrival, of_parameters, vocab) for arrival in arrivals]
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
         policy="whimsical" if rng.random() < 0.15 else policy,
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
-        arrivals=[_arrival(rng, shared, longest, vocab) for _ in range(rng.randint(3, 10))],
+        arrivals=arrivals,
         burst=rng.choice((0.0, 0.2) if contended else (0.2, 0.6, 1.0)),
         abort=0.0 if calm else 0.08,
         reset=0.0 if calm else 0.02,
@@ -107,3 +115,23 @@ def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> 
         salt=rng.choice(("", "", "", "a")),
         replayed=rng.choice((0.0, 0.0, 0.0, 0.5, 0.9)),
     )
+
+
+def _asking(arrival: Arrival, rng: Random, vocab: int) -> Arrival:
+    """The same request with something to ask for, more often than not."""
+    match rng.choice(
+        ("nothing", "pooling", "a grammar that fails", "parameters", "parameters", "parameters")
+    ):
+        case "pooling":
+            pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
+            return replace(arrival, params=params(1, eos=False), replayed=0.0, pooling=pooling)
+        case "a grammar that fails":
+            grammar = structured(rng.randrange(2**32), rng.choice((0, 1, 2, 5)))
+            if rng.random() < 0.2:
+                grammar = StructuredOutputParams(grammar.kind, REFUSED)
+            return replace(arrival, grammar=grammar)
+        case "parameters":
+            name = rng.choice((*MATRIX, *OTHERS, STRUCTURED, f"{STRUCTURED} + penalties + logprobs"))
+            sampling, grammar = asked(name, arrival.params, rng, vocab)
+            return replace(arrival, params=sampling, grammar=grammar)
+    return arrival

@@ -29,7 +29,8 @@ from tests.simulation.invariants import Checker
 from tests.simulation.oracle import HIDDEN_SIZE, Answer, OracleWorker, Pipeline, reference
 
 EOS = 1
-_NO_ANSWER = Answer([], FinishReason.ABORT, None, {})
+"""Of every request that does not ignore it."""
+NO_ANSWER = Answer([], FinishReason.ABORT, None, {})
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 _PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
 _OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
@@ -208,7 +209,7 @@ class World:
     ) -> Stream:
         """Sends a request; `replayed` of its output tokens count as delivered before."""
         number = len(self.streams) if number is None else number
-        stream = Stream(client, number, prompt, sampling, _NO_ANSWER, replayed)
+        stream = Stream(client, number, prompt, sampling, NO_ANSWER, replayed)
         stream.structured, stream.pooling = structured, pooling
         stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
         stream.tokens += stream.answer.tokens[:replayed]
@@ -257,6 +258,7 @@ class World:
         self.log("grammar", ticket, grammar)
         self.engine.on_grammar(ticket, grammar)
         self._transition()
+        self.publish()  # as the service does, before it hears of clients again
 
     def abort(self, *streams: Stream) -> None:
         for stream in streams:
