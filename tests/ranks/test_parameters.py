@@ -1,0 +1,149 @@
+"""The permutation matrix (spec 2(e) 2, without speculation) on real ranks: a crowd in which every request asks for
+something else, under preemption, chunked prefill and arrivals in each step, gives the tokens and log-probabilities that
+each request gets alone, synchronously, on one rank. In float32 the native backend gives a row the same bits in every
+batch, so all of it is compared byte for byte (S3-7, S3-9)."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack
+from protocol.requests import FinishReason
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from tests.integration.scheduler.engine import EngineClient, engine
+
+TOKENS, EOS = 24, (2,)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer"},
+        "on": {"type": "boolean"},
+    },
+    "required": ["name", "size", "on"],
+    "additionalProperties": False,
+}
+STRUCTURED = StructuredOutputParams(GrammarKind.JSON, json.dumps(SCHEMA))
+PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
+ASKED: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "penalties": PENALTIES,
+    "bad words": {"bad_words": tuple((token,) for token in range(300, 700))},
+    "bias": {"logit_bias": ((7, 100.0), (4095, 99.0))},
+    "allowed": {"allowed_token_ids": pack(list(range(0, 4096, 7)))},
+    "logprobs": {"logprobs": 5},
+    "prompt logprobs": {"prompt_logprobs": 3},
+    "structured": {"structured": STRUCTURED},
+    "structured + penalties + logprobs": {"structured": STRUCTURED, **PENALTIES, "logprobs": 2},
+}
+COPIES = 3
+"""Of each, with other prompts and seeds; every second one is sampled, not greedy."""
+REQUESTS = [(name, copy) for copy in range(COPIES) for name in ASKED]
+
+WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
+CROWD = {  # blocks for a few requests only, prompts in several chunks, requests that come and go in every step
+    "num_gpu_blocks_override": 14,
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 8,
+    "max_model_len": 128,
+}
+LAYOUTS = {
+    "depth 1": {"batch_queue_depth": 1},
+    "depth 2": {"batch_queue_depth": 2},
+    "depth 3": {"batch_queue_depth": 3},
+    "TP=2": {"tensor_parallel_size": 2},
+    "PP=2": {"pipeline_parallel_size": 2},
+}
+Logprobs = dict[int, tuple[int, bytes, bytes]]
+"""By position: rank, ids and values; see EngineClient."""
+Answer = tuple[list[int], Logprobs]
+
+
+def ask(client: EngineClient, number: int, plain: bool = False) -> None:
+    """Request `number` of REQUESTS; `plain` leaves out what it asks for."""
+    name, copy = REQUESTS[number]
+    rng = random.Random(copy)
+    prompt = [rng.randrange(300, 4000) for _ in range(20 + 25 * copy)]
+    asked = {} if plain else dict(ASKED[name])
+    structured = asked.pop("structured", None)
+    eos = EOS if structured is not None else ()
+    sampling = {"temperature": 0.8 * (copy % 2), "seed": copy, "eos_token_ids": eos}
+    params = SamplingParams(TOKENS, **sampling, **asked)  # type: ignore[arg-type]
+    client.generate(number, prompt, params, structured=structured)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
+    """Each request by itself on one rank at depth 1, its prompt in one piece; and what it would have been without its
+    parameters, as number + len(REQUESTS)."""
+    scheduler = {"batch_queue_depth": 1, "max_model_len": 256, "enable_prefix_caching": False}
+    with engine(tmp_path_factory.mktemp("alone"), scheduler, WORKER) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        answers: dict[int, Answer] = {}
+        for plain in (False, True):
+            for number in range(len(REQUESTS)):
+                ask(client, number, plain)
+                client.wait_finished(number)
+                assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
+                answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
+        client.close()
+    return answers
+
+
+def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
+    assert ours.keys() == theirs.keys()
+    for position, (_, ids, values) in ours.items():
+        _, same_ids, close = theirs[position]
+        assert ids[:4] == same_ids[:4]
+        np.testing.assert_allclose(
+            np.frombuffer(values, np.float32), np.frombuffer(close, np.float32), atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_crowd_answers_as_each_of_it_alone(layout: str, alone: dict[int, Answer], tmp_path: Path) -> None:
+    config = CROWD | LAYOUTS[layout]
+    ranks = 2 if "=" in layout else 1
+    with engine(tmp_path, config, WORKER, ranks) as running:
+        client = EngineClient(running.client_endpoint)
+        client.wait_ready()
+        for number in range(len(REQUESTS)):
+            ask(client, number)
+            if number % 2:
+                client.receive()  # the others come while these are served
+        client.wait_finished(*range(len(REQUESTS)))
+        preemptions = sum(finish.num_preemptions for finish in client.finished.values())
+        for number, request in enumerate(REQUESTS):
+            tokens, logprobs = alone[number]
+            assert client.tokens[number] == tokens, request
+            if layout == "TP=2":  # sums in another order
+                assert_close(client.logprobs[number], logprobs)
+            else:
+                assert client.logprobs[number] == logprobs, request
+        assert preemptions > 0
+        client.close()
+
+
+def test_every_parameter_visibly_changes_the_output(alone: dict[int, Answer]) -> None:
+    for number, (name, copy) in enumerate(REQUESTS):
+        (tokens, logprobs), (plain, none) = alone[number], alone[number + len(REQUESTS)]
+        assert not none
+        assert bool(logprobs) == ("logprobs" in name)
+        if name in ("nothing", "logprobs", "prompt logprobs"):
+            assert tokens == plain
+        else:
+            assert tokens != plain, (name, copy)
+
+
+def test_log_probabilities_cover_their_positions(alone: dict[int, Answer]) -> None:
+    for number, (name, copy) in enumerate(REQUESTS):
+        tokens, logprobs = alone[number]
+        prompt = 20 + 25 * copy
+        if name == "prompt logprobs":
+            assert sorted(logprobs) == list(range(1, prompt))
+        elif "logprobs" in name:
+            assert sorted(logprobs) == list(range(prompt, prompt + len(tokens)))
