@@ -71,6 +71,11 @@ class ToolDialect(ChatDialect):
             message["content"] = None
         return choice
 
+    def opening(self, index: int) -> dict[str, Any]:
+        """It is not known yet whether there will be content."""
+        delta = {"role": self._role, "content": self._beginning or None}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
     def deltas(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         parser = self._parsers.get(index)
         if parser is None:

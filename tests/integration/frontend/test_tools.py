@@ -1,0 +1,378 @@
+"""Tools and reasoning through the official client: the scheduler's double spells what a model would write."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from protocol.sampling import GrammarKind, StructuredOutputParams
+from tests.integration.frontend.scripted import (
+    TOKENIZER,
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    ids_of,
+    one_by_one,
+    saying,
+    scripted,
+    silent,
+    tokens,
+)
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Now.", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, CLOCK]
+ASK = [{"role": "user", "content": "Is it raining in Köln?"}]
+ARGUMENTS = '{"city": "Köln 世界"}'
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}[{{ c.id }}:{{ c.function.name }}:"
+    "{{ c.function.arguments.city }}]{% endfor %}{% endif %}{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}"
+    "{% if m.reasoning_content %}~{{ m.reasoning_content }}~{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if thinking is defined %}"
+    "{{ '<think>' if thinking else '<think></think>' }}{% endif %}{% endif %}"
+)
+SPELLED = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+    '\n<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    "llama3_json": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+    '{"name": "now", "arguments": {}}]',
+}
+CALLS = [("get_weather", ARGUMENTS), ("now", "{}")]
+
+
+@pytest.fixture(scope="module", params=sorted(SPELLED))
+def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A frontend for models that write calls in one format and think as Qwen does."""
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
+    settings = {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": request.param,
+        "reasoning_parser": "qwen3",
+    }
+    with scripted(served_model_name=["demo"], chat_template=str(template), **settings) as (
+        frontend,
+        scheduler,
+    ):
+        yield frontend, scheduler, SPELLED[request.param]
+
+
+@pytest.fixture
+def pair(spoken: Any) -> tuple[Frontend, ScriptedScheduler]:
+    spoken[1].script(silent)
+    return spoken[0], spoken[1]
+
+
+def streamed(frontend: Frontend, **asked: Any) -> tuple[Any, list[Any]]:
+    """The choice that the official client puts together, and its chunks."""
+    with (
+        frontend.client() as client,
+        client.chat.completions.stream(model="demo", messages=ASK, **asked) as stream,
+    ):
+        chunks = [event.chunk for event in stream if event.type == "chunk"]
+        return stream.get_final_completion().choices[0], chunks
+
+
+def whole(frontend: Frontend, **asked: Any) -> Any:
+    with frontend.client() as client:
+        return client.chat.completions.create(model="demo", messages=ASK, **asked).choices[0]
+
+
+def calls_of(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
+
+
+def test_calls_whole_and_streamed_with_reasoning_before_and_results_after(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+    scheduler.script(saying(f"<think>\nWhere?\n</think>\n\n{spelled}"))
+    answer = whole(frontend, tools=TOOLS)
+    stream, chunks = streamed(frontend, tools=TOOLS)
+    for choice in (answer, stream):
+        assert calls_of(choice) == CALLS
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert choice.message.reasoning_content == choice.message.reasoning == "Where?"
+        assert len({call.id for call in choice.message.tool_calls}) == 2
+    deltas = [call for c in chunks for d in [c.choices[0].delta] for call in d.tool_calls or []]
+    assert [d.function.name for d in deltas if d.id] == ["get_weather", "now"]
+    assert all(d.type == "function" for d in deltas if d.id)
+    assert [c.choices[0].finish_reason for c in chunks].count("tool_calls") == 1
+
+    scheduler.script(saying("It does."))
+    result = {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "rain"}
+    with frontend.client() as client:
+        more = [*ASK, answer.message, result]
+        said = client.chat.completions.create(model="demo", messages=more, tools=TOOLS).choices[0]
+    assert (said.message.content, said.message.tool_calls, said.finish_reason) == ("It does.", None, "stop")
+    prompt = prompt_of(scheduler.request())
+    first, second = answer.message.tool_calls
+    assert prompt == (
+        f"<tools>{json.dumps(WEATHER)}{json.dumps(CLOCK)}</tools><user>{ASK[0]['content']}"
+        f"<assistant>[{first.id}:get_weather:Köln 世界][{second.id}:now:]~Where?~<tool>rain({first.id})<assistant>"
+    )
+
+
+def test_arguments_are_streamed_while_the_model_writes_them(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+    ids, start = ids_of(spelled), len(ids_of(spelled[: spelled.index("city")]))
+    scheduler.script(lambda request: [tokens(request.number, ids[:start])])
+    told = ""
+    with frontend.client() as client:
+        stream = iter(client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, stream=True))
+        calls = (call for chunk in stream for call in chunk.choices[0].delta.tool_calls or [])
+        number = scheduler.request().number
+        for index in range(start, start + 2):  # the next token goes out when the one before it has been seen
+            call = next(calls)
+            assert call.index == 0
+            told += call.function.arguments
+            assert ARGUMENTS.startswith(told)
+            scheduler.tell(tokens(number, [ids[index]], index))
+        scheduler.tell(tokens(number, ids[start + 2 :], start + 2))
+        scheduler.tell(ended(number))
+        told += "".join(call.function.arguments for call in calls)
+    assert told == ARGUMENTS + "{}"
+
+
+def test_content_beside_calls_and_at_most_one_of_them(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+    marked = f"<|python_tag|>{spelled}" if spelled.startswith("{") else spelled
+    scheduler.script(saying(f"I will look.\n{marked}"))
+    one = {"tools": TOOLS, "parallel_tool_calls": False}
+    for choice in (whole(frontend, **one), streamed(frontend, **one)[0]):
+        assert choice.message.content == "I will look."
+        assert calls_of(choice) == CALLS[:1]
+        assert choice.finish_reason == "tool_calls"
+
+
+def test_unfinished_call_is_content(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+    cut = spelled[: spelled.index("Köln")]
+    scheduler.script(saying(cut, reason=FinishReason.LENGTH))
+    answer = whole(frontend, tools=TOOLS)
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (cut, None, "length")
+    with frontend.client() as client:
+        chunks = list(client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert cut.endswith("".join(delta.function.arguments for delta in deltas)), "what has been told stays"
+    assert deltas[0].function.name == "get_weather"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+
+    def alternating(request: GenerateRequest) -> list[RequestOutputs]:
+        """The answers' tokens in turn: nothing before the last choice is there."""
+        if len(scheduler.requests) < 3:
+            return []
+        texts = [spelled, "plain text", spelled]
+        each = [one_by_one(r, ids_of(text)) for r, text in zip(scheduler.requests, texts, strict=True)]
+        longest = max(map(len, each))
+        return [outputs[i] for i in range(longest) for outputs in each if i < len(outputs)]
+
+    scheduler.script(alternating)
+    with frontend.client() as client:
+        answer = client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, n=3)
+        scheduler.script(alternating)
+        with client.chat.completions.stream(model="demo", messages=ASK, tools=TOOLS, n=3) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_completion()
+    for choices in (answer.choices, sorted(final.choices, key=lambda c: c.index)):
+        assert [calls_of(choice) for choice in choices] == [CALLS, [], CALLS]
+        assert [choice.finish_reason for choice in choices] == ["tool_calls", "stop", "tool_calls"]
+        assert choices[1].message.content == "plain text"
+
+
+def test_none_leaves_the_text_alone_though_the_template_shows_the_tools(spoken: Any) -> None:
+    frontend, scheduler, spelled = spoken
+    scheduler.script(saying(spelled))
+    answer = whole(frontend, tools=TOOLS, tool_choice="none")
+    assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (
+        spelled,
+        None,
+        "stop",
+    )
+    assert "<tools>" in prompt_of(scheduler.request())
+    assert scheduler.request().structured is None
+
+
+def schema_of(request: GenerateRequest) -> Any:
+    structured = request.structured
+    assert isinstance(structured, StructuredOutputParams)
+    assert structured.kind is GrammarKind.JSON
+    return msgspec.json.decode(structured.text)
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def test_named_tool_is_demanded_by_the_schema_of_its_parameters(
+    pair: tuple[Frontend, ScriptedScheduler],
+) -> None:
+    frontend, scheduler = pair
+    scheduler.script(saying(ARGUMENTS))
+    for choice in (
+        whole(frontend, tools=TOOLS, tool_choice=NAMED),
+        streamed(frontend, tools=TOOLS, tool_choice=NAMED)[0],
+    ):
+        assert calls_of(choice) == [("get_weather", ARGUMENTS)]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    schema = schema_of(scheduler.request())
+    assert {name: schema[name] for name in CITY} == CITY
+
+
+def test_required_tools_are_demanded_by_a_schema_of_calls(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+    frontend, scheduler = pair
+    text = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "now", "parameters": {{}}}}]'
+    scheduler.script(saying(text))
+    required = {"tools": TOOLS, "tool_choice": "required"}
+    for choice in (whole(frontend, **required), streamed(frontend, **required)[0]):
+        assert calls_of(choice) == CALLS
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    schema = schema_of(scheduler.request())
+    assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
+    names = [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]]
+    assert names == ["get_weather", "now"]
+    whole(frontend, **required, parallel_tool_calls=False)
+    assert schema_of(scheduler.request(2))["maxItems"] == 1
+
+
+def test_grammar_begins_after_the_reasoning_where_there_may_be_some(
+    pair: tuple[Frontend, ScriptedScheduler],
+) -> None:
+    frontend, scheduler = pair
+    scheduler.script(saying(f"<think>hm</think>{ARGUMENTS}"))
+    end = tuple(ids_of("</think>"))
+    named = {"tools": TOOLS, "tool_choice": NAMED}
+    answer = whole(frontend, **named)
+    assert calls_of(answer) == [("get_weather", ARGUMENTS)]
+    assert answer.message.reasoning == "hm"
+    assert scheduler.request(0).structured.begins_after == end
+    scheduler.script(saying(ARGUMENTS))
+    off = {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
+    assert calls_of(whole(frontend, **named, **off)) == [("get_weather", ARGUMENTS)]
+    assert scheduler.request(0).structured.begins_after == ()
+    scheduler.script(saying(f"hm</think>{ARGUMENTS}"))
+    on = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    answer = whole(frontend, response_format=form, **on)
+    assert (answer.message.content, answer.message.reasoning_content) == (ARGUMENTS, "hm")
+    assert scheduler.request(0).structured.begins_after == end
+
+
+def test_reasoning_may_be_left_out(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+    frontend, scheduler = pair
+    scheduler.script(saying("<think>secret</think>Hi"))
+    hidden = {"extra_body": {"include_reasoning": False}}
+    answer = whole(frontend, **hidden)
+    assert answer.message.content == "Hi"
+    assert "secret" not in answer.to_json()
+    assert not any("secret" in chunk.to_json() for chunk in streamed(frontend, **hidden)[1])
+
+
+def test_log_probabilities_survive_what_the_text_becomes(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+    """No double makes them here: the choice has the field, and the stream ends as ever."""
+    frontend, scheduler = pair
+    scheduler.script(saying(ARGUMENTS))
+    body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "return_token_ids": True}
+    answer = frontend.post("/v1/chat/completions", body).json()["choices"][0]
+    assert answer["token_ids"] == ids_of(ARGUMENTS)
+    response = frontend.post("/v1/chat/completions", {**body, "stream": True})
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+    ids = [token for event in events for token in event["choices"][0].get("token_ids") or []]
+    assert ids == ids_of(ARGUMENTS)
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tool_choice": "auto"}, "tool_choice", "tools"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice", "tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
+        "tool_choice",
+        "nobody",
+    ),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "tool_choice"),
+    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "call"),
+    (
+        {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "tool_choice",
+        "grammars",
+    ),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "name"),
+    ({"tools": [CLOCK] * 129}, "tools", "128"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "bos_token"),
+    ({"chat_template_kwargs": {"thinking": [[[[[[[[[1]]]]]]]]]}}, "chat_template_kwargs", "thinking"),
+    ({"chat_template_kwargs": {"thinking": "x" * 70_000}}, "chat_template_kwargs", "thinking"),
+    ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs", "name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "function"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
+            ]
+        },
+        "messages",
+        "messages.0.tool_calls.0.function.arguments",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "word"), BAD)
+def test_bad_request_is_400_and_named(
+    pair: tuple[Frontend, ScriptedScheduler], body: dict[str, Any], param: str, word: str
+) -> None:
+    frontend, scheduler = pair
+    response = frontend.post("/v1/chat/completions", {"messages": ASK, **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert word in error["message"]
+    assert scheduler.requests == []
+
+
+def test_auto_needs_a_format_and_a_flag_but_demands_need_neither(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    with frontend.client() as client:
+        with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
+            client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS)
+        scheduler.script(saying(ARGUMENTS))
+        asked = {"model": "demo", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED}
+        assert calls_of(client.chat.completions.create(**asked).choices[0]) == [("get_weather", ARGUMENTS)]
+
+
+def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
+    from services.checkpoint import DEMO_MODEL
+
+    for file in DEMO_MODEL.iterdir():
+        if file.name != "tokenizer_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+    variants = {
+        "default": "plain:{{ messages[0].content }}",
+        "tool_use": "tools:{{ tools[0].function.name }}",
+    }
+    config["chat_template"] = [{"name": name, "template": text} for name, text in variants.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with scripted(model=str(tmp_path), tokenizer=str(tmp_path)) as (frontend, scheduler):
+        scheduler.script(saying("{}"))
+        frontend.post("/v1/chat/completions", {"messages": ASK})
+        frontend.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "none"})
+        prompts = [prompt_of(scheduler.request(index)) for index in range(2)]
+    assert prompts == [f"plain:{ASK[0]['content']}", "tools:get_weather"]
