@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.frontend.errors import invalid
-from services.frontend.openai.prompts import Prompts
+from services.frontend.openai.prompts import Prompts, spoken
 from services.frontend.openai.schemas import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
 from services.frontend.tokenizer import Tokenizer
 
@@ -39,6 +39,7 @@ async def tokenize(
 ) -> dict[str, Any]:
     """`max_model_len` 0: not known yet. Raises: APIError"""
     if isinstance(body, TokenizeChatRequest):
+        spoken(body)
         ids = await prompts.encode(await prompts.rendered(body), bool(body.add_special_tokens))
     else:
         ids = await prompts.encode(body.prompt, body.add_special_tokens is not False)

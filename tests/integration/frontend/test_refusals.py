@@ -135,10 +135,10 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options"),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
-    (COMPLETIONS, {"prompt": "x", "n": 2}, "n"),
+    (COMPLETIONS, {"prompt": "x", "n": 17}, "n"),
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of"),
-    (COMPLETIONS, {"prompt": "x", "logprobs": 1}, "logprobs"),
-    (COMPLETIONS, {"prompt": "x", "echo": True}, "echo"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
     (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
@@ -149,10 +149,10 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": [{**MESSAGE, "colour": "red"}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
-    (CHAT, {"messages": [MESSAGE], "logprobs": True}, "logprobs"),
+    (CHAT, {"messages": [MESSAGE], "top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"messages": [MESSAGE], "tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"messages": [MESSAGE], "chat_template": "{{ 1 }}"}, "chat_template"),
-    (CHAT, {"messages": [MESSAGE], "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": [MESSAGE], "response_format": {"type": "xml"}}, "response_format"),
 ]
 
 

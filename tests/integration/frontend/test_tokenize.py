@@ -1,0 +1,82 @@
+"""/tokenize, /detokenize and /version."""
+
+from importlib import metadata
+
+import httpx
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import EnginePhase, EngineState
+from tests.integration.frontend.scripted import (
+    CONTEXT,
+    TOKENIZER,
+    VOCAB,
+    Frontend,
+    ScriptedScheduler,
+    saying,
+    scripted,
+    wait_until,
+)
+
+TEXT = "Grüße, 世界! <|user|> ok"
+
+
+def test_text_to_tokens_and_back(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    answer = frontend.post("/tokenize", {"model": "demo", "prompt": TEXT}).json()
+    ids = TOKENIZER.encode(TEXT)
+    assert answer == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None}
+    bare = {"prompt": TEXT, "add_special_tokens": False, "return_token_strs": True}
+    answer = frontend.post("/tokenize", bare).json()
+    assert answer["tokens"] == TOKENIZER.encode_rendered(TEXT) == ids[1:]
+    assert answer["token_strs"] == [TOKENIZER.name(token) for token in ids[1:]]
+    assert frontend.post("/detokenize", {"tokens": ids[1:]}).json() == {"prompt": TEXT}
+    assert frontend.post("/detokenize", {"tokens": ids}).json() == {"prompt": f"<|bos|>{TEXT}"}
+    assert frontend.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize("more", [{}, {"add_generation_prompt": False}])
+def test_a_conversation_has_the_tokens_that_a_chat_is_answered_from(
+    frontend: Frontend, scheduler: ScriptedScheduler, more: dict[str, object]
+) -> None:
+    scheduler.script(saying("x"))
+    body = {"messages": [{"role": "user", "content": TEXT}], **more}
+    frontend.post("/v1/chat/completions", body)
+    answer = frontend.post("/tokenize", body).json()
+    assert answer["tokens"] == unpack(scheduler.request().token_ids).tolist()
+    assert answer["count"] == len(answer["tokens"])
+
+
+def test_more_than_the_context_holds_is_only_counted(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    answer = frontend.post("/tokenize", {"prompt": "a b c d " * CONTEXT}).json()
+    assert answer["count"] > answer["max_model_len"]
+
+
+def test_wrong_bodies_are_refused_by_name(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    cases = [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": [1]}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": 5}, "messages"),
+        ("/tokenize", {"prompt": "x", "nonsense": 5}, "nonsense"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True},
+         "continue_final_message"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ]  # fmt: skip
+    for path, body, param in cases:
+        response = frontend.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    unknown = frontend.post("/tokenize", {"prompt": "x", "model": "nobody"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_no_engine_is_needed() -> None:
+    with scripted(state=EngineState(EnginePhase.LOADING), served_model_name=["demo"]) as (frontend, _):
+        wait_until(lambda: httpx.get(f"{frontend.url}/livez").status_code == 200, "it answers")
+        answer = frontend.post("/tokenize", {"prompt": "Hi"}).json()
+        assert answer["tokens"] == TOKENIZER.encode("Hi")
+        assert answer["max_model_len"] is None
+        assert httpx.get(f"{frontend.url}/version").json() == {"version": metadata.version("runahead")}
