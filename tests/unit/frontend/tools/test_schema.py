@@ -1,0 +1,73 @@
+"""The schemas behind demanded calls say of arguments what the tools' own schemas say of them."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.frontend.tools.schema import MAX_DEPTH, TooDeep, of_arguments, of_calls
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TREE = {
+    "type": "object",
+    "properties": {"tree": {"$ref": "#/$defs/node"}, "self": {"$ref": "#"}, "$ref": {"type": "integer"}},
+    "required": ["tree"],
+    "additionalProperties": False,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                "default": {"$ref": "#/definitions/leaf"},
+            },
+            "required": ["children"],
+        }
+    },
+    "definitions": {"leaf": {"const": {"$ref": "#"}}},
+}
+TOOLS: dict[str, dict[str, Any] | None] = {"weather": CITY, "grow": TREE, "now": None, "empty": {}}
+
+
+def accepts(schema: dict[str, Any], value: object) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+ARGUMENTS = st.sampled_from(
+    [
+        {}, {"city": "Rom"}, {"city": 5}, {"tree": {"children": []}}, {"tree": {"children": [{"children": []}]}},
+        {"tree": {"children": [{}]}}, {"tree": {"children": []}, "self": {"tree": 5}}, [], "x", {"zone": 1},
+        {"tree": {"children": []}, "self": {"tree": {"children": []}}}, {"tree": {"children": [], "default": {}}},
+        {"tree": {"children": [], "default": {"$ref": "#"}}}, {"tree": {"children": []}, "$ref": 7},
+        {"tree": {"children": []}, "$ref": "#"},
+    ]
+)  # fmt: skip
+
+
+@given(st.sampled_from(sorted(TOOLS)), ARGUMENTS)
+def test_calls_match_when_the_arguments_match_the_tool_s_own_schema(name: str, arguments: object) -> None:
+    nothing = {"type": "object", "maxProperties": 0}
+    fits = isinstance(arguments, dict) and accepts(TOOLS[name] or nothing, arguments)
+    assert accepts(of_arguments(TOOLS[name]), arguments) == fits
+    assert accepts(of_calls(TOOLS, None), [{"name": name, "parameters": arguments}]) == fits
+    assert accepts(of_calls({name: TOOLS[name]}, 1), [{"name": name, "parameters": arguments}]) == fits
+
+
+def test_calls_are_as_many_as_wanted_and_no_more_than_calls() -> None:
+    call = {"name": "now", "parameters": {}}
+    many, one = of_calls(TOOLS, None), of_calls(TOOLS, 1)
+    assert accepts(many, [call, call])
+    assert accepts(one, [call])
+    assert not accepts(one, [call, call])
+    for wrong in ([], call, [{**call, "name": "nobody"}], [{**call, "more": 1}], [{"name": "now"}]):
+        assert not accepts(many, wrong)
+    assert list(many["items"]["anyOf"][0]["properties"]) == ["name", "parameters"], "written in this order"
+
+
+def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH + 1):
+        deep = {"not": deep}
+    with pytest.raises(TooDeep):
+        of_calls({"f": deep}, None)
