@@ -1,10 +1,15 @@
-"""The stream assembler: certain text only, indices checked, stop strings cut."""
+"""The stream assembler: certain text only, indices checked, stop strings cut. And what waits for it in an inbox."""
+
+import asyncio
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.checkpoint import DEMO_MODEL
+from services.frontend import engine_client
+from services.frontend.engine_client import Event, Inbox
+from services.frontend.errors import GONE, APIError
 from services.frontend.streams import Answer, OutOfOrder, StopFilter
 from services.frontend.tokenizer import Tokenizer
 
@@ -107,3 +112,86 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
         growing = Answer(TOKENIZER.stream([]), ["."], min_tokens)
         text = "".join(growing.push(index, token) for index, token in enumerate(ids))
         assert text + growing.finish() == expected
+
+
+class Reader:
+    """Reads an inbox whenever it is told."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self.taken: list[list[tuple[int, Event]]] = []
+
+    def __call__(self) -> None:
+        self.taken.append(self.inbox.take_now())
+
+
+async def turns(count: int = 1) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_reader_is_told_once_in_a_turn_of_all_that_came() -> None:
+    async def main() -> None:
+        inbox = Inbox()
+        reader = Reader(inbox)
+        inbox.put(0, (0, 7))
+        inbox.read_by(reader)
+        inbox.put(1, (0, 8))
+        assert reader.taken == [], "not inside of put: others put as well"
+        await turns()
+        assert reader.taken == [[(0, (0, 7)), (1, (0, 8))]]
+        await turns(3)
+        assert len(reader.taken) == 1, "nothing new, nothing told"
+        inbox.put(0, (1, 9))
+        await turns()
+        assert reader.taken[1:] == [[(0, (1, 9))]]
+
+    asyncio.run(main())
+
+
+def test_reader_that_takes_nothing_is_told_of_what_comes_next_and_then_has_all() -> None:
+    async def main() -> None:
+        inbox, told = Inbox(), []
+        inbox.read_by(lambda: told.append(None))
+        for index in range(3):
+            inbox.put(0, (index, 7))
+            await turns()
+        assert len(told) == 3
+        assert inbox.take_now() == [(0, (index, 7)) for index in range(3)]
+
+    asyncio.run(main())
+
+
+def test_more_than_a_turn_may_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "MAX_TAKEN", 2)
+
+    async def main() -> None:
+        inbox = Inbox()
+        reader = Reader(inbox)
+        inbox.read_by(reader)
+        for index in range(5):
+            inbox.put(0, (index, 7))
+        await turns(5)
+        assert [len(events) for events in reader.taken] == [2, 2, 1]
+        assert [event[0] for events in reader.taken for _, event in events] == [*range(5)]
+
+    asyncio.run(main())
+
+
+def test_end_overtakes_what_waits_and_nobody_is_told_after_the_reader_left() -> None:
+    async def main() -> None:
+        inbox = Inbox()
+        reader = Reader(inbox)
+        inbox.read_by(reader)
+        inbox.put(0, (0, 7))
+        gone = APIError(GONE, "it left")
+        inbox.put_first(gone)
+        await turns()
+        assert reader.taken == [[(0, gone)]]
+        inbox.put(0, (1, 7))
+        inbox.read_by(None)
+        inbox.put(0, (2, 7))
+        await turns(3)
+        assert len(reader.taken) == 1
+
+    asyncio.run(main())

@@ -1,0 +1,70 @@
+"""A client that does not read, beside 63 that do."""
+
+import re
+from contextlib import ExitStack
+
+from protocol.codec import pack
+from protocol.requests import RequestOutputs
+from tests.integration.frontend.scripted import TOKENIZER, ended, ids_of, scripted, wait_until
+from tests.integration.frontend.sse import Client, events_of, texts
+
+PATCH = """
+import socket, sys
+from services.frontend import connection, service
+connection.STALL_SECONDS = 1000
+listen = service.listen
+def listen_with_small_buffers(host, port):
+    listener = listen(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+service.listen = listen_with_small_buffers
+most, write = 0, connection.Connection.write_chunk
+def watched(self, data):
+    global most
+    write(self, data)
+    if self.transport.get_write_buffer_size() > most:
+        most = self.transport.get_write_buffer_size()
+        print(f"buffered {most} bytes", file=sys.stderr, flush=True)
+connection.Connection.write_chunk = watched
+"""
+HIGH_WATER = 65_536
+"""Bytes of an answer from which on its writer waits: the loop's default."""
+NEIGHBOURS, STEPS, FLOOD = 63, 70, 500
+"""`FLOOD` is what each step brings for the one that does not read; the others get a token."""
+
+
+def test_slow_reader_delays_nobody_and_its_memory_is_bounded() -> None:
+    flood = (ids_of(" international understanding of every language") * FLOOD)[:FLOOD]
+    word = ids_of(" word")
+    with scripted(PATCH) as (frontend, scheduler), ExitStack() as stack:
+        slow = stack.enter_context(Client(frontend, buffer=4096))
+        slow.ask(prompt="slow")
+        slow_number = scheduler.request().number
+        others = [stack.enter_context(Client(frontend)) for _ in range(NEIGHBOURS)]
+        for other in others:
+            other.ask(prompt="x")
+        numbers = [scheduler.request(1 + index).number for index in range(NEIGHBOURS)]
+        for step in range(STEPS):
+            scheduler.tell(
+                RequestOutputs(
+                    pack([slow_number] * FLOOD + numbers),
+                    pack([*range(step * FLOOD, (step + 1) * FLOOD)] + [step] * NEIGHBOURS),
+                    pack(flood + word * NEIGHBOURS),
+                )
+            )
+            for other in others:  # each has its token before the next step is sent
+                assert len(events_of(other.read())) == 1
+        for number in (slow_number, *numbers):
+            scheduler.tell(ended(number))
+        for other in others:
+            assert texts(events_of(other.read_all().body)) == {0: " word" * STEPS}
+        wait_until(lambda: frontend.metric("requests_total", outcome="completed") == NEIGHBOURS, "they ended")
+
+        said = STEPS * TOKENIZER.decode(flood)
+        buffered = max(map(int, re.findall(r"buffered (\d+) bytes", frontend.log)))
+        bound = HIGH_WATER + len(said) // STEPS + 1000
+        assert HIGH_WATER < buffered <= bound, "at most one step more than where its writer begins to wait"
+        assert len(said) > 2 * bound, "or this test says nothing"
+        events = events_of(slow.read_all().body)
+        assert texts(events) == {0: said}, "and still it gets all"
+        assert len(events) < STEPS, "what came while it did not read is joined"

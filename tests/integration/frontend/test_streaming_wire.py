@@ -1,0 +1,143 @@
+"""What a stream looks like on the wire: any text survives any way of reading it, and a step is one write."""
+
+import json
+import random
+import re
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from protocol.codec import pack
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from tests.integration.frontend.scripted import (
+    Frontend,
+    ScriptedScheduler,
+    ended,
+    ids_of,
+    saying,
+    scripted,
+    tokens,
+)
+from tests.integration.frontend.sse import Client, EventParser, events_of, texts
+
+LINE_ENDS = "\n|\r|\r\n|\n\n|\x0b|\x0c|\x1c|\x1d|\x1e|\x85|\u2028|\u2029|\0|data: [DONE]\n\n|\ufeff"
+
+
+def in_steps(text: str, dice: random.Random) -> list[list[int]]:
+    """Its tokens, some at a time."""
+    ids, steps = ids_of(text), []
+    while ids:
+        size = dice.randint(1, 5)
+        steps.append(ids[:size])
+        ids = ids[size:]
+    return steps
+
+
+def at_random(raw: bytes, dice: random.Random) -> list[bytes]:
+    parts = []
+    while raw:
+        size = dice.randint(1, 40)
+        parts.append(raw[:size])
+        raw = raw[size:]
+    return parts
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=60), st.randoms(use_true_random=False))
+@example(LINE_ENDS, random.Random(1))
+@example("é世😀\u2028" * 20, random.Random(2))
+def test_any_text_survives_any_way_of_reading(
+    frontend: Frontend, scheduler: ScriptedScheduler, text: str, dice: random.Random
+) -> None:
+    def speak(request: GenerateRequest) -> list[RequestOutputs]:
+        outputs, index = [], 0
+        for ids in in_steps(text, dice):
+            outputs.append(tokens(request.number, ids, index))
+            index += len(ids)
+        return [*outputs, ended(request.number)]
+
+    scheduler.script(speak)
+    with Client(frontend) as client:
+        client.ask(prompt="x")
+        answer = client.read_all()
+    raw = answer.body
+    assert answer.status == 200
+    byte_by_byte, in_parts = EventParser(), EventParser()
+    whole = events_of(raw)
+    assert texts(whole) == {0: text}
+    assert [event for byte in raw for event in byte_by_byte.feed(bytes([byte]))] == whole
+    assert [event for part in at_random(raw, dice) for event in in_parts.feed(part)] == whole
+    lines = [line for line in raw.decode().splitlines() if line]  # which splits at far more than \n
+    assert [line.removeprefix("data: ") for line in lines] == whole
+    assert all(events_of(chunk) for chunk in answer.chunks), "no event is spread over two writes"
+
+
+def test_official_client_reads_line_ends_of_all_kinds(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying(LINE_ENDS))
+    with frontend.client().completions.create(model="demo", prompt="x", stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == LINE_ENDS
+
+
+def test_http_1_0_client_reads_until_the_connection_ends(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(saying("no chunks in those days"))
+    with Client(frontend, version="1.0") as client:
+        client.ask(prompt="x")
+        answer = client.read_all()
+        assert client.socket.recv(1) == b""
+    assert texts(events_of(answer.body)) == {0: "no chunks in those days"}
+
+
+def test_connection_serves_one_stream_after_another(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    with Client(frontend) as client:
+        for text in ("first", "second", "third"):
+            scheduler.script(saying(text))
+            client.ask(prompt="x")
+            assert texts(events_of(client.read_all().body)) == {0: text}
+
+
+def test_requests_sent_at_once_are_answered_in_order(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(lambda request: saying(f"answer {len(scheduler.requests)}")(request))
+    data = json.dumps({"prompt": "x", "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    with Client(frontend) as client:
+        client.socket.sendall((head + data) * 3)
+        raw = b""
+        while raw.count(b"[DONE]") < 3:
+            part = client.socket.recv(1 << 16)
+            assert part, raw
+            raw += part
+    answers = [re.findall(rb"^data: (.*)$", part, re.MULTILINE) for part in raw.split(b"HTTP/1.1 200")]
+    said = [texts(event.decode() for event in events)[0] for events in answers[1:]]
+    assert said == ["answer 1", "answer 2", "answer 3"]
+
+
+CHOICES, STEPS = 4, 10
+WRITE_PER_TOKEN = "from services.frontend import engine_client; engine_client.MAX_TAKEN = 1"
+
+
+@pytest.mark.parametrize(("patch", "writes_per_step"), [("", 1), (WRITE_PER_TOKEN, CHOICES)])
+def test_step_is_one_write_for_all_choices_of_a_connection(patch: str, writes_per_step: int) -> None:
+    word = ids_of(" word")
+    with scripted(patch) as (frontend, scheduler), Client(frontend) as client:
+        client.ask(prompt=["a", "b", "c", "d"])
+        numbers = [scheduler.request(index).number for index in range(CHOICES)]
+        for step in range(STEPS):
+            rows = pack(numbers), pack([step] * CHOICES), pack(word * CHOICES)
+            scheduler.tell(RequestOutputs(*rows))
+            found = []
+            for _ in range(writes_per_step):
+                found += events_of(client.read())
+            indices = [json.loads(event)["choices"][0]["index"] for event in found]
+            assert indices == [*range(CHOICES)], "each once, before the next step is sent"
+        for number in numbers:
+            scheduler.tell(ended(number, FinishReason.LENGTH))
+        answer = client.read_all()
+        assert answer.is_complete
+        assert texts(events_of(answer.body)) == dict.fromkeys(range(CHOICES), " word" * STEPS)

@@ -1,0 +1,36 @@
+"""Our histogram against prometheus_client's own."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.frontend.metrics import Seconds
+
+BUCKETS = (0.01, 0.5, 1, 2.5, 10)
+LABELS = ("demo", "0")
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, str | None], float]:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, sample.labels.get("le")): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@given(st.lists(st.one_of(st.sampled_from(BUCKETS), st.floats(0, 20))))
+def test_histogram_says_what_the_library_would(values: list[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    seconds = Seconds("runahead:x_seconds", "text", BUCKETS, LABELS)
+    ours.register(seconds)
+    histogram = Histogram(
+        "runahead:x_seconds", "text", ("model_name", "engine"), buckets=BUCKETS, registry=theirs
+    )
+    for value in values:
+        seconds.observe(value)
+        histogram.labels(*LABELS).observe(value)
+    histogram.labels(*LABELS)
+    assert samples(ours) == samples(theirs)
