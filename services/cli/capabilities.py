@@ -8,4 +8,4 @@ from services.scheduler.capabilities import table
 def show() -> None:
     """One line per combination; what is refused says why."""
     for combination, reason in table():
-        sys.stdout.write(f"{combination!s:44} {f'refused: {reason}' if reason else 'works'}\n")
+        sys.stdout.write(f"{combination!s:63} {f'refused: {reason}' if reason else 'works'}\n")

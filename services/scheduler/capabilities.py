@@ -1,7 +1,8 @@
 """What can be combined: one table, in data. It is printed, exported, and what it refuses is refused by name.
 
-A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend). What
-is not listed in `REFUSED` works, and tests/integration/scheduler/test_capabilities.py runs every such cell.
+A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend, a
+request with structured output among others). What is not listed in `REFUSED` works, and
+tests/integration/scheduler/test_capabilities.py runs every such cell.
 """
 
 from collections.abc import Iterator
@@ -20,15 +21,19 @@ class Combination:
     runs_ahead: bool
     """More steps in flight than stages."""
     backend: str
+    structured: bool = False
+    """With requests for structured output, which need the model's tokenizer as well."""
 
     @classmethod
     def of(cls, config: SchedulerConfig, backend: str) -> Self:
+        """What every request of this scheduler has in common."""
         stages = config.pipeline_parallel_size
         return cls(config.policy, stages > 1, config.depth > stages, backend)
 
     def __str__(self) -> str:
         stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"
-        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}"
+        output = ", structured output" if self.structured else ""
+        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}{output}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Refused:
     pipeline: bool | None = None
     runs_ahead: bool | None = None
     backend: str | None = None
+    structured: bool | None = None
 
     def matches(self, combination: Combination) -> bool:
         pattern = ((getattr(self, f.name), getattr(combination, f.name)) for f in fields(combination))
@@ -62,6 +68,6 @@ def refusal(combination: Combination) -> str | None:
 
 def table() -> Iterator[tuple[Combination, str | None]]:
     """Every cell, with the reason where it is refused."""
-    for cell in product(POLICIES, (False, True), (False, True), BACKENDS):
+    for cell in product(POLICIES, (False, True), (False, True), BACKENDS, (False, True)):
         combination = Combination(*cell)
         yield combination, refusal(combination)

@@ -1,11 +1,15 @@
 """Every cell of the capability table: it serves with the same answers as any other, or refuses by name."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from services.checkpoint import DEMO_MODEL
 from services.cli.settings import choices
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal, table
@@ -17,7 +21,10 @@ WORKERS: dict[str, dict[str, object]] = {
     "sim rigid": {"backend": "sim", "sim_step_ms": 1.0, "sim_rigid": True},
 }
 CELLS = dict(table())
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 STREAMS = range(8)
+STRUCTURED = range(8, 12)
+DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
 
 
 def scheduler(cell: Combination) -> dict[str, object]:
@@ -33,16 +40,18 @@ def scheduler(cell: Combination) -> dict[str, object]:
 
 
 def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
+    """Of plain and structured requests together: what the others ask for changes nobody's answer."""
     directory.mkdir(exist_ok=True)
     with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
         client = EngineClient(running.client_endpoint)
         state = client.wait_ready()
         assert state.info["batching_policy"] == cell.batching_policy
-        for number in STREAMS:
+        for number in (*STREAMS, *STRUCTURED):
             prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 20 * number)]
             params = SamplingParams(max_tokens=16, temperature=float(number % 2), seed=number)
-            client.generate(number, prompt, params)
-        client.wait_finished(*STREAMS)
+            structured = DATE if number in STRUCTURED else None
+            client.generate(number, prompt, params, structured=structured)
+        client.wait_finished(*STREAMS, *STRUCTURED)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
         client.close()
         assert set(running.stop()) == {0}
@@ -56,17 +65,26 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, li
         backend: answers(Combination("chunked", False, False, backend), tmp_path_factory.mktemp("plain"))
         for backend in ("native", "sim")
     }
+    for tokens in plain.values():
+        assert {len(tokens[number]) for number in STRUCTURED} == {16}
+        texts = [TOKENIZER.decode(tokens[number]) for number in STRUCTURED]
+        assert all(re.match(r"\d{4}-\d{2}-\d{2}", text) for text in texts), texts
     return plain | {"sim rigid": plain["sim"]}
 
 
-@pytest.mark.parametrize("cell", [cell for cell, why in CELLS.items() if why is None], ids=str)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if CELLS[cell] is None and not cell.structured], ids=str
+)
 def test_cell_that_is_not_refused_serves_the_same_answers(
     cell: Combination, expected: dict[str, dict[int, list[int]]], tmp_path: Path
 ) -> None:
+    assert CELLS[replace(cell, structured=True)] is None
     assert answers(cell, tmp_path) == expected[cell.backend]
 
 
-@pytest.mark.parametrize("cell", [cell for cell, why in CELLS.items() if why is not None], ids=str)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in CELLS if CELLS[cell] is not None and not cell.structured], ids=str
+)
 def test_cell_that_is_refused_says_why_and_the_scheduler_stays(cell: Combination, tmp_path: Path) -> None:
     with engine(tmp_path, scheduler(cell), WORKERS[cell.backend]) as running:
         _, log = running.worker.communicate(timeout=PATIENCE)
