@@ -14,6 +14,23 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def sim() -> Iterator[Server]:
+    """Answers that mean nothing, at once: a short context ends what asks for no end."""
+    arguments = (
+        "--backend",
+        "sim",
+        "--sim-step-ms",
+        "0",
+        "--sim-prefill-token-us",
+        "0",
+        "--max-model-len",
+        "96",
+    )
+    with serving(*arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[OpenAI]:
     with server.client() as client:
         yield client

@@ -1,7 +1,6 @@
 """The served document against the server: what it calls wrong is refused, what comes back is as it says."""
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import Server
 
 SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
 PATIENCE = 30.0
@@ -27,14 +26,6 @@ ALWAYS = [
     checks.response_schema_conformance,
 ]
 POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"]
-
-
-@pytest.fixture(scope="module")
-def sim() -> Iterator[Server]:
-    """Answers that mean nothing, at once: a short context ends what asks for no end."""
-    arguments = ("--backend", "sim", "--sim-step-ms", "0", "--sim-prefill-token-us", "0", "--max-model-len", "96")
-    with serving(*arguments) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

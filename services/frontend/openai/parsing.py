@@ -14,6 +14,8 @@ from services.frontend.openai.schemas import NEUTRAL_IN_MESSAGE, Message, Reques
 
 BODY_SECONDS = 30.0
 """A client may take this long to send its body."""
+MAX_ERRORS = 1000
+"""Wrong values of a body until they are only counted: to tell of each takes microseconds."""
 
 B = TypeVar("B", bound=pydantic.BaseModel)
 
@@ -62,12 +64,16 @@ def _json(raw: bytes) -> Any:
         return msgspec.json.decode(raw)
     except RecursionError:
         raise invalid("the request body is nested too deeply") from None
+    except UnicodeDecodeError:  # whose text names bytes as 0xff
+        raise invalid("the request body is not valid UTF-8") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise invalid(f"the request body is not valid JSON: {error!s:.200}") from None
 
 
 def _named(error: pydantic.ValidationError) -> APIError:
     """Of several errors in the first bad field, the one that got furthest into it says most."""
+    if error.error_count() > MAX_ERRORS:
+        return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     worst = max((e for e in errors if not field or str(e["loc"][0]) == field), key=lambda e: len(e["loc"]))

@@ -20,11 +20,13 @@ MAX_ALLOWED_IDS = 262_144
 MAX_INPUTS = 2048
 """Inputs of one request for embeddings: OpenAI's bound."""
 
+# Lists are checked as far as their first wrong item: a million of them would keep everybody waiting.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
+"""`parameters` refuses others and names the token."""
 
 
 class StreamOptions(BaseModel):
@@ -50,8 +52,8 @@ class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchema | None = None
-    structures: Annotated[list[JSON], Field(max_length=256)] | None = None
-    triggers: Annotated[list[Text], Field(max_length=256)] | None = None
+    structures: Annotated[list[JSON], Field(max_length=256, fail_fast=True)] | None = None
+    triggers: Annotated[list[Text], Field(max_length=256, fail_fast=True)] | None = None
     format: JSON | None = None
 
 
@@ -62,7 +64,10 @@ class StructuredOutputs(BaseModel):
     json_: Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)] | JSON | None = Field(None, alias="json")
     regex: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
     choice: (
-        Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024)] | None
+        Annotated[
+            list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=1024, fail_fast=True)
+        ]
+        | None
     ) = None
     grammar: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
     json_object: bool | None = None
@@ -85,8 +90,8 @@ class Request(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
     """Lower runs earlier, under the `priority` scheduling policy."""
@@ -96,8 +101,10 @@ class Request(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=128)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
+    ) = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
@@ -128,8 +135,8 @@ class CompletionRequest(Request):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     prompt: (
-        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)]
+        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )  # fmt: skip
 
 
@@ -158,9 +165,9 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -203,14 +210,14 @@ class NamedTool(BaseModel):
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
@@ -220,8 +227,8 @@ class ChatRequest(Request):
 class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     input: (
-        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS)]
+        Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
     )  # fmt: skip
     model: str | None = Field(None, max_length=512)
     encoding_format: Literal["float", "base64"] | None = "float"

@@ -28,7 +28,7 @@ class TokenizeChatRequest(ChatRequest):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = Field(None, max_length=512)
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 
 
 async def tokenize(
