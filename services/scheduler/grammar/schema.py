@@ -20,8 +20,9 @@ _OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""All of them: a schema's own `x-guidance` would change what an answer looks like. Keywords that the library does not
+"""All of them: of a schema's own `x-guidance` only what concerns white space counts. Keywords that the library does not
 know are refused by name, not ignored."""
+_SEPARATORS = {"item_separator": (",", ", "), "key_separator": (":", ": ")}
 
 
 def read(text: str, what: str) -> Any:
@@ -58,7 +59,23 @@ def checked(schema: Any) -> dict[str, Any]:
             if num_alternatives > MAX_ALTERNATIVES:
                 raise GrammarError(f"the JSON schema enumerates more than {MAX_ALTERNATIVES} values")
         _check_keyword(key, value)
-    return {name: value for name, value in schema.items() if name != "x-guidance"}
+    rest = {name: value for name, value in schema.items() if name != "x-guidance"}
+    spaces = _spaces(schema.get("x-guidance"))
+    return rest | ({"x-guidance": spaces} if spaces else {})
+
+
+def _spaces(given: Any) -> dict[str, Any]:
+    """White space between the parts, as the frontend asks for it. Raises: GrammarError"""
+    given = given if isinstance(given, dict) else {}
+    found = {name: given[name] for name, values in _SEPARATORS.items() if given.get(name) in values}
+    if isinstance(given.get("whitespace_flexible"), bool):
+        found["whitespace_flexible"] = given["whitespace_flexible"]
+    if found.get("whitespace_flexible") is False:
+        found["whitespace_pattern"] = None  # or the pattern would count
+    elif isinstance(given.get("whitespace_pattern"), str):
+        check_regex(given["whitespace_pattern"], "whitespace_pattern")
+        found["whitespace_pattern"] = given["whitespace_pattern"]
+    return found
 
 
 def _check_keyword(key: str, value: Any) -> None:
@@ -87,6 +104,7 @@ def _walk(schema: Any) -> Iterator[tuple[str, Any, int, bool]]:
 def from_schema(schema: dict[str, Any]) -> str:
     """The library's grammar for a checked schema. Raises: GrammarError"""
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
+        options = _OPTIONS | schema.get("x-guidance", {})
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except ValueError:
         raise GrammarError("the JSON schema cannot be used") from None

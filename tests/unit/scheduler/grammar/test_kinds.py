@@ -120,8 +120,28 @@ def test_whitespace_between_parts_is_bounded_and_inside_of_strings_it_is_not(des
 
 
 def test_a_schemas_own_options_for_the_library_change_nothing(desk: Desk) -> None:
-    schema = PERSON | {"x-guidance": {"item_separator": ";", "whitespace_flexible": False, "lenient": True}}
+    schema = PERSON | {"x-guidance": {"item_separator": ";", "whitespace_flexible": 0, "lenient": True}}
     assert matches(desk.grammar(GrammarKind.JSON, json.dumps(schema)), '{"name":"Bo", "age":3}')
+
+
+@pytest.mark.parametrize(
+    ("spaces", "text"),
+    [
+        ({"whitespace_flexible": False}, '{"name":"Bo","age":3}'),
+        (
+            {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+            '{"name": "Bo", "age": 3}',
+        ),
+        ({"whitespace_pattern": " ?"}, '{ "name":"Bo" , "age": 3}'),
+    ],
+)
+def test_a_schema_may_say_what_stands_between_its_parts(
+    desk: Desk, spaces: dict[str, object], text: str
+) -> None:
+    grammar = desk.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": spaces}))
+    assert matches(grammar, text)
+    grammar = desk.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": spaces}))
+    assert not matches(grammar, '{"name":\n"Bo","age":3}')
 
 
 @pytest.mark.parametrize(
