@@ -1,7 +1,9 @@
 """What penalties and log-probabilities cost: step time of the native backend when 64 of 256 requests ask for them.
 
 Batches that differ in nothing else decode step by step in turn, in one process, so that a noisy moment meets all; the
-time of a step includes that of making its result. Decoding is greedy, and all rows have the same lengths.
+time of a step includes that of making its result. Its processor time says the same where other processes have their
+share of the cores, at least with `--threads 1`: several threads also spin while they wait. Decoding is greedy, and all
+rows have the same lengths.
 """
 
 import argparse
@@ -23,11 +25,15 @@ from tests.benchmarks.support.static_batch import I32, StaticBatch
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2}
 
 
+Times = tuple[float, float]
+"""Seconds: elapsed, and of this process's threads."""
+
+
 class Decoding(StaticBatch):
     """A static batch that is decoded one step at a time."""
 
-    def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[float]:
-        """Prefills `tokens`, int32[batch, prompt]; then yields the seconds of each step that decodes."""
+    def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[Times]:
+        """Prefills `tokens`, int32[batch, prompt]; then yields the times of each step that decodes."""
         slots = np.arange(self.batch, dtype=np.int32)
         self.wave += 1
         table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
@@ -40,9 +46,9 @@ class Decoding(StaticBatch):
         starts = np.zeros_like(slots)
         self._step(slots, starts, starts + self.prompt, new)
         for position in range(self.prompt, self.prompt + self.output - 1):
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             self._step(slots, starts + position, np.ones_like(slots), [])
-            yield time.perf_counter() - began
+            yield time.perf_counter() - began[0], time.process_time() - began[1]
         self.runner.release(slots)
 
 
@@ -66,7 +72,7 @@ def main() -> None:
     batches = {name: Decoding(config, args.batch, args.prompt, args.output) for name in asked}
     load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
     rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
-    seconds: dict[str, list[float]] = {name: [] for name in asked}
+    times: dict[str, list[Times]] = {name: [] for name in asked}
     every = args.batch // args.asking
     for wave in range(args.waves):
         tokens = rows[wave * args.batch : (wave + 1) * args.batch]
@@ -82,27 +88,39 @@ def main() -> None:
         names = list(turns)
         for _ in range(args.output - 1):
             for name in names:
-                seconds[name].append(next(turns[name]))
+                times[name].append(next(turns[name]))
             names.append(names.pop(0))  # nobody is always after the same one
         for turn in turns.values():
             assert next(turn, None) is None
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    plain = seconds["nothing"]
-    over = {
-        name: statistics.median(ours / other for ours, other in zip(times, plain, strict=True))
-        for name, times in seconds.items()
-    }
+    elapsed, processor = (
+        {name: [step[which] * 1000 for step in steps] for name, steps in times.items()} for which in (0, 1)
+    )
+    over, over_processor = (_over_nothing(steps) for steps in (elapsed, processor))
     report(
         "sampling_parameters",
         title=f"{args.model}, {args.dtype}, {args.threads} threads: {args.asking} of {args.batch} requests ask for",
         rows=[
-            {"what": name, "decode step, ms": medians[name] * 1000, "over nothing": over[name]}
+            {
+                "what": name,
+                "decode step, ms": statistics.median(elapsed[name]),
+                "over nothing": over[name],
+                "processor, ms": statistics.median(processor[name]),
+                "over nothing ": over_processor[name],
+            }
             for name in asked
         ],
-        figures={"over_nothing": over, "step_ms": {name: value * 1000 for name, value in medians.items()}},
+        figures={"over_nothing": over, "processor_over_nothing": over_processor},
         settings={**vars(args), "model": str(model)},
-        repeats={name: [round(value * 1000, 4) for value in times] for name, times in seconds.items()},
+        repeats={"elapsed_ms": elapsed, "processor_ms": processor},
     )
+
+
+def _over_nothing(steps: dict[str, list[float]]) -> dict[str, float]:
+    """The median over the steps of what each took, over what the step beside it took."""
+    return {
+        name: statistics.median(ours / plain for ours, plain in zip(own, steps["nothing"], strict=True))
+        for name, own in steps.items()
+    }
 
 
 if __name__ == "__main__":
