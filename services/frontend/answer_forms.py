@@ -1,5 +1,6 @@
 """In which forms the served model writes calls and reasoning."""
 
+import logging
 from dataclasses import dataclass
 
 from services.config import FrontendConfig
@@ -8,6 +9,8 @@ from services.frontend.reasoning.think import CLOSING, OPENING, Begins
 from services.frontend.tokenizer import Tokenizer
 from services.frontend.tools import formats as tool_formats
 from services.frontend.tools.parser import ToolParser
+
+log = logging.getLogger("runahead.frontend")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,13 @@ class AnswerForms:
 
     @classmethod
     def of(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "AnswerForms":
+        reasoning_end = tuple(tokenizer.encode_rendered(CLOSING)) if config.reasoning_parser else ()
+        if len(reasoning_end) > 1:
+            log.warning(
+                "%s is %d tokens here: structured output begins after reasoning only if the model writes just these",
+                CLOSING,
+                len(reasoning_end),
+            )
         tools = tool_formats.FORMATS[config.tool_call_parser] if config.tool_call_parser else None
         reasoning = reasoning_formats.FORMATS[config.reasoning_parser] if config.reasoning_parser else None
         return cls(
@@ -31,7 +41,7 @@ class AnswerForms:
             config.enable_auto_tool_choice,
             tools is not None and any(_is_hidden(mark, tokenizer) for mark in tools.marks),
             reasoning,
-            tuple(tokenizer.encode_rendered(CLOSING)) if reasoning is not None else (),
+            reasoning_end,
             reasoning is not None and any(_is_hidden(tag, tokenizer) for tag in (OPENING, CLOSING)),
         )
 
