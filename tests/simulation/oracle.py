@@ -37,7 +37,7 @@ from tests.simulation.hashing import ROOT, extend, words
 
 _MASK = (1 << 64) - 1
 HIDDEN_SIZE = 3
-_MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
+MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
 class OracleError(AssertionError):
@@ -124,7 +124,7 @@ def reference(
         if grammar is not None and not grammar.accept(token):
             return Answer(tokens, FinishReason.ERROR, None, scores)
         tokens.append(token)
-        if len(tokens) >= params.min_tokens:
+        if grammar is not None or len(tokens) >= params.min_tokens:
             if token in params.eos_token_ids:
                 return Answer(tokens, FinishReason.STOP, None, scores)
             if token in params.stop_token_ids:
@@ -184,7 +184,7 @@ class OracleWorker:
     def receive(self, frame: bytes) -> bytes | None:
         """Acts on one message as a worker's session says. Returns the result of a step, encoded, when it was sampled:
         at once, or with its grammar."""
-        match self.session.on(_MESSAGES.decode(frame)):
+        match self.session.on(MESSAGES.decode(frame)):
             case Execute(plan):
                 self._demand(self._deferred is None, "the step before was never sampled")
                 sampling = self._execute(plan)

@@ -21,6 +21,7 @@ from services.scheduler.policies.phased import PhasedPolicy
 from services.scheduler.slots import LIVE
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker, Row, Sampling
+from tests.simulation.parameters import MATRIX, OTHERS, asked
 from tests.simulation.world import Stream, World, params
 
 Progress = Callable[[int, int, int], int]
@@ -371,7 +372,8 @@ def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | 
         progress=progress,
         trace=trace,
     )
-    left = load.arrivals
+    left, of_parameters = load.arrivals, Random(f"parameters/{seed}")
+    names = (*MATRIX, *OTHERS) if of_parameters.random() < 0.4 else ("none",)
     for _ in range(3000):
         while left and rng.random() < 0.3:
             left -= 1
@@ -380,7 +382,11 @@ def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | 
             kept = rng.choice((0, length // 2, length))
             prompt = shared[:kept] + [rng.randrange(64) for _ in range(length - kept)]
             stop = rng.sample(range(64), rng.choice((0, 2)))
-            world.add(prompt, params(rng.randint(1, 16), *stop), priority=rng.choice((0, 0, 1, -1)))
+            base, name = params(rng.randint(1, 16), *stop), of_parameters.choice(names)
+            sampling, grammar = asked(name, base, of_parameters, 64)
+            world.add(prompt, sampling, priority=rng.choice((0, 0, 1, -1)), structured=grammar)
+        while world.compilation.waiting and of_parameters.random() < 0.5:
+            world.compiled()
         alive = [stream for stream in world.streams if stream.open]
         if alive and rng.random() < load.aborts:
             world.abort(rng.choice(alive))

@@ -15,8 +15,9 @@ from services.scheduler.block_pool import BlockPool
 from services.scheduler.engine import EngineCore
 from services.scheduler.kv_cache import KVCacheManager
 from services.scheduler.ledger import Ledger
+from services.scheduler.request import Request
 from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import DELIVER, DROP, SlotTable
+from services.scheduler.slots import DELIVER, DROP, LIVE, SlotTable
 from services.scheduler.waiting import WaitingQueue
 from tests.simulation.driver import play
 from tests.simulation.workload import draw
@@ -364,7 +365,100 @@ def more_admissions_than_allowed(admit: Any) -> Any:
     return lambda self, choice, budget: admit(self, choice, dataclasses.replace(budget, admissions=None))
 
 
+def masks_before_the_token_before_is_known(output: Any) -> Any:
+    def broken(self: Scheduler, step: Any, vocab_size: int) -> Any:
+        held, self.slots.placeholders = self.slots.placeholders, np.zeros_like(self.slots.placeholders)
+        try:
+            return output(self, step, vocab_size)
+        finally:
+            self.slots.placeholders = held
+
+    return broken
+
+
+def masks_of_other_rows(output: Any) -> Any:
+    def broken(self: Scheduler, step: Any, vocab_size: int) -> Any:
+        grammar = output(self, step, vocab_size)
+        if grammar is None or len(grammar.slots) < 8:
+            return grammar
+        masks = np.frombuffer(grammar.bitmask, np.int32).reshape(len(grammar.slots) // 4, -1)
+        return msgspec.structs.replace(grammar, bitmask=masks[::-1].tobytes())
+
+    return broken
+
+
+def a_grammar_forgets_what_was_delivered_before(on_grammar: Any) -> Any:
+    def broken(self: EngineCore, ticket: int, grammar: Any) -> None:
+        request = self._compiling.get(ticket)
+        if request is None or isinstance(grammar, str):
+            on_grammar(self, ticket, grammar)
+            return
+        request.num_prompt_tokens, kept = len(request.token_ids), request.num_prompt_tokens
+        on_grammar(self, ticket, grammar)
+        request.num_prompt_tokens = kept
+
+    return broken
+
+
+def a_failed_grammar_is_overlooked(matches: Any) -> Any:
+    def broken(self: Scheduler, request: Any, token: int) -> bool:
+        if request.grammar is not None:
+            request.grammar.accept(token)
+        return True
+
+    return broken
+
+
+def aborted_while_compiled(finish: Any) -> Any:
+    """The ticket outlives its request."""
+
+    def broken(self: EngineCore, request: Any, reason: Any) -> None:
+        before = dict(self._compiling)
+        finish(self, request, reason)
+        self._compiling = before
+
+    return broken
+
+
+def a_deferred_sampling_outlives_its_epoch(end: Any) -> Any:
+    def broken(self: EngineCore) -> None:
+        held = self._unsampled
+        end(self)
+        self._unsampled = held
+
+    return broken
+
+
+def logprobs_of_whoever_had_the_slot(publish: Any) -> Any:
+    def broken(self: Scheduler, logprobs: Any) -> None:
+        state, self.slots.state = self.slots.state, np.full_like(self.slots.state, LIVE)
+        publish(self, logprobs)
+        self.slots.state = state
+
+    return broken
+
+
+def everybody_reads_the_prefix_cache(find: Any) -> Any:
+    def broken(self: KVCacheManager, request: Any) -> Any:
+        reads = Request.reads_prefix_cache
+        Request.reads_prefix_cache = True  # type: ignore[method-assign, assignment]
+        try:
+            return find(self, request)
+        finally:
+            Request.reads_prefix_cache = reads  # type: ignore[method-assign]
+
+    return broken
+
+
 FAULTS: list[Fault] = [
+    (Scheduler, "grammar_output", masks_before_the_token_before_is_known),
+    (Scheduler, "grammar_output", masks_of_other_rows),
+    (Scheduler, "_matches", a_failed_grammar_is_overlooked),
+    (Scheduler, "_publish_logprobs", logprobs_of_whoever_had_the_slot),
+    (KVCacheManager, "find_prefix", everybody_reads_the_prefix_cache),
+    (EngineCore, "on_grammar", a_grammar_forgets_what_was_delivered_before),
+    (EngineCore, "_finish", aborted_while_compiled),
+    (EngineCore, "end_epoch", a_deferred_sampling_outlives_its_epoch),
     (Scheduler, "void", a_void_forgets_a_fence),
     (Scheduler, "void", a_void_keeps_a_cached_block),
     (Scheduler, "void", a_void_leaves_requests_gated),

@@ -66,6 +66,22 @@ MUST_HAPPEN = [
     "stops: on the first token",
     "stops: on the last token",
     "stops held back by min_tokens",
+    "stops: matched by a grammar",
+    "stops: grammar failed",
+    "embeddings: LAST",
+    "embeddings: MEAN",
+    "log-probabilities",
+    "prompt log-probabilities twice",
+    "replays with a grammar",
+    "grammars: ready",
+    "grammars: refused",
+    "grammars: of nobody any more",
+    "grammars: ready between epochs",
+    "sampling: waits for tokens in flight",
+    "sampling: of a request that ended meanwhile",
+    "epochs: ended with a sampling deferred",
+    "aborts: compiling",
+    "aborts: sampling deferred",
 ]
 
 

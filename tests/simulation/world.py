@@ -22,7 +22,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.scheduler.request import Request, RequestStatus
 from services.scheduler.scheduler import NO_EMBEDDINGS, Scheduler
-from services.scheduler.slots import Column
+from services.scheduler.slots import DROP, Column
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.grammar import REFUSED, Automaton, Compilation
 from tests.simulation.invariants import Checker
@@ -243,6 +243,8 @@ class World:
         stream.request = self.engine.requests.get((client, number))
         if stream.request is not None:
             self._by_request[stream.request] = stream
+        else:
+            self.publish()  # a refusal is heard before the client says anything more
         self._transition()
         return stream
 
@@ -404,6 +406,8 @@ class World:
                 self.coverage["sampling: deferred"] += self.worker.waits_for_grammar
             if isinstance(message, GrammarOutput):
                 self.coverage["sampling: with a grammar"] += 1
+                states = self.scheduler.slots.state[unpack(message.slots)]
+                self.coverage["sampling: of a request that ended meanwhile"] += int((states == DROP).sum())
             if result is None:
                 continue
             if self.limits.stages > 1:

@@ -1,0 +1,360 @@
+"""Steps whose sampling waits for a grammar, and what may happen to their requests meanwhile (spec 0.4, 3(b), S2-7).
+
+Answers, masks and the state of every grammar after every transition are checked by the world.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason
+from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
+from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.request import RequestStatus
+from services.scheduler.slots import DELIVER, DROP
+from tests.simulation import rigid
+from tests.simulation.grammar import REFUSED, structured
+from tests.simulation.oracle import MESSAGES, OracleError
+from tests.simulation.parameters import MATRIX, OTHERS, asked
+from tests.simulation.world import Stream, World, params
+
+ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
+
+
+class Recorded(World):
+    """Remembers what was sent, and which results had been applied then."""
+
+    def __init__(self, limits: Limits, depth: int) -> None:
+        super().__init__(limits, depth)
+        self.sent: list[tuple[StepMessage, int]] = []
+
+    def _on_sent(self, frame: bytes) -> None:
+        self.sent.append((MESSAGES.decode(frame), self.checker.confirmed))
+
+
+def deferred(depth: int = 2, seed: int = 1, neighbours: int = 1) -> tuple[World, Stream, list[Stream]]:
+    """A world whose newest step waits for a grammar: the token before is on its way."""
+    world = World(ROOMY, depth)
+    others = [world.add(prompt_of(9, 50 + i), params(20, eos=False)) for i in range(neighbours)]
+    stream = world.add(prompt_of(12), params(20, eos=False), structured=structured(seed))
+    world.compiled()
+    world.dispatch()
+    assert world.stage(stream) == "sampling deferred"
+    assert len(world.plans) == 2, "its forward pass runs ahead"
+    return world, stream, others
+
+
+# -- the order of messages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int) -> None:
+    """L1, L3: one deferred sampling at most, and its mask is formed when no token before it is in flight."""
+    world = Recorded(replace(ROOMY, stages=stages), depth * stages)
+    for i in range(6):
+        world.add(prompt_of(5 + i, i), params(6 + i, eos=False), structured=structured(i) if i % 2 else None)
+        while world.compilation.waiting:
+            world.compiled()
+        world.step()
+    world.drain()
+    waiting: SchedulerOutput | None = None
+    newest: dict[int, int] = {}
+    """Slot -> the step that sampled for it last."""
+    for message, confirmed in world.sent:
+        if isinstance(message, SchedulerOutput):
+            assert waiting is None, "a step was sent while another one waits for its grammar"
+            waiting = message if message.has_structured_output_requests else None
+            before = dict(newest)
+            slots, samples = unpack(message.slots).tolist(), list(message.samples)
+            newest |= {
+                slot: message.step_id for slot, samples_ in zip(slots, samples, strict=True) if samples_
+            }
+            newest |= {new.slot: 0 for new in message.new if new.slot not in slots}
+        elif isinstance(message, GrammarOutput):
+            assert waiting is not None
+            assert message.step_id == waiting.step_id
+            assert all(before.get(slot, 0) <= confirmed for slot in unpack(message.slots).tolist())
+            waiting = None
+    assert world.coverage["sampling: with a grammar"] > 10
+    assert waiting is None
+
+
+def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
+    """0.4 L6: it waits beside the queue, in nobody's way, and its first token is masked."""
+    world = World(replace(ROOMY, max_num_seqs=2), 2)
+    waits = world.add(prompt_of(12), params(5, eos=False), structured=structured(3))
+    others = [world.add(prompt_of(9, 50 + i), params(8, eos=False)) for i in range(3)]
+    for _ in range(8):
+        world.step()
+    assert [len(other.tokens) for other in others[:2]] == [8, 8]
+    assert (len(waits.tokens), world.stage(waits)) == (0, "compiling")
+    world.compiled()
+    world.drain()
+    assert len(waits.tokens) == 5
+
+
+def test_what_cannot_be_compiled_ends_with_the_reason_and_alone() -> None:
+    world = World(ROOMY, 2)
+    refused = world.add([1, 2], params(5), structured=StructuredOutputParams(GrammarKind.REGEX, REFUSED))
+    other = world.add([3, 4], params(5, eos=False))
+    world.compiled()
+    world.drain()
+    assert refused.finish is not None
+    assert (refused.finish.reason, refused.finish.message) == (FinishReason.INVALID, "it cannot be compiled")
+    assert len(other.tokens) == 5
+
+
+# -- while a sampling is deferred --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_abort(depth: int) -> None:
+    world, stream, others = deferred(depth)
+    world.abort(stream)
+    world.dispatch()
+    assert world.engine._unsampled is None, "nobody's grammar is waited for"
+    world.drain()
+    assert len(others[0].tokens) == 20
+    assert not stream.tokens
+
+
+def test_abort_of_everybody() -> None:
+    world, stream, others = deferred()
+    world.abort(stream, *others)
+    world.drain()
+    assert not world.worker.waits_for_grammar
+
+
+def test_abort_and_the_same_number_again_with_another_grammar() -> None:
+    world, stream, _ = deferred()
+    world.abort(stream)
+    again = world.add(prompt_of(12), params(7, eos=False), number=stream.number, structured=structured(2))
+    world.drain()
+    assert len(again.tokens) == 7
+
+
+@pytest.mark.parametrize("state", [DELIVER, DROP])
+def test_preemption(state: int) -> None:
+    """Its tokens in flight are delivered and move its grammar, or are dropped and sampled again."""
+    world, stream, others = deferred()
+    assert stream.request is not None
+    world.scheduler.preempt(stream.request.slot, state)
+    assert stream.request.stale_rows == (2 if state == DELIVER else 0)
+    world._transition()
+    world.dispatch()
+    assert (world.engine._unsampled is None) == (state == DROP), "a delivered token still needs its mask"
+    world.drain()
+    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
+    assert stream.finish is not None
+    assert stream.finish.num_preemptions == 1
+
+
+def test_reset_of_the_prefix_cache() -> None:
+    world, stream, _ = deferred()
+    world.reset_prefix_cache(reset_running=True)
+    world.drain()
+    assert len(stream.tokens) == 20
+
+
+def test_the_token_before_ends_the_request() -> None:
+    """Its row is free then, and what is sampled for it is ignored."""
+    world = World(ROOMY, 2)
+    prompt = prompt_of(12)
+    probe = world.add(prompt, params(3, eos=False), structured=structured(1))
+    world.drain()
+    stop = probe.tokens[0]
+    stream = world.add(prompt, params(9, stop, eos=False), structured=structured(1))
+    other = world.add(prompt_of(9, 50), params(9, eos=False))
+    world.compiled()
+    world.dispatch()
+    assert world.stage(stream) == "sampling deferred"
+    world.complete()
+    assert stream.request is not None
+    assert stream.request.finished
+    world.drain()
+    assert stream.finish is not None
+    assert (stream.tokens, stream.finish.stop_reason) == ([stop], stop)
+    assert len(other.tokens) == 9
+    assert world.coverage["sampling: of a request that ended meanwhile"] == 1
+
+
+def test_lost_workers() -> None:
+    """Nothing waits to be sampled in the epoch after, and grammars stand at the confirmed tokens."""
+    world, stream, others = deferred(3)
+    world.complete()
+    world.dispatch()
+    assert world.engine._unsampled is not None
+    world.publish()
+    confirmed = list(stream.tokens)
+    assert confirmed
+    world.end_epoch()
+    assert world.engine._unsampled is None
+    world.start_epoch(ROOMY, ChunkedPolicy())
+    world.drain()
+    assert stream.tokens[: len(confirmed)] == confirmed
+    assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
+
+
+def test_workers_lost_for_good() -> None:
+    world, stream, others = deferred()
+    compiling = world.add([5], params(3), structured=structured(9))
+    world.fail_all("the workers are gone")
+    world.publish()
+    for one in (stream, compiling, *others):
+        assert one.finish is not None
+        assert (one.finish.reason, one.finish.message) == (FinishReason.ERROR, "the workers are gone")
+    world.compiled()
+    assert not world.engine.requests
+
+
+def test_a_grammar_is_ready_when_smaller_workers_have_taken_over() -> None:
+    world = World(ROOMY, 2)
+    waits = world.add(prompt_of(100), params(20), structured=structured(4))
+    fits = world.add(prompt_of(10), params(3, eos=False), structured=structured(5))
+    world.end_epoch()
+    world.start_epoch(replace(ROOMY, max_model_len=64, num_blocks=4), ChunkedPolicy())
+    assert waits.finish is not None
+    assert waits.finish.reason is FinishReason.ERROR
+    world.drain()
+    assert world.coverage["grammars: of nobody any more"] == 1
+    assert len(fits.tokens) == 3
+
+
+# -- grammars that fail ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_grammar_that_fails_at_run_time_ends_only_its_request(after: int, depth: int) -> None:
+    world = World(ROOMY, depth)
+    bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=after))
+    good = [
+        world.add(prompt_of(9, 1), params(12, eos=False), structured=structured(2)),
+        world.add(prompt_of(9, 2), params(12, eos=False)),
+    ]
+    world.drain()
+    assert bad.finish is not None
+    assert bad.finish.reason is FinishReason.ERROR
+    assert "simplify the grammar" in bad.finish.message
+    assert len(bad.tokens) == after
+    assert [len(stream.tokens) for stream in good] == [12, 12]
+
+
+def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
+    """Displaced with the token in flight at which its grammar gives up."""
+    world = World(replace(ROOMY, max_num_seqs=1), 2, use_priority=True)
+    bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=1))
+    world.compiled()
+    world.dispatch()
+    assert bad.request is not None
+    world.scheduler.preempt(bad.request.slot)
+    urgent = world.add([1], params(2, eos=False), priority=-1)
+    world.drain()
+    assert bad.request.status is RequestStatus.FINISHED
+    assert bad.finish is not None
+    assert (bad.finish.reason, len(bad.tokens)) == (FinishReason.ERROR, 1)
+    assert len(urgent.tokens) == 2
+
+
+# -- replays, embeddings, rigid devices --------------------------------------------------------------------------
+
+
+def test_a_replay_goes_on_where_its_grammar_would_be() -> None:
+    world = World(ROOMY, 2)
+    first = world.add(prompt_of(8), params(20, eos=False), structured=structured(6))
+    world.drain()
+    replay = world.add(prompt_of(8), params(20, eos=False), structured=structured(6), replayed=11)
+    world.drain()
+    assert replay.tokens == first.tokens
+    assert replay.finish is not None
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_embeddings_beside_generation(pooling: Pooling, depth: int) -> None:
+    """Chunked, with a prefix that others have cached: a mean reads none of it."""
+    world = World(replace(ROOMY, max_num_batched_tokens=20), depth)
+    text = prompt_of(70)
+    world.add(text, params(4, eos=False))
+    world.drain()
+    generating = world.add(prompt_of(30, 1), params(12, eos=False))
+    pooled = [world.add(text, params(1, eos=False), pooling=pooling) for _ in range(3)]
+    world.drain()
+    assert all(stream.embedded and not stream.tokens for stream in pooled)
+    assert [stream.hit > 0 for stream in pooled] == [pooling is Pooling.LAST] * 3
+    assert len(generating.tokens) == 12
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_an_embedding_that_comes_when_its_request_was_displaced(pooling: Pooling) -> None:
+    world = World(replace(ROOMY, max_num_seqs=1), 2, use_priority=True)
+    pooled = world.add(prompt_of(20), params(1, eos=False), pooling=pooling)
+    world.dispatch()
+    urgent = world.add([1], params(2, eos=False), priority=-1)
+    world.dispatch()
+    assert pooled.request is not None
+    assert pooled.request.status is RequestStatus.PREEMPTED
+    world.complete()
+    assert pooled.request.status is RequestStatus.FINISHED
+    world.drain()
+    assert pooled.embedded
+    assert len(urgent.tokens) == 2
+
+
+def test_chunks_of_a_displaced_request_reach_nobody_when_it_was_aborted() -> None:
+    """Its number may have another owner by then."""
+    world = World(replace(ROOMY, max_num_seqs=1, max_num_batched_tokens=16), 2, use_priority=True)
+    scored = msgspec.structs.replace(params(2, eos=False), prompt_logprobs=1)
+    stream = world.add(prompt_of(60), scored)
+    world.dispatch()
+    assert stream.request is not None
+    world.add([1], params(2, eos=False), priority=-1)
+    world.complete()
+    world.dispatch()
+    assert stream.request.status is RequestStatus.PREEMPTED
+    assert stream.request.stale_rows == 0
+    world.abort(stream)
+    again = world.add(prompt_of(50, 1), scored, number=stream.number)
+    world.drain()
+    assert again.scored == set(range(1, 50))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_rigid_device_that_goes_its_own_way(depth: int) -> None:
+    """Chunks that come to another end than planned lose no prompt token's log-probabilities, and no grammar."""
+    rng = Random(depth)
+
+    def progress(start: int, end: int, most: int) -> int:
+        return rng.randint(start + 1, most) if rng.random() < 0.5 else end
+
+    world = rigid.RigidWorld(rigid.limits(), depth, progress=progress)
+    draw = Random(7)
+    for i in range(16):
+        name = (*MATRIX, *OTHERS)[i % 11]
+        sampling, grammar = asked(name, params(draw.randint(3, 9), eos=False), draw, 64)
+        world.add(prompt_of(draw.randint(5, 30), i), sampling, structured=grammar)
+        world.compiled() if grammar else None
+        world.step()
+    world.drain()
+    assert world.scheduler.counters["rollbacks"] > 3
+    assert world.coverage["log-probabilities"] > 50
+
+
+def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> None:
+    world, *_ = deferred()
+    step = world.engine._unsampled
+    assert step is not None
+    world.engine._unsampled = None  # the fault: the engine forgets
+    world.complete()
+    with pytest.raises(OracleError, match="step 3 arrived, but step 2 waits for its grammar"):
+        world.dispatch()
