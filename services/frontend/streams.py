@@ -89,7 +89,7 @@ class Answer:
         if index > self.num_tokens:
             raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
         self.num_tokens += 1
-        if token_id in self._hidden and self.num_tokens >= self._min_tokens:
+        if token_id in self._hidden:
             return ""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)

@@ -111,6 +111,12 @@ class Request:
         """Whether it can do without computing positions that others have computed."""
         return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
 
+    @property
+    def stops_from(self) -> int:
+        """Total tokens from which stop tokens count. Under a grammar at once: one that `min_tokens` forbids is only
+        sampled where nothing else may follow."""
+        return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
+
     def finish_message(
         self, reason: FinishReason, stop_token: int | None = None, message: str = ""
     ) -> Finish:

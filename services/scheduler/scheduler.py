@@ -528,9 +528,7 @@ class Scheduler:
             total, prompt, params = len(request.token_ids), request.num_prompt_tokens, request.params
             self.outputs.token(request, total - prompt - 1, token)
             self.counters["generation_tokens"] += 1
-            stop = (
-                token in params.eos_token_ids + params.stop_token_ids and total >= prompt + params.min_tokens
-            )
+            stop = token in params.eos_token_ids + params.stop_token_ids and total >= request.stops_from
             if stop or total >= min(prompt + params.max_tokens, self.limits.max_model_len):
                 self._complete(request, token, stop)
 

@@ -51,7 +51,7 @@ class SlotTable:
         self.limit = column()
         """Total tokens at which the request certainly ends: prompt + max_tokens or the context limit."""
         self.stops_from = column()
-        """Total tokens from which stop tokens count (prompt + min_tokens)."""
+        """Total tokens from which stop tokens count."""
         self.entry = column()
         """Tokens the request had when it got the slot: its prefill ends there (the prompt, or more after a resume)."""
         self.constrained = np.zeros(num_slots, np.bool_)
@@ -88,7 +88,7 @@ class SlotTable:
         self.tokens[slot] = self.entry[slot] = num_tokens
         self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = 0
         self.limit[slot] = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
-        self.stops_from[slot] = request.num_prompt_tokens + params.min_tokens
+        self.stops_from[slot] = request.stops_from
         self.capacity[slot] = self.next_commit[slot] = 0
         self.last_step[slot] = self.sampled_step[slot] = 0
         self.constrained[slot] = request.grammar is not None
