@@ -335,7 +335,7 @@ class EngineCore:
         scheduler, counters = self.scheduler, self.scheduler.counters
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
             "kv_cache_usage_perc": scheduler.kv.usage,
             "num_preemptions": counters["preemptions"],
             "prefix_cache_queries": scheduler.kv.queries,

@@ -1,0 +1,377 @@
+"""The core's rules for grammars, embeddings and log-probabilities, one event after the other."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.rows import LogprobRows
+from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.engine import EngineCore
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.scheduler import Scheduler, UnknownResult
+from tests.simulation.grammar import Compilation
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)
+VOCAB, HIDDEN = 50, 4
+COUNTING = StructuredOutputParams(GrammarKind.CHOICE, '["5"]', (7,))
+
+
+class Counting:
+    """A `Grammar` of 5, 6, 7 and so on."""
+
+    def __init__(self) -> None:
+        self.next = 5
+        self.filled = 0
+
+    def accept(self, token_id: int) -> bool:
+        self.next += 1
+        return token_id == self.next - 1
+
+    def fill(self, mask: np.ndarray) -> None:
+        self.filled += 1
+        mask[:] = 0
+        mask[self.next // 32] = 1 << self.next % 32
+
+
+def engine(depth: int = 2, compiles: bool = True, hidden_size: int = HIDDEN, **sizes: int) -> EngineCore:
+    compiler = Compilation(VOCAB) if compiles else None
+    scheduler = Scheduler(LIMITS, ChunkedPolicy())
+    return EngineCore(scheduler, depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes)
+
+
+def generate(
+    tokens: Sequence[int] = (1, 2, 3),
+    number: int = 0,
+    prompt: int | None = None,
+    structured: StructuredOutputParams | None = None,
+    pooling: Pooling = Pooling.NONE,
+    **params: object,
+) -> GenerateRequest:
+    sampling = SamplingParams(**({"max_tokens": 4, "temperature": 0.0} | params))  # type: ignore[arg-type]
+    length = len(tokens) if prompt is None else prompt
+    return GenerateRequest(number, pack(tokens), length, sampling, structured=structured, pooling=pooling)
+
+
+def outputs(core: EngineCore) -> list[RequestOutputs]:
+    return [message for _, message in core.take_outputs()]
+
+
+def finishes(core: EngineCore) -> list[Finish]:
+    return [finish for message in outputs(core) for finish in message.finished]
+
+
+def result(plan: SchedulerOutput, *tokens: int, **more: object) -> ModelRunnerOutput:
+    """`tokens`: of the rows that sample."""
+    chosen = np.frombuffer(plan.samples, np.bool_)
+    slots, generations = unpack(plan.slots)[chosen], unpack(plan.generations)[chosen]
+    ones = pack([1] * len(tokens))
+    columns = (pack(slots), pack(generations), ones, pack(tokens))
+    return ModelRunnerOutput(plan.epoch, plan.step_id, *columns, **more)  # type: ignore[arg-type]
+
+
+def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
+    """Slot -> ids that may be sampled."""
+    masks = np.frombuffer(grammar.bitmask, np.uint8).reshape(len(grammar.slots) // 4, -1)
+    allowed = np.unpackbits(masks, axis=1, bitorder="little", count=VOCAB)
+    return {
+        slot: np.flatnonzero(row).tolist()
+        for slot, row in zip(unpack(grammar.slots).tolist(), allowed, strict=True)
+    }
+
+
+# -- a request whose grammar is being compiled -------------------------------------------------------------------
+
+
+def test_it_is_submitted_with_its_ends_and_waits_beside_the_queue() -> None:
+    core = engine(1)
+    core.add(0, generate(structured=COUNTING, eos_token_ids=(9, 8)))
+    assert isinstance(core._compiler, Compilation)
+    assert list(core._compiler.waiting.values()) == [(COUNTING, (9, 8))]
+    assert not core.has_requests
+    assert list(core.dispatch()) == []
+    assert core.stats()["num_requests_waiting"] == 1
+    core.on_grammar(1, Counting())
+    assert core.has_requests
+    plan, grammar = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    assert plan.has_structured_output_requests
+    assert isinstance(grammar, GrammarOutput)
+    assert bits(grammar) == {0: [5]}
+
+
+def test_its_rank_is_that_of_its_arrival() -> None:
+    """A request that came later does not stay before it."""
+    core = engine()
+    core.add(0, generate([1], number=0, structured=COUNTING))
+    core.add(0, generate([2], number=1))
+    core.on_grammar(1, Counting())
+    assert [request.number for request in core.scheduler.waiting] == [0, 1]
+
+
+def test_what_cannot_be_compiled_is_invalid() -> None:
+    core = engine()
+    core.add(0, generate(structured=COUNTING))
+    core.on_grammar(1, "the schema is recursive")
+    (finish,) = finishes(core)
+    assert (finish.reason, finish.message) == (FinishReason.INVALID, "the schema is recursive")
+    assert not core.requests
+    assert core.scheduler.counters["invalid"] == 1
+
+
+def test_tokens_delivered_before_move_the_grammar_or_end_the_request() -> None:
+    core = engine(1)
+    core.add(0, generate([1, 2, 5, 6], number=0, prompt=2, structured=COUNTING))
+    core.add(0, generate([1, 2, 5, 9], number=1, prompt=2, structured=COUNTING))
+    replayed, wrong = Counting(), Counting()
+    core.on_grammar(1, replayed)
+    core.on_grammar(2, wrong)
+    (finish,) = finishes(core)
+    assert (finish.number, finish.reason) == (1, FinishReason.INVALID)
+    assert "delivered before do not match" in finish.message
+    assert replayed.next == 7
+    _, grammar = core.dispatch()
+    assert isinstance(grammar, GrammarOutput)
+    assert bits(grammar) == {0: [7]}
+
+
+def test_abort_while_it_is_compiled() -> None:
+    core = engine()
+    core.add(0, generate(structured=COUNTING))
+    core.add(1, generate(structured=COUNTING))
+    core.abort(0, [0])
+    core.drop_client(1)
+    assert not core.requests
+    core.on_grammar(1, Counting())
+    core.on_grammar(2, "too late")
+    assert not core.has_requests
+    assert finishes(core) == []
+
+
+def test_the_number_of_an_aborted_one_may_be_used_again_at_once() -> None:
+    core = engine()
+    core.add(0, generate(structured=COUNTING))
+    core.abort(0, [0])
+    core.add(0, generate(structured=COUNTING))
+    core.on_grammar(1, "the old one's")
+    assert finishes(core) == []
+    core.on_grammar(2, Counting())
+    assert core.has_requests
+
+
+def test_those_that_are_compiled_count_in_the_bounds_of_the_queue() -> None:
+    core = engine(max_num_queued_reqs=2)
+    for number in range(3):
+        core.add(0, generate(number=number, structured=COUNTING))
+    assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
+    core = engine(max_num_queued_tokens=10)
+    core.add(0, generate([1] * 8, number=0, structured=COUNTING))
+    core.add(0, generate([1] * 3, number=1))
+    assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
+
+
+def test_the_end_of_all_workers_is_theirs_too() -> None:
+    core = engine()
+    core.add(0, generate(structured=COUNTING))
+    core.fail_all("gone")
+    assert [(f.reason, f.message) for f in finishes(core)] == [(FinishReason.ERROR, "gone")]
+    core.on_grammar(1, Counting())
+    assert not core.has_requests
+
+
+def test_smaller_workers_do_not_wait_for_a_grammar_to_say_that_it_cannot_fit() -> None:
+    core = engine()
+    core.add(0, generate([1] * 20, structured=COUNTING))
+    core.end_epoch()
+    smaller = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16, num_blocks=4, block_size=4)
+    core.start_epoch(smaller, ChunkedPolicy(), 2)
+    assert [f.reason for f in finishes(core)] == [FinishReason.ERROR]
+    core.on_grammar(1, Counting())
+    assert list(core.dispatch()) == []
+
+
+# -- what the engine does not have -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (generate(structured=COUNTING), "without the model's tokenizer"),
+        (generate(pooling=Pooling.MEAN, max_tokens=1), "serves no embeddings"),
+        (generate(logit_bias=((VOCAB, 1.0),)), "between 0 and 49"),
+        (generate(bad_words=((1, VOCAB),)), "between 0 and 49"),
+        (generate(allowed_token_ids=pack([1, VOCAB])), "between 0 and 49"),
+        (generate(allowed_token_ids=pack([-1])), "between 0 and 49"),
+    ],
+)
+def test_a_request_that_needs_or_names_it_ends_alone(message: GenerateRequest, says: str) -> None:
+    core = engine(compiles=False, hidden_size=0)
+    core.add(0, generate(number=9))
+    core.add(0, message)
+    (finish,) = finishes(core)
+    assert (finish.number, finish.reason) == (0, FinishReason.INVALID)
+    assert says in finish.message
+    assert [key[1] for key in core.requests] == [9]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]]:
+    """A constrained request in slot 0 and another one in slot 1; as many steps in flight as may be."""
+    core, grammar = engine(depth), Counting()
+    core.add(0, generate(number=0, structured=COUNTING, max_tokens=9))
+    core.on_grammar(1, grammar)
+    core.add(0, generate(number=1, max_tokens=9))
+    return core, grammar, [m for m in core.dispatch() if isinstance(m, SchedulerOutput)]
+
+
+def test_the_second_step_waits_and_the_third_is_not_formed() -> None:
+    core, grammar, plans = running(depth=3)
+    assert [plan.has_structured_output_requests for plan in plans] == [True, True]
+    assert grammar.filled == 1
+    assert list(core.dispatch()) == []
+    core.on_result(result(plans[0], 5, 40))
+    mask, third = core.dispatch()
+    assert isinstance(mask, GrammarOutput)
+    assert (mask.step_id, bits(mask)) == (2, {0: [6]})
+    assert isinstance(third, SchedulerOutput)
+    assert third.step_id == 3
+
+
+def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
+    """The first chunk of a constrained prompt, beside a request that decodes."""
+    core = engine(1)
+    core.add(0, generate([1] * 2, number=1, max_tokens=9))
+    core.add(0, generate([1] * 20, number=0, structured=COUNTING))
+    core.on_grammar(2, Counting())
+    core.scheduler.policy = ChunkedPolicy(long_prefill_token_threshold=16)
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    assert list(plan.samples) == [1, 0]
+    assert not plan.has_structured_output_requests
+
+
+def test_a_token_outside_the_grammar_ends_only_its_request() -> None:
+    core, _, plans = running()
+    core.on_result(result(plans[0], 40, 41))
+    (message,) = outputs(core)
+    (finish,) = message.finished
+    assert (finish.number, finish.reason) == (0, FinishReason.ERROR)
+    assert "could not be kept within what was asked for" in finish.message
+    assert unpack(message.numbers, np.uint32).tolist() == [1]
+    mask, *_ = core.dispatch()
+    assert isinstance(mask, GrammarOutput)
+    assert bits(mask) == {0: list(range(VOCAB))}, "nobody reads what is sampled for it"
+    core.on_result(result(plans[1], 3, 42))
+    assert unpack(outputs(core)[0].numbers, np.uint32).tolist() == [1]
+
+
+# -- embeddings and log-probabilities ----------------------------------------------------------------------------
+
+
+def pooling_step() -> tuple[EngineCore, SchedulerOutput]:
+    core = engine(1)
+    core.add(0, generate(number=0, max_tokens=1, pooling=Pooling.LAST))
+    core.add(0, generate(number=1))
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    assert plan.new[0].pooling is Pooling.LAST
+    return core, plan
+
+
+def test_an_embedding_ends_its_request_and_no_token_comes_of_it() -> None:
+    core, plan = pooling_step()
+    vector = np.arange(HIDDEN, dtype=np.float32)
+    core.on_result(result(plan, 9, 10, embedding_slots=pack([0]), embeddings=vector.tobytes()))
+    (message,) = outputs(core)
+    assert [(e.number, e.values) for e in message.embeddings] == [(0, vector.tobytes())]
+    assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.STOP)]
+    assert (unpack(message.numbers, np.uint32).tolist(), unpack(message.token_ids).tolist()) == ([1], [10])
+
+
+def test_a_missing_embedding_ends_only_its_request() -> None:
+    core, plan = pooling_step()
+    core.on_result(result(plan, 9, 10))
+    (message,) = outputs(core)
+    assert [(f.number, f.reason) for f in message.finished] == [(0, FinishReason.ERROR)]
+    assert message.finished[0].message == "the workers returned no embedding"
+    assert unpack(message.numbers, np.uint32).tolist() == [1]
+
+
+@pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])
+def test_embeddings_that_are_none_fail_the_step(slots: list[int]) -> None:
+    core, plan = pooling_step()
+    wrong = result(plan, 9, 10, embedding_slots=pack(slots), embeddings=bytes(4 * HIDDEN))
+    with pytest.raises(UnknownResult, match="are no embeddings"):
+        core.on_result(wrong)
+
+
+def scored(slot: int, position: int = 3, value: float = -1.0, rank: int = 1) -> object:
+    one = np.ones(1, np.int32)
+    return LogprobRows(
+        one * slot, one * position, one, one * rank, one * 5, np.array([value], np.float32)
+    ).packed()
+
+
+def test_log_probabilities_carry_the_numbers_of_requests() -> None:
+    core = engine(1)
+    core.add(7, generate(number=3_000_000_000, logprobs=0))
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    core.on_result(result(plan, 5, logprobs=scored(0)))
+    ((client, message),) = core.take_outputs()
+    assert client == 7
+    assert message.logprobs is not None
+    assert unpack(message.logprobs.owners, np.uint32).tolist() == [3_000_000_000]
+    assert unpack(message.logprobs.positions).tolist() == [3]
+
+
+def test_each_client_gets_its_own() -> None:
+    core = engine(1)
+    for client in (3, 4):
+        core.add(client, generate(number=client, logprobs=0))
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    rows = LogprobRows.joined([LogprobRows.of(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
+    core.on_result(result(plan, 5, 5, logprobs=rows.packed()))
+    got = {client: message.logprobs for client, message in core.take_outputs()}
+    owners = {client: unpack(rows.owners, np.uint32).tolist() for client, rows in got.items() if rows}
+    assert owners == {3: [3, 3], 4: [4]}
+
+
+def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
+    core = engine(1)
+    core.add(0, generate(number=1, logprobs=0))
+    core.add(0, generate(number=2, logprobs=0))
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    core.abort(0, [1])
+    rows = LogprobRows.joined([LogprobRows.of(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
+    core.on_result(result(plan, 5, 5, logprobs=rows.packed()))
+    (message,) = outputs(core)
+    assert message.logprobs is not None
+    assert unpack(message.logprobs.owners, np.uint32).tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (scored(3), "of slots that are not its own"),
+        (scored(-1), "of slots that are not its own"),
+        (scored(0, value=float("nan")), "NaN"),
+        (scored(0, rank=0), "negative"),
+        (scored(0, position=-1), "negative"),
+    ],
+)
+def test_log_probabilities_that_are_none_fail_the_step(rows: object, says: str) -> None:
+    core = engine(1)
+    core.add(0, generate(logprobs=0))
+    (plan,) = core.dispatch()
+    assert isinstance(plan, SchedulerOutput)
+    with pytest.raises(UnknownResult, match=says):
+        core.on_result(result(plan, 5, logprobs=rows))
