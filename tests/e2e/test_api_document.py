@@ -16,7 +16,7 @@ from tests.e2e.server import Server
 SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
 PATIENCE = 30.0
 """Seconds that one answer may take."""
-EXAMPLES = 3000 if SOAK else 60
+EXAMPLES = 3000 if SOAK else 40
 """Of each kind for an operation with a body."""
 ALWAYS = [
     schemathesis.checks.not_a_server_error,
