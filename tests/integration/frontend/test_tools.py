@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from tokenizers import Tokenizer as HFTokenizer
 
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.checkpoint import DEMO_MODEL
 from tests.integration.frontend.scripted import (
     TOKENIZER,
     Frontend,
@@ -358,8 +360,6 @@ def test_auto_needs_a_format_and_a_flag_but_demands_need_neither(
 
 
 def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
-    from services.checkpoint import DEMO_MODEL
-
     for file in DEMO_MODEL.iterdir():
         if file.name != "tokenizer_config.json":
             (tmp_path / file.name).symlink_to(file)
@@ -376,3 +376,27 @@ def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
         frontend.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "none"})
         prompts = [prompt_of(scheduler.request(index)) for index in range(2)]
     assert prompts == [f"plain:{ASK[0]['content']}", "tools:get_weather"]
+
+
+def test_marks_that_are_special_tokens_are_seen_and_the_end_of_the_text_is_not_shown(tmp_path: Path) -> None:
+    """As in Mistral's tokenizers, which leave them out of the text otherwise."""
+    tokenizer = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "<think>", "</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").symlink_to(DEMO_MODEL / "tokenizer_config.json")
+    spelled = f"<think>Hm.</think>{SPELLED['mistral']}"
+    ids = tokenizer.encode(spelled, add_special_tokens=False).ids
+    end, eos = tokenizer.token_to_id("</think>"), TOKENIZER.eos_token_id
+    assert end in ids
+    settings = {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "mistral",
+        "reasoning_parser": "deepseek_r1",
+    }
+    with scripted(tokenizer=str(tmp_path), served_model_name=["demo"], **settings) as (frontend, scheduler):
+        scheduler.script(lambda request: one_by_one(request, [*ids, eos]))
+        for choice in (whole(frontend, tools=TOOLS), streamed(frontend, tools=TOOLS)[0]):
+            assert (calls_of(choice), choice.message.reasoning) == (CALLS, "Hm.")
+            assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        whole(frontend, tools=TOOLS, tool_choice=NAMED)
+        assert scheduler.request(2).structured.begins_after == (end,)
