@@ -39,7 +39,7 @@ class ToolChoice:
     def of(cls, body: ChatRequest, own_format: type[ToolParser] | None, auto_enabled: bool) -> "ToolChoice":
         """`own_format` is the model's. Raises: APIError"""
         wanted = body.tool_choice
-        tools = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
+        tools = _by_name(body)
         if not tools and wanted not in (None, "none"):
             raise invalid("tool_choice needs tools to choose from", "tool_choice")
         most = 1 if body.parallel_tool_calls is False else None
@@ -87,6 +87,16 @@ class ToolChoice:
         except schema.TooDeep as error:
             raise invalid(f"tools: parameters are nested too deeply: {error}", "tools") from None
         return cls(Mode.REQUIRED, frozenset(tools), most, grammar, RequiredParser)
+
+
+def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
+    """The tools' parameters. Raises: APIError"""
+    tools: dict[str, schema.JSON | None] = {}
+    for tool in body.tools or ():
+        if tool.function.name in tools:
+            raise invalid(f"two tools are named {tool.function.name!r}", "tools")
+        tools[tool.function.name] = tool.function.parameters
+    return tools
 
 
 def _grammar(wanted: schema.JSON) -> StructuredOutputParams:
