@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -147,10 +147,10 @@ def test_any_values_in_any_fields(pair: tuple[Frontend, ScriptedScheduler], path
     frontend, _ = pair
     counted = {200: 0, 400: 0, 404: 0}
 
-    @seed(11)
     @settings(
         max_examples=1500 if SOAK else 150,
         deadline=None,
+        derandomize=not SOAK,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
