@@ -1,25 +1,21 @@
 """Every sampling parameter on the simulator: what it answers is what the plain reference makes of the same tokens."""
 
 from collections import deque
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.rows import EmbeddingRows, LogprobRows
+from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.extras import HIDDEN_SIZE, hidden_states
-from services.worker.backends.sim.hashing import SEED, PrefixHash
-from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import OracleError
-from services.worker.sampling import TokenLogprobs, logprobs_of, sample
+from services.worker.sampling import TokenLogprobs
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
-    CONTEXT,
     GREEDY,
     VOCAB,
     Plans,
@@ -29,52 +25,11 @@ from tests.unit.worker.plans import (
     sim_runner,
     tokens,
 )
-
-HASH, LOGITS = PrefixHash(VOCAB, CONTEXT), Logits(VOCAB, ())
-Mask = Callable[[list[int]], np.ndarray]
+from tests.unit.worker.sim_reference import answer, assert_scored, chain, scores
 
 
 def greedy(**params: object) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **params)
-
-
-def chain(ids: list[int]) -> np.ndarray:
-    return HASH.chunk(SEED, np.array(ids, np.int32))
-
-
-def raw(ids: list[int]) -> np.ndarray:
-    """float32[vocab] after `ids`."""
-    return LOGITS.rows(chain(ids)[-1:])[0]
-
-
-def answer(ids: list[int], params: SamplingParams, count: int, mask: Mask | None = None) -> list[int]:
-    """What the reference sampler makes of a prompt, token by token."""
-    given, output = np.array(ids, np.int32), np.empty(0, np.int32)
-    for _ in range(count):
-        before = [*ids, *output.tolist()]
-        token = sample(raw(before), params, given, output, mask(output.tolist()) if mask else None)
-        output = np.append(output, np.int32(token))
-    return [int(token) for token in output]
-
-
-def scores(result: ModelRunnerOutput) -> dict[tuple[int, int], TokenLogprobs]:
-    """(slot, position) -> what is reported there."""
-    if result.logprobs is None:
-        return {}
-    rows, at, found = LogprobRows.of(result.logprobs), 0, {}
-    for slot, position, count, rank in zip(*(c.tolist() for c in rows[:4]), strict=True):
-        entry = TokenLogprobs(rank, rows.token_ids[at : at + count], rows.values[at : at + count])
-        assert (slot, position) not in found
-        found[slot, position] = entry
-        at += count
-    return found
-
-
-def assert_scored(entry: TokenLogprobs, before: list[int], token: int, count: int) -> None:
-    expected = logprobs_of(raw(before), token, count)
-    assert entry.rank == expected.rank
-    assert entry.token_ids.tolist() == expected.token_ids.tolist()
-    assert entry.values.tobytes() == expected.values.tobytes()
 
 
 def everything(text: list[int]) -> dict[str, SamplingParams]:
