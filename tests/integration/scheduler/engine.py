@@ -74,6 +74,19 @@ class EngineClient:
         )
         self._client.send(message)
 
+    def resubmit(
+        self,
+        number: int,
+        prompt: list[int],
+        delivered: list[int],
+        params: SamplingParams,
+        structured: StructuredOutputParams | None = None,
+    ) -> None:
+        """A request whose first tokens were delivered before."""
+        self.tokens[number], self.logprobs[number] = list(delivered), {}
+        tokens = pack([*prompt, *delivered])
+        self._client.send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
+
     def abort(self, *numbers: int) -> None:
         self._client.send(AbortRequest(list(numbers)))
 
