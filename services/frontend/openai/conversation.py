@@ -20,6 +20,17 @@ def conversation(body: ChatRequest) -> Conversation:
     )
 
 
+def num_chars(body: ChatRequest) -> int:
+    """Of what the messages say; no more than that is looked at."""
+    total = 0
+    for message in body.messages:
+        content = message.content or ""
+        total += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        total += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        total += len(message.reasoning or message.reasoning_content or "")
+    return total
+
+
 def _plain(message: Message, index: int) -> dict[str, Any]:
     plain = message.plain()
     if message.tool_calls:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from protocol.sampling import BadWords
 from services.frontend.errors import invalid
 from services.frontend.model import ServedModel
-from services.frontend.openai.conversation import conversation
+from services.frontend.openai.conversation import conversation, num_chars
 from services.frontend.openai.parameters import COMPLETION_MAX_TOKENS, bad_words, too_long
 from services.frontend.openai.prompt import Prompt
 from services.frontend.openai.schemas import ChatRequest, CompletionRequest, Request
@@ -55,9 +55,7 @@ class Prompts:
 
     async def rendered(self, body: ChatRequest) -> str:
         """Raises: APIError"""
-        given = conversation(body)
-        size = sum(len(message["content"]) for message in given.messages)
-        return await self._run(size, lambda: self._model.template.render(given))
+        return await self._run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
     async def bad_words(self, words: list[str]) -> BadWords:
         """Raises: APIError"""
