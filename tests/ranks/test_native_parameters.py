@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
+from services.worker.sampling import shaped
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, Driver, Request, i32
 from tests.ranks.group import GroupDriver
-from tests.unit.native.reference import changed
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
@@ -72,7 +72,9 @@ def test_rules_on_a_group_equal_the_reference_on_its_own_logits(
     plain = 0
     for step, logits in enumerate(group.logits):
         for row, request, params in zip(logits, requests, greedy, strict=True):
-            left = changed(row.numpy(), params, request.prompt, request.output[:step])
+            tokens = np.array(request.tokens, np.int32)
+            prompt, output = np.split(tokens[: len(request.prompt) + step], [len(request.prompt)])
+            left = shaped(row.numpy(), params, prompt, output)
             assert request.output[step] == int(left.argmax())
             plain += request.output[step] == int(row.argmax())
             if params.logprobs:

@@ -1,4 +1,4 @@
-"""Every rule on logits against a plain reference in float32, bit for bit, whatever else is in the batch (S3-9)."""
+"""Every rule on logits against the reference sampler in float32, bit for bit, whatever else is in the batch (S3-9)."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
-from tests.unit.native.reference import changed
+from services.worker.sampling import shaped
 
 VOCAB, SLOTS, LIMIT = 131, 24, 64
 LAST = VOCAB - 1
@@ -21,6 +21,25 @@ def i32(*values: int) -> bytes:
 
 def params(**values: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **values})
+
+
+def bitmask(*rows: set[int]) -> bytes:
+    bits = np.zeros((len(rows), -(-VOCAB // 32) * 32), np.uint8)
+    for row, allowed in enumerate(rows):
+        bits[row, list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def expected_row(
+    logits: torch.Tensor,
+    wanted: SamplingParams,
+    prompt: list[int],
+    output: list[int],
+    allowed: set[int] | None = None,
+) -> np.ndarray:
+    """`allowed`: by a grammar."""
+    mask = None if allowed is None else np.frombuffer(bitmask(allowed), np.int32)
+    return shaped(logits.numpy(), wanted, np.array(prompt, np.int32), np.array(output, np.int32), mask)
 
 
 class Batch:
@@ -100,7 +119,7 @@ def test_a_rule_equals_the_reference_at_every_token(name: str) -> None:
         row = torch.tensor(rng.normal(0, 1.5, (1, VOCAB)), dtype=torch.float32)
         row[0, :9] += 2  # so that tokens come again
         rest = torch.tensor(rng.normal(0, 1.5, (len(others), VOCAB)), dtype=torch.float32)
-        expected = changed(row[0].numpy(), wanted, alone.prompts[3], alone.outputs[3])
+        expected = expected_row(row[0], wanted, alone.prompts[3], alone.outputs[3])
         left, result = alone.sample([3], row)
         among, results = crowd.sample([*others, 3], torch.cat([rest, row]))
         assert left[0].numpy().tobytes() == among[-1].numpy().tobytes() == expected.tobytes()
@@ -138,7 +157,7 @@ def test_penalised_requests_join_and_leave_a_running_batch() -> None:
             slot, first, _, wanted = story[name]
             if step == first:
                 batch.add(slot, [0, LAST], wanted)
-            row = changed(noise[name][step], wanted, [0, LAST], expected[name])
+            row = expected_row(torch.from_numpy(noise[name][step]), wanted, [0, LAST], expected[name])
             expected[name].append(int(row.argmax()))
         slots = [story[name][0] for name in here]
         batch.sample(slots, torch.from_numpy(np.stack([noise[name][step] for name in here])))
@@ -198,13 +217,6 @@ def test_a_position_without_a_token_is_an_error_and_no_index() -> None:
         batch.sampler.sample(torch.zeros(1, VOCAB), np.array([6], np.int32), np.array([4], np.int32))
 
 
-def bitmask(*rows: set[int]) -> bytes:
-    bits = np.zeros((len(rows), -(-VOCAB // 32) * 32), np.uint8)
-    for row, allowed in enumerate(rows):
-        bits[row, list(allowed)] = 1
-    return np.packbits(bits, bitorder="little").tobytes()
-
-
 def test_grammar_comes_after_all_other_rules_and_wins_over_them() -> None:
     batch = Batch()
     forbidden = {40, 64, LAST}
@@ -224,7 +236,7 @@ def test_grammar_comes_after_all_other_rules_and_wins_over_them() -> None:
     grammar = GrammarOutput(1, 1, i32(*grammars), bitmask(*grammars.values()))
     left, result = batch.sample(list(wanted), logits, grammar)
     for row, (slot, case) in enumerate(wanted.items()):
-        expected = changed(logits[row].numpy(), case, [1], [], grammars.get(slot))
+        expected = expected_row(logits[row], case, [1], [], grammars.get(slot))
         assert left[row].numpy().tobytes() == expected.tobytes(), slot
         assert result.ids[row] == int(expected.argmax())
     assert result.ids.tolist()[:2] == [40, 40]

@@ -173,3 +173,13 @@ def test_grammar_leaves_only_the_tokens_whose_bit_is_set() -> None:
     ids = sample(logits, table(9, temperature=0.0), rows, rows, grammar)
     assert ids.tolist() == [2, vocab - 1, 37]
     assert torch.isfinite(logits).sum(-1).tolist() == [2, vocab, 1]
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "top_k": 2, "top_p": 0.9}], ids=str
+)
+def test_where_nothing_is_left_it_is_the_first_token(filters: dict[str, float]) -> None:
+    logits = torch.full((2, 70), -torch.inf)
+    slots = table(2, seed=7, **filters)
+    slots.temperature[1] = 0.0
+    assert sample(logits, slots, np.array([0, 1], np.int32), np.array([3, 3], np.int32)).tolist() == [0, 0]
