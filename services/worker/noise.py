@@ -55,10 +55,15 @@ def keys(seeds: NDArray[np.uint64], positions: NDArray[Any], purpose: Purpose) -
 
 def bits(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
     """uint32[rows, tokens]: one word for each pair."""
-    x = tokens.astype(np.uint32)[None, :] * np.uint32(PRIME) + key0[:, None]
+    return _words(key0[:, None], key1[:, None], tokens[None, :])
+
+
+def _words(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
+    """One word for each element; the shapes are those of each other, or become so."""
+    x = tokens.astype(np.uint32) * np.uint32(PRIME) + key0
     x ^= x >> np.uint32(16)
     x *= np.uint32(MIX_A)
-    x ^= key1[:, None]
+    x ^= key1
     x ^= x >> np.uint32(15)
     x *= np.uint32(MIX_B)
     x ^= x >> np.uint32(16)
@@ -77,7 +82,19 @@ def gumbel(
     purpose: Purpose = Purpose.SAMPLE,
 ) -> NDArray[np.float32]:
     """float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
-    noise = uniform(bits(*keys(seeds, positions, purpose), tokens))
+    return _gumbel(bits(*keys(seeds, positions, purpose), tokens))
+
+
+def gumbel_pairs(
+    seeds: NDArray[np.uint64], positions: NDArray[Any], rows: NDArray[np.int64], tokens: NDArray[Any]
+) -> NDArray[np.float32]:
+    """float32[pairs], that of `gumbel` at (rows[i], tokens[i]) alone."""
+    key0, key1 = keys(seeds, positions, Purpose.SAMPLE)
+    return _gumbel(_words(key0[rows], key1[rows], tokens))
+
+
+def _gumbel(words: U32) -> NDArray[np.float32]:
+    noise = uniform(words)
     np.log(noise, out=noise)
     np.negative(noise, out=noise)
     np.log(noise, out=noise)

@@ -13,7 +13,7 @@ import numpy as np
 
 from protocol.codec import Decoder, pack
 from protocol.requests import EngineMessage, EnginePhase, EngineState, GenerateRequest, RequestOutputs
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 
 PATIENCE = 60.0
@@ -91,10 +91,16 @@ class EngineClient:
         while self.state is None or self.state.phase is not EnginePhase.READY:
             self.receive()
 
-    def generate(self, prompt: np.ndarray | Sequence[int], number: int, max_tokens: int) -> None:
+    def generate(
+        self,
+        prompt: np.ndarray | Sequence[int],
+        number: int,
+        max_tokens: int,
+        structured: StructuredOutputParams | None = None,
+    ) -> None:
         """Asks for `max_tokens` greedy tokens after `prompt`, token ids."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params))
+        self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params, structured=structured))
 
     def receive(self, timeout: float | None = None) -> RequestOutputs | None:
         """The outputs that came, if any. Raises: TimeoutError, when the engine is silent and no `timeout` was given."""

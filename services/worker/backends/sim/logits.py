@@ -7,7 +7,7 @@ weights of the other tokens fall off as one over their rank): greedy decoding is
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.noise import gumbel
+from services.worker.noise import gumbel, gumbel_pairs
 
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
@@ -58,3 +58,18 @@ class Logits:
         if row[top] > -np.inf:
             row[top] = self._ceiling + np.float32(0.5)
         return row
+
+    def greatest(self, hashes: U64, allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """int32[rows]: the argmax of each row among its own `allowed` tokens, bool[rows, vocab], none of which is the
+        row's top token; 0 where nothing is allowed. Rows of few tokens together cost what one of them does."""
+        rows, tokens = np.nonzero(allowed)
+        found = np.zeros(len(hashes), np.int32)
+        if len(rows):
+            noise = gumbel_pairs(scramble(hashes), np.full(len(hashes), ROW, np.uint32), rows, tokens)
+            np.minimum(noise, self._ceiling, out=noise)
+            starts = np.flatnonzero(np.diff(rows, prepend=-1))
+            best = np.repeat(np.maximum.reduceat(noise, starts), np.diff(starts, append=len(rows)))
+            winners = np.flatnonzero(noise == best)
+            first = winners[np.flatnonzero(np.diff(rows[winners], prepend=-1))]  # of equal ones the lowest id
+            found[rows[first]] = tokens[first]
+        return found

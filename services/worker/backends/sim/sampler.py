@@ -88,7 +88,15 @@ class Sampler:
         """Full logits rows only where the top token alone does not decide."""
         ids, inputs = self.logits.top(hashes), self.inputs
         draws = inputs.temperature[rows] >= GREEDY_BELOW
-        special = {*np.flatnonzero(draws).tolist(), *wishes, *masks}
+        greedy = [
+            i
+            for i, mask in masks.items()
+            if not draws[i] and i not in wishes and not _stays(int(ids[i]), None, mask)
+        ]
+        if greedy:
+            allowed = np.stack([allowed_by(masks[i], self.logits.vocab_size) for i in greedy])
+            ids[greedy] = self.logits.greatest(hashes[greedy], allowed)
+        special = {*np.flatnonzero(draws).tolist(), *wishes, *masks} - set(greedy)
         for i in sorted(special):
             wish, mask = wishes.get(i), masks.get(i)
             if not draws[i] and _stays(int(ids[i]), wish, mask):
