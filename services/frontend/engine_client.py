@@ -73,9 +73,7 @@ class Inbox:
     def put(self, choice: int, event: Event) -> None:
         self._events.append((choice, event))
         if self._loop is not None:
-            if not self._is_told:
-                self._is_told = True
-                self._loop.call_soon(self._tell)
+            self._tell_soon(self._loop)
         elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -98,7 +96,8 @@ class Inbox:
             return taken
         taken = self._events[:MAX_TAKEN]
         del self._events[:MAX_TAKEN]
-        self.tell()
+        if self._loop is not None:
+            self._tell_soon(self._loop)  # of the rest
         return taken
 
     def read_by(self, reader: Callable[[], None] | None) -> None:
@@ -108,13 +107,13 @@ class Inbox:
         """
         self._reader = reader
         self._loop = asyncio.get_running_loop() if reader is not None else None
-        self.tell()
+        if self._loop is not None and self._events:
+            self._tell_soon(self._loop)
 
-    def tell(self) -> None:
-        """Calls the reader soon if there is something, for it did not take what it was told of."""
-        if self._events and self._loop is not None and not self._is_told:
+    def _tell_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_told:
             self._is_told = True
-            self._loop.call_soon(self._tell)
+            loop.call_soon(self._tell)
 
     def _tell(self) -> None:
         self._is_told = False
