@@ -9,6 +9,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from services.checkpoint import DEMO_MODEL
+from services.frontend.tokenizer import Tokenizer
 from tests.e2e.server import serving
 
 TRIP = {
@@ -37,6 +39,7 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
+TOKENIZER = Tokenizer(DEMO_MODEL)
 SCHEMAS: dict[str, Any] = {"plan_trip": TRIP, "now": {"type": "object", "maxProperties": 0}}
 ASK: list[Any] = [{"role": "user", "content": "A week in Rome, please."}]
 NAMED = {"type": "function", "function": {"name": "plan_trip"}}
@@ -140,6 +143,18 @@ def test_grammar_begins_when_the_reasoning_has_ended(thinker: OpenAI) -> None:
     more = {"continue_final_message": True, "add_generation_prompt": False}
     closed = thinker.chat.completions.create(**body, extra_body=more).choices[0]
     assert_calls_are_valid(closed)
+
+
+def test_grammar_begins_when_the_model_itself_ends_its_thoughts(thinker: OpenAI) -> None:
+    """Made to say the tokens of the closing tag one after the other: each is likelier than the next, but only once."""
+    model = thinker.models.list().data[0].id
+    tag = TOKENIZER.encode_rendered("</think>")
+    assert len(set(tag)) == len(tag)
+    bias = {str(token): 100 - 15 * place for place, token in enumerate(tag)}
+    body = asked(NAMED, 0, model=model, logit_bias=bias)
+    choice = thinker.chat.completions.create(**body, extra_body={"repetition_penalty": 10.0}).choices[0]
+    assert_calls_are_valid(choice)
+    assert choice.message.reasoning is None
 
 
 def test_auto_without_a_call_is_plain_content(thinker: OpenAI) -> None:

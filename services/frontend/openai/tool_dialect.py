@@ -10,6 +10,8 @@ from services.frontend.reasoning.think import Begins, ThinkParser
 from services.frontend.tools.events import Arguments, CallStart, Content, Event, Reasoning
 from services.frontend.tools.parser import ToolParser
 
+_NOTHING = Piece()
+
 
 class AnswerParser:
     """Of one choice: first the reasoning is cut off, what is left may hold calls."""
@@ -26,11 +28,12 @@ class AnswerParser:
         return self._calls.num_calls if self._calls is not None else 0
 
     def push(self, text: str, is_last: bool) -> list[Event]:
-        events: list[Event] = [Content(text)] if text else []
-        if self._thinking is not None:
-            events = self._thinking.push(text)
-            events += self._thinking.finish() if is_last else []
         calls = self._calls
+        if self._thinking is None:
+            if calls is None:
+                return [Content(text)] if text else []
+            return calls.push(text) + (calls.finish() if is_last else [])
+        events = self._thinking.push(text) + (self._thinking.finish() if is_last else [])
         if calls is None:
             return events
         found: list[Event] = []
@@ -80,8 +83,11 @@ class ToolDialect(ChatDialect):
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self._begins, self._tools, eager=True)
-        delta = self._said(parser.push(piece.text, is_last=piece.finish is not None))
-        bare = self._ended(piece, parser, "")
+        events = parser.push(piece.text, is_last=piece.finish is not None)
+        if piece.is_plain and not events:
+            return []
+        delta = self._said(events)
+        bare = _NOTHING if piece.is_plain else self._ended(piece, parser, "")
         if not delta and bare.is_plain:
             return []
         return [{**chunk, "delta": delta} for chunk in super().deltas(index, bare)]

@@ -286,8 +286,7 @@ def test_reasoning_may_be_left_out(pair: tuple[Frontend, ScriptedScheduler]) -> 
     assert not any("secret" in chunk.to_json() for chunk in streamed(frontend, **hidden)[1])
 
 
-def test_log_probabilities_survive_what_the_text_becomes(pair: tuple[Frontend, ScriptedScheduler]) -> None:
-    """No double makes them here: the choice has the field, and the stream ends as ever."""
+def test_token_ids_survive_what_the_text_becomes(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     scheduler.script(saying(ARGUMENTS))
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "return_token_ids": True}
