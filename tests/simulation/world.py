@@ -110,7 +110,9 @@ class _Watched(Scheduler):
     world: "World"
 
     def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
+        before = self.counters["preemptions"]
         planned = super().schedule()
+        self.world.admitting = self.counters["preemptions"] == before
         self.world._on_scheduled(planned)
         return planned
 
@@ -170,6 +172,8 @@ class World:
         self.checker = Checker(scheduler, depth)
         self.lost = False
         """Whether the epoch has ended and no other has begun."""
+        self.admitting = True
+        """Whether the last call preempted nobody; otherwise it lets nobody in (spec 0.5 B)."""
         self.even = True
         """Whether all stages took as long for every step so far."""
         self.coverage: Counter[str] = Counter()
@@ -536,7 +540,7 @@ class World:
                     start > 0 and slot in entering and plan.epoch > 1
                 )
             self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
-        elif self.conserves_work:
+        elif self.conserves_work and self.admitting:
             self.checker.on_idle(self.policy.shown)
         self.checker.check()
 
