@@ -116,7 +116,8 @@ def test_template_that_hangs_over_tools_only_fails_its_trial() -> None:
 @pytest.mark.parametrize(
     "name",
     ["messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-     "tokenize", "bos_token", "raise_exception", "strftime_now", "range", "cycler", "namespace", "a b", "a.b", "__class__", "", "x" * 65],
+     "tokenize", "bos_token", "raise_exception", "strftime_now",
+     "range", "cycler", "namespace", "a b", "a.b", "__class__", "", "x" * 65],
 )  # fmt: skip
 def test_request_cannot_set_what_is_ours(name: str) -> None:
     text = "{{ " + (name if name.isidentifier() else "x") + " }}"
