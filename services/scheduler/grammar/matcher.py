@@ -43,7 +43,7 @@ class Matcher:
         self._whitespace = whitespace
         self._num_blank = 0
         """Tokens of nothing but whitespace at the end of the output."""
-        self._ended = self._failed = False
+        self._ended = self._failed = self._suspect = False
 
     def accept(self, token_id: int) -> bool:
         if self._failed or self._ended:
@@ -61,9 +61,7 @@ class Matcher:
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         if not (self._failed or self._ended or self._waits):
-            started = time.thread_time()
-            fill_next_token_bitmask(self._matcher, mask[None])
-            self._failed = self._matcher.is_error() or time.thread_time() - started > MAX_FILL_SECONDS
+            self._failed = self._takes_too_long(mask) or self._matcher.is_error()
             if self._renamed:
                 self._rename(mask)
             if self._whitespace is not None and self._num_blank >= MAX_WHITESPACE:
@@ -71,6 +69,16 @@ class Matcher:
             self._failed |= not mask.any()
         if self._failed or self._ended or self._waits:
             mask[:] = -1
+
+    def _takes_too_long(self, mask: NDArray[np.int32]) -> bool:
+        """Asks the library, and whether it took more processor time than it may. To read that clock may itself cost
+        more than a mask does: only once a mask was slow by the wall's is it read."""
+        clock = time.thread_time if self._suspect else time.perf_counter
+        started = clock()
+        fill_next_token_bitmask(self._matcher, mask[None])
+        slow, was_suspect = clock() - started > MAX_FILL_SECONDS, self._suspect
+        self._suspect = slow or was_suspect
+        return slow and was_suspect
 
     def _rename(self, mask: NDArray[np.int32]) -> None:
         """The request's ends for those that the library knows."""

@@ -61,9 +61,12 @@ def test_a_failed_fill_sets_every_bit_and_the_next_token_is_not_accepted() -> No
     assert not grammar.accept(EOS)
 
 
-def test_a_fill_that_takes_too_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_take_too_long_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first only raises suspicion: it may have waited for a processor."""
     monkeypatch.setattr(matcher_module, "MAX_FILL_SECONDS", -1.0)
     grammar = of_regex("a+")
+    assert len(allowed(grammar)) < EVERYTHING
+    assert grammar.accept(tokens_of("a")[0])
     assert len(allowed(grammar)) == EVERYTHING
     assert not grammar.accept(tokens_of("a")[0])
 
