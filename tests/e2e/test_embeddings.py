@@ -1,4 +1,4 @@
-"""/v1/embeddings of a running server, with the official client: transformers' vectors, beside texts that are generated."""
+"""/v1/embeddings of a running server with the official client: transformers' vectors, also beside generation."""
 
 import asyncio
 import base64

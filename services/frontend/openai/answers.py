@@ -31,6 +31,17 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
+class PromptToken(BaseModel):
+    logprob: float
+    rank: Annotated[int, Field(ge=1)]
+    """1 is the most likely."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+"""Of each token of the prompt, by token id; null for the first."""
+
+
 class _Choice(BaseModel):
     index: Natural
     finish_reason: Literal["stop", "length", "tool_calls"] | None
@@ -51,6 +62,7 @@ class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[Natural] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Answer(BaseModel):
@@ -102,7 +114,9 @@ class ChatMessage(BaseModel):
     role: str
     content: str | None
     refusal: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The same under its older name."""
     tool_calls: list[CalledTool] | None = None
 
 
@@ -115,6 +129,8 @@ class ChatAnswer(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[Natural] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(_Choice):

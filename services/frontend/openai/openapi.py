@@ -143,7 +143,7 @@ def _responses(route: Route) -> JSON:
             "The answer; with `stream` it comes as server-sent events whose data are chunks, or one error as the "
             "last, or [DONE]"
         )
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-data": _event(route.chunk)}
+        content["text/event-stream"] = {"schema": _event(route.chunk)}
     errors = _UNGUARDED if route.is_probe else _ERRORS if route.bodies else (401, *_UNGUARDED)
     failed = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
     responses |= {str(status): _response(_ERRORS[status], failed) for status in errors}
@@ -155,7 +155,14 @@ def _responses(route: Route) -> JSON:
 
 
 def _event(chunk: type[BaseModel]) -> JSON:
-    return {"anyOf": [_ref(chunk), _ref(answers.ErrorAnswer), {"const": "[DONE]"}]}
+    """Of each event of a stream."""
+    told = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(answers.ErrorAnswer)]},
+    }
+    data = {"anyOf": [{"const": "[DONE]"}, told]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _response(description: str, content: Mapping[str, Any]) -> JSON:
