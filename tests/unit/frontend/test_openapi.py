@@ -99,4 +99,3 @@ def test_bodies_are_closed_and_streams_and_errors_are_described(doc: dict[str, A
     for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest"):
         assert schemas[name]["additionalProperties"] is False
     assert schemas["CompletionRequest"]["properties"]["best_of"]["enum"] == [None, 1]
-    assert "best_of" not in schemas["ErrorAnswer"]["properties"]
