@@ -6,6 +6,7 @@ import pytest
 from protocol.sampling import SamplingParams
 from services.scheduler.request import Request
 from services.scheduler.slots import DROP, FREE, LIVE, SlotTable
+from tests.simulation.grammar import Automaton
 
 
 def request(number: int, tokens: list[int], prompt: int | None = None, **params: object) -> Request:
@@ -83,3 +84,12 @@ def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left()
     assert slots.stop_ids[0].tolist() == [7, 8]
     slots.assign(request(3, [1], eos_token_ids=(2,)), 32)
     assert slots.stop_ids.tolist()[2] == [2, -1]
+
+
+def test_under_a_grammar_a_stop_token_counts_at_once_whatever_min_tokens_says() -> None:
+    """It is only sampled before `min_tokens` where nothing else may follow, so the text is complete."""
+    slots = SlotTable(2, 32)
+    free, constrained = (request(number, [1, 2], min_tokens=6, eos_token_ids=(2,)) for number in (1, 2))
+    constrained.grammar = Automaton(1, -1, 64, (2,))
+    assert slots.stops_from[slots.assign(free, 32)] == 8
+    assert slots.stops_from[slots.assign(constrained, 32)] == 2
