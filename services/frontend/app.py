@@ -1,5 +1,6 @@
 """The routes."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable
@@ -272,7 +273,7 @@ class _Answers:
         if isinstance(body, ChatRequest) and body.return_token_ids:
             answer["prompt_token_ids"] = prompts[0].token_ids
         if body.prompt_logprobs is not None:
-            each = zip(generation.prompt_logprobs(), choices, strict=True)
-            for known, of_completion in each:
+            written = await asyncio.to_thread(generation.prompt_logprobs)  # a long prompt's are many
+            for known, of_completion in zip(written, choices, strict=True):
                 (answer if isinstance(body, ChatRequest) else of_completion)["prompt_logprobs"] = known
         return Response(msgspec.json.encode(answer), media_type="application/json")
