@@ -5,7 +5,6 @@ from collections import deque
 
 import numpy as np
 from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from services.scheduler.grammar.limits import MAX_FILL_SECONDS, MAX_WHITESPACE
@@ -60,13 +59,16 @@ class Matcher:
         return not self._failed
 
     def fill(self, mask: NDArray[np.int32]) -> None:
+        """Raises: ValueError, if the mask is not contiguous or of another size than the model's."""
+        if not mask.flags.c_contiguous:
+            raise ValueError("a mask must be contiguous")
         if not (self._failed or self._ended or self._waits):
             self._failed = self._takes_too_long(mask) or self._matcher.is_error()
             if self._renamed:
                 self._rename(mask)
+                self._failed |= not mask.any()
             if self._whitespace is not None and self._num_blank >= MAX_WHITESPACE:
                 self._whitespace.forbid(mask)
-            self._failed |= not mask.any()
         if self._failed or self._ended or self._waits:
             mask[:] = -1
 
@@ -75,7 +77,7 @@ class Matcher:
         more than a mask does: only once a mask was slow by the wall's is it read."""
         clock = time.thread_time if self._suspect else time.perf_counter
         started = clock()
-        fill_next_token_bitmask(self._matcher, mask[None])
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # checks the size
         slow, was_suspect = clock() - started > MAX_FILL_SECONDS, self._suspect
         self._suspect = slow or was_suspect
         return slow and was_suspect

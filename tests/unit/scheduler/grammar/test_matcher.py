@@ -131,3 +131,16 @@ def test_logits_wider_than_the_vocabulary(extra: int) -> None:
 
 def test_the_vocabulary_of_the_demo_model() -> None:
     assert (Vocabulary.load("").num_tokens, VOCABULARY.eos_token_ids) == (4096, (2,))
+
+
+@pytest.mark.parametrize("mask", [np.zeros(2 * WORDS, np.int32)[::2], np.zeros(WORDS - 1, np.int32)])
+def test_a_mask_of_another_shape_is_refused(mask: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"mask|buffer|size"):
+        of_regex("a").fill(mask)
+
+
+def test_a_grammar_that_nothing_matches_fails_at_its_first_mask() -> None:
+    library = LLMatcher(LIBRARY, LLMatcher.grammar_from_lark("start: a\na: b\nb: a"), log_level=0)
+    grammar = Matcher(library, (EOS,))
+    assert len(allowed(grammar)) == EVERYTHING
+    assert not grammar.accept(tokens_of("a")[0])
