@@ -4,13 +4,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from protocol.codec import pack, unpack
+from protocol.logprobs import Logprobs
 from protocol.sampling import SamplingParams
-from protocol.steps import SchedulerOutput
-from tests.unit.worker.plans import BLOCK, CONTEXT, GREEDY, Plans, Request, prompt, run, sampled, sim_runner
+from protocol.steps import GrammarOutput, SchedulerOutput
+from tests.unit.worker.plans import (
+    BLOCK,
+    CONTEXT,
+    GREEDY,
+    VOCAB,
+    Plans,
+    Request,
+    prompt,
+    sampled,
+    sim_runner,
+    tokens,
+)
 
 PARAMS = (
     GREEDY,
-    sampled(7),
+    sampled(7, logprobs=1),
     sampled(8, top_k=5, top_p=0.9),
     sampled(9, min_p=0.01),
     sampled(10, frequency_penalty=-2.0, repetition_penalty=0.3, logprobs=2, prompt_logprobs=0),
@@ -22,12 +35,19 @@ MOST_TOKENS = 60
 @dataclass
 class Story:
     plans: list[SchedulerOutput] = field(default_factory=list)
+    grammars: list[GrammarOutput | None] = field(default_factory=list)
+    """Of each step, for one of its rows."""
+    logprobs: list[Logprobs | None] = field(default_factory=list)
     tokens: list[dict[int, int]] = field(default_factory=list)
     """Slot -> token, per step."""
     resumed: int = 0
     shared: int = 0
     reused_at_once: int = 0
     """Slots given away by the plan that follows a step which sampled for them."""
+
+    @property
+    def steps(self) -> list[tuple[SchedulerOutput, GrammarOutput | None]]:
+        return list(zip(self.plans, self.grammars, strict=True))
 
     @property
     def without_sampling(self) -> int:
@@ -65,16 +85,32 @@ def story(seed: int, steps: int = 50) -> Story:
             continue
         chosen = [alive[i] for i in rng.permutation(len(alive))[: rng.choice([1, 1, 2, len(alive)])]]
         rows = [(r, r.left if rng.random() < 0.3 else int(rng.integers(1, r.left + 1))) for r in chosen]
-        plan = plans.step(*rows)
-        got = run(runner, plan)
+        constrained = [
+            request.slot for request, count in rows if count == request.left and rng.random() < 0.2
+        ]
+        plan = plans.step(*rows, grammar=bool(constrained))
+        grammar = _grammar(rng, plan, constrained) if constrained else None
+        runner.execute_model(plan)
+        result = runner.sample_tokens(grammar).get()
+        assert result is not None
+        got = tokens(result)
         for request in chosen:
             if request.slot in got:
                 request.outputs.append(got[request.slot])
         told.plans.append(plan)
+        told.grammars.append(grammar)
+        told.logprobs.append(result.logprobs)
         told.tokens.append(got)
     runner.shutdown()
     assert all(r.known <= CONTEXT for r in alive)
     return told
+
+
+def _grammar(rng: np.random.Generator, plan: SchedulerOutput, slots: list[int]) -> GrammarOutput:
+    masks = rng.integers(0, 2**31, (len(slots), -(-VOCAB // 32)), np.int32)
+    order = unpack(plan.slots).tolist()
+    assert slots == sorted(slots, key=order.index)
+    return GrammarOutput(plan.epoch, plan.step_id, pack(slots), masks.tobytes())
 
 
 def _params(rng: np.random.Generator) -> SamplingParams:

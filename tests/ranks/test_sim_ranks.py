@@ -27,10 +27,13 @@ def test_many_ranks_answer_as_one(make_group: MakeGroup, seed: int, tp: int, pp:
     assert told.shared
     assert told.resumed
     assert told.reused_at_once
+    assert any(told.logprobs)
     group = make_group(tp, pp)
-    for plan in told.plans:
-        group.launch(plan)
-    assert [tokens(result) for result in group.results()] == told.tokens
+    for step in told.steps:
+        group.launch(*step)
+    results = group.results()
+    assert [tokens(result) for result in results] == told.tokens
+    assert [result.logprobs for result in results] == told.logprobs
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
@@ -85,11 +88,11 @@ def test_what_nobody_needs_is_taken_in_the_end(make_group: MakeGroup) -> None:
 def test_a_new_epoch_after_an_abort(make_group: MakeGroup, tp: int, pp: int) -> None:
     """One rank gets a plan less than the others, who wait for it until they are told that the epoch is over."""
     group, told = make_group(tp, pp), story(1, 20)
-    for plan in told.plans[:5]:
-        group.launch(plan)
+    for step in told.steps[:5]:
+        group.launch(*step)
     assert [tokens(result) for result in group.results()] == told.tokens[:5]
     for rank in group.ranks[1:]:
-        group.launch_on(rank, told.plans[5])
+        group.launch_on(rank, *told.steps[5])
     group.abort()
     errors = group.errors()
     assert not errors[0]
@@ -97,8 +100,8 @@ def test_a_new_epoch_after_an_abort(make_group: MakeGroup, tp: int, pp: int) -> 
     for rank in group.ranks:
         rank.call("leave")
     group.join(epoch=2)
-    for plan in told.plans:
-        group.launch(plan)
+    for step in told.steps:
+        group.launch(*step)
     assert [tokens(result) for result in group.results()] == told.tokens
 
 

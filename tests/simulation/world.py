@@ -261,7 +261,7 @@ class World:
             + ("of nobody any more" if not known else "refused" if isinstance(grammar, str) else "ready")
         ] += 1
         self.coverage["grammars: ready between epochs"] += self.lost
-        self.log("grammar", ticket, grammar)
+        self.log("grammar", ticket, grammar if isinstance(grammar, str) else "ready")
         self.engine.on_grammar(ticket, grammar)
         self._transition()
         self.publish()  # as the service does, before it hears of clients again
