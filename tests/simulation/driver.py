@@ -40,7 +40,7 @@ class _Player:
                 return
             self._clients()
             gated = any(request.stale_rows for request in world.scheduler.waiting)
-            if rng.random() < self.load.epochs * (4 if gated else 1):
+            if rng.random() < self.load.epochs * (8 if gated else 1):
                 self._change_workers()
             if world.orphans and rng.random() < 0.3:
                 world.late_result()
