@@ -289,9 +289,9 @@ class EngineCore:
                 raise UnknownResult(f"step {step.step_id}: {error}") from error
             tokens = self._tokens_of(step, rows)
             if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
-                raise UnknownResult(
-                    f"step {step.step_id} has log-probabilities of slots that are not its own"
-                )
+                raise UnknownResult(f"step {step.step_id} has log-probabilities of slots not its own")
+            if any(len(values) != 4 * self._hidden_size for values in embeddings.values()):
+                raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
             if len(progress.slots):
                 self.scheduler.report_progress(step, *progress)
             self.scheduler.update_from_output(step, tokens, logprobs, embeddings)

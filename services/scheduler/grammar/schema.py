@@ -6,6 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from services.scheduler.grammar.endless import is_endless
 from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_SCHEMA_NODES
 from services.scheduler.grammar.regex import check_regex
@@ -59,6 +60,8 @@ def checked(schema: Any) -> dict[str, Any]:
             if num_alternatives > MAX_ALTERNATIVES:
                 raise GrammarError(f"the JSON schema enumerates more than {MAX_ALTERNATIVES} values")
         _check_keyword(key, value)
+    if is_endless(schema):
+        raise GrammarError("the JSON schema must hold itself for ever; let some property or item be left out")
     rest = {name: value for name, value in schema.items() if name != "x-guidance"}
     spaces = _spaces(schema.get("x-guidance"))
     return rest | ({"x-guidance": spaces} if spaces else {})

@@ -311,6 +311,13 @@ def test_embeddings_that_are_none_fail_the_step(slots: list[int]) -> None:
         core.on_result(wrong)
 
 
+def test_embeddings_of_another_size_fail_the_step() -> None:
+    core, plan = pooling_step()
+    wrong = result(plan, 9, 10, embedding_slots=pack([0]), embeddings=bytes(4 * (HIDDEN + 1)))
+    with pytest.raises(UnknownResult, match="another size"):
+        core.on_result(wrong)
+
+
 def scored(slot: int, position: int = 3, value: float = -1.0, rank: int = 1) -> object:
     one = np.ones(1, np.int32)
     return LogprobRows(
@@ -361,8 +368,8 @@ def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (scored(3), "of slots that are not its own"),
-        (scored(-1), "of slots that are not its own"),
+        (scored(3), "of slots not its own"),
+        (scored(-1), "of slots not its own"),
         (scored(0, value=float("nan")), "NaN"),
         (scored(0, rank=0), "negative"),
         (scored(0, position=-1), "negative"),
