@@ -62,9 +62,8 @@ class Logits:
     def greatest(self, hashes: U64, allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
         """int32[rows]: the argmax of each row among its own `allowed` tokens, bool[rows, vocab], none of which is the
         row's top token; 0 where nothing is allowed. Rows of few tokens together cost what one of them does."""
-        rows, tokens = np.divmod(
-            np.flatnonzero(allowed), self.vocab_size
-        )  # much faster than nonzero of two axes
+        # Much faster than nonzero of two axes.
+        rows, tokens = np.divmod(np.flatnonzero(allowed), self.vocab_size)
         found = np.zeros(len(hashes), np.int32)
         if len(rows):
             noise = gumbel_pairs(scramble(hashes), np.full(len(hashes), ROW, np.uint32), rows, tokens)
