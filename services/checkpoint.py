@@ -1,18 +1,22 @@
-"""Where a checkpoint's files are: a directory, the Hugging Face hub (or its cache), or the demo model.
+"""Where a checkpoint's files are: a directory, the Hugging Face hub (or its cache), or the demo model; and what of
+them more than one service reads.
 
 Frontends read the tokenizer from here and workers the weights. Hub access follows the hub's own environment
 variables: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN. No code is ever loaded from a checkpoint.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
 """What is served when no model is named."""
 CONFIG_FILES = ("*.json",)
 WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class CheckpointError(Exception):
@@ -45,6 +49,34 @@ def default_dtype(model: str) -> str | None:
     """What `--dtype auto` means for a model that has a preference of its own: the demo model is served in float32,
     where equal requests get equal answers; None leaves it to the checkpoint."""
     return "float32" if not model or Path(model).expanduser().resolve() == DEMO_MODEL else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if there is no such file. Raises: CheckpointError"""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Texts of the special tokens, by the names under which templates know them. Raises: CheckpointError"""
+    config = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
+    tokens = {name: config.get(name) for name in _SPECIAL}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def named_eos(directory: Path) -> list[Any]:
+    """What generation_config.json or config.json name as `eos_token_id`, unchecked. Raises: CheckpointError"""
+    generation, model = (read_json(directory / f"{name}.json") for name in ("generation_config", "config"))
+    ids = generation.get("eos_token_id", model.get("eos_token_id"))
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _directory(path: Path, problem: str) -> Path:

@@ -19,7 +19,7 @@ log = logging.getLogger("runahead.transport")
 MAX_PEERS = 1024
 """Welcome at once; more are refused."""
 _HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
-"""How every `Hello` begins."""
+"""How every `Hello` begins: what comes before its version and its two texts."""
 UNKNOWN = "unknown"
 """The role of whoever has not shaken hands."""
 

@@ -13,11 +13,10 @@ import jinja2
 import msgspec
 from jinja2 import meta
 
-from services.checkpoint import CheckpointError
+from services.checkpoint import CheckpointError, read_json
 from services.frontend import template_trial
 from services.frontend.errors import invalid
 from services.frontend.template_sandbox import Refusal, Sandbox, TemplateLimit
-from services.frontend.tokenizer import read_json
 
 RENDER_SECONDS = 1.0
 """Most time for the messages of one request."""

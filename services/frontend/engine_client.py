@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from starlette.types import Receive
 
 from protocol.codec import Decoder, ProtocolError, pack
 from protocol.logprobs import Logprobs
@@ -19,6 +20,7 @@ from protocol.requests import (
     EnginePhase,
     EngineState,
     Finish,
+    FinishReason,
     GenerateRequest,
     RequestOutputs,
 )
@@ -26,7 +28,7 @@ from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
-from services.frontend.errors import APIError
+from services.frontend.errors import GONE, APIError
 
 log = logging.getLogger("runahead.frontend")
 
@@ -60,6 +62,19 @@ Event = tuple[int, int] | Likely | Embedding | Finish | APIError
 embedding, or the request's end."""
 
 
+_STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
+
+
+def failure(finish: Finish, param: str | None = None) -> APIError | None:
+    """What the client is told of a request that ended badly; None of others. `param`: what of the body is to blame
+    where the engine finds it invalid."""
+    if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    status = _STATUSES.get(finish.reason, 500)
+    message = finish.message or "the request was not completed"
+    return APIError(status, message, param if status == 400 else None)
+
+
 class Inbox:
     """What has arrived for the choices of one HTTP request; its one reader is told once, however much that is."""
 
@@ -81,6 +96,16 @@ class Inbox:
         """For every choice; whatever else has arrived does not matter any more."""
         self._events.clear()
         self.put(0, event)
+
+    def watch(self, receive: Receive) -> asyncio.Task[None]:
+        """While the task runs, the reader hears of it when the client leaves."""
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.put_first(APIError(GONE, "the client closed the connection"))
+
+        return asyncio.create_task(until_gone())
 
     async def take(self) -> list[tuple[int, Event]]:
         """What is there, at least one (choice, event), in order of arrival; no more than others can wait for."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from services.checkpoint import CheckpointError
+from services.checkpoint import CheckpointError, special_tokens
 from services.frontend.detokenizer import (
     ByteLevelDetokenizer,
     BytePieces,
@@ -18,21 +18,7 @@ from services.frontend.detokenizer import (
     is_of_words,
 )
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file. Raises: CheckpointError"""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content
 
 
 class Tokenizer:
@@ -51,8 +37,7 @@ class Tokenizer:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        config = read_json(directory / "tokenizer_config.json")
-        self.special = _special_tokens(read_json(directory / "special_tokens_map.json") | config)
+        self.special = special_tokens(directory)
         """Texts of the special tokens that a chat template may use."""
         self.eos_token_id: int | None = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
         layout = json.loads(self._tokenizer.to_str())
@@ -101,12 +86,6 @@ class Tokenizer:
             if self._words is not None
             else WindowDetokenizer(decode, prompt)
         )
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: config.get(name) for name in _SPECIAL}
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def _max_token_chars(tokenizer: HFTokenizer, layout: dict[str, Any]) -> int:

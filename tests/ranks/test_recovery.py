@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from protocol.requests import EnginePhase, FinishReason
-from protocol.sampling import SamplingParams
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from tests.integration.scheduler.engine import Engine, EngineClient, engine
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
 MOMENTS = range(20 if SOAK else 3)
+LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
 STREAMS, TOKENS = range(32), 48
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
 LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)} | ({"tp2-pp2": (2, 2)} if SOAK else {})
@@ -33,13 +34,17 @@ def scheduler(layout: str) -> dict[str, object]:
 
 
 def generate(client: EngineClient) -> None:
-    """Half of them greedy, prompts of different lengths, some with a common beginning."""
+    """Half of them greedy, prompts of different lengths, some with a common beginning; some with penalties, which look
+    at what was said before the loss, some under a grammar, whose state outlives the workers (S2-7)."""
     for number in STREAMS:
         rng = random.Random(number)
         prompt = [300 + i for i in range(20 * (number % 3))]
         prompt += [rng.randrange(300, 4000) for _ in range(rng.randint(1, 40))]
-        params = SamplingParams(max_tokens=TOKENS, temperature=float(number % 2), seed=number)
-        client.generate(number, prompt, params)
+        penalty = 1.5 if number % 4 == 1 else 0.0
+        params = SamplingParams(
+            max_tokens=TOKENS, temperature=float(number % 2), seed=number, presence_penalty=penalty
+        )
+        client.generate(number, prompt, params, structured=LETTERS if number % 4 == 2 else None)
 
 
 def wait(client: EngineClient, until: Callable[[EngineClient], bool]) -> None:

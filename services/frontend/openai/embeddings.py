@@ -3,23 +3,21 @@
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Message
+from starlette.types import Receive
 
-from protocol.requests import Embedding, Finish, FinishReason
+from protocol.requests import Embedding, Finish
 from protocol.sampling import Pooling, SamplingParams
-from services.frontend.engine_client import EngineClient, Event, Inbox, RequestStream
-from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.engine_client import EngineClient, Event, Inbox, RequestStream, failure
+from services.frontend.errors import APIError, invalid
 from services.frontend.metrics import Metrics
-from services.frontend.openai.generation import FAILURES
 from services.frontend.openai.parameters import too_long
-from services.frontend.openai.prompts import Prompts, least_tokens, several_of
+from services.frontend.openai.prompts import Prompts, checked_ids, least_tokens, several_of
 from services.frontend.openai.schemas import EmbeddingRequest
 from services.frontend.tokenizer import Tokenizer
 
@@ -83,9 +81,7 @@ async def token_ids(
             ids = await prompts.encode(given, body.add_special_tokens is not False)
         else:
             ids = given
-        outside = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise invalid(f"input: token {outside} is not between 0 and {vocab_size - 1}", "input")
+        checked_ids(ids, vocab_size, "input")
         found.append(ids if keep is None else ids[-keep:])
         if len(found[-1]) > longest:
             raise too_long(len(found[-1]), max_model_len, "input")
@@ -107,15 +103,9 @@ class Embedder:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    def watch(self, receive: Callable[[], Awaitable[Message]]) -> None:
+    def watch(self, receive: Receive) -> None:
         """From here on `run` raises when the client leaves."""
-
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self._inbox.put_first(APIError(GONE, "the client closed the connection"))
-
-        self._watcher = asyncio.create_task(until_gone())
+        self._watcher = self._inbox.watch(receive)
 
     async def run(self, prompts: list[list[int]], priority: int, salt: str, name: str) -> list[bytes]:
         """The JSON of each prompt's entry, in order. Raises: APIError"""
@@ -144,9 +134,8 @@ class Embedder:
         match event:
             case Embedding():
                 return self._form.encoded(index, np.frombuffer(event.values, np.float32))
-            case Finish() if event.reason is not FinishReason.STOP:
-                status = FAILURES.get(event.reason, 500)
-                raise APIError(status, event.message or "the request was not completed")
+            case Finish() if (error := failure(event)) is not None:
+                raise error
             case APIError():
                 raise event
             case _:

@@ -2,17 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.types import Message
+from starlette.types import Receive
 
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.sampling import SamplingParams, StructuredOutputParams
-from services.frontend.engine_client import EngineClient, Event, Inbox, Likely, RequestStream
-from services.frontend.errors import GONE, APIError
+from services.frontend.engine_client import EngineClient, Event, Inbox, Likely, RequestStream, failure
+from services.frontend.errors import APIError
 from services.frontend.metrics import Metrics
 from services.frontend.openai.logprobs import LogprobWriter, Trace
 from services.frontend.openai.piece import Piece
@@ -23,7 +23,6 @@ from services.frontend.streams import Answer, OutOfOrder
 from services.frontend.tokenizer import Tokenizer
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
-FAILURES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
 
 
 @dataclass(frozen=True)
@@ -155,15 +154,9 @@ class Generation:
         self.choices.append(Choice(index, prompt, is_first, stream, answer, trace, empty, asked.echo))
         self._num_open += 1
 
-    def watch(self, receive: Callable[[], Awaitable[Message]]) -> None:
+    def watch(self, receive: Receive) -> None:
         """From here on `advance` raises when the client leaves."""
-
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self._inbox.put_first(APIError(GONE, "the client closed the connection"))
-
-        self._watcher = asyncio.create_task(until_gone())
+        self._watcher = self._inbox.watch(receive)
 
     @property
     def done(self) -> bool:
@@ -291,10 +284,8 @@ class Generation:
                 choice.growing.logprobs += choice.trace.shown(len(choice.prompt.text) + choice.num_shown)
 
     def _on_finish(self, choice: Choice, event: Finish) -> None:
-        if event.reason not in _REASONS:
-            status = FAILURES.get(event.reason, 500)
-            param = self.asked.constraint if status == 400 else None
-            raise APIError(status, event.message or "the request was not completed", param)
+        if (error := failure(event, self.asked.constraint)) is not None:
+            raise error
         choice.cached = event.num_cached_tokens
         if not self.asked.generates:
             self._end(choice, "length", None, time.monotonic())

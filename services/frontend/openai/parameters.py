@@ -8,10 +8,9 @@ from typing import Any
 
 from protocol.codec import pack
 from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
-from services.checkpoint import CheckpointError
+from services.checkpoint import CheckpointError, named_eos, read_json
 from services.frontend.errors import APIError, invalid
 from services.frontend.openai.schemas import HINTS, NEUTRAL, ChatRequest, CompletionRequest, Neutral
-from services.frontend.tokenizer import read_json
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; chat takes what the context leaves."""
@@ -30,9 +29,7 @@ class Defaults:
     def read(cls, directory: Path, eos_of_tokenizer: int | None, use_sampling: bool) -> "Defaults":
         """Raises: CheckpointError, for values that no request could be served with."""
         generation = read_json(directory / "generation_config.json")
-        model = read_json(directory / "config.json")
-        ids = generation.get("eos_token_id", model.get("eos_token_id"))
-        eos = dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        eos = dict.fromkeys(named_eos(directory))
         if eos_of_tokenizer is not None:
             eos[eos_of_tokenizer] = None
         given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}

@@ -42,7 +42,7 @@ class Prompts:
             if isinstance(given, str):
                 ids = await self._encode(given, body, vocab_size, max_model_len, "prompt")
             else:
-                ids = _checked(self._truncated(given, body, max_model_len), vocab_size, "prompt")
+                ids = checked_ids(self._truncated(given, body, max_model_len), vocab_size, "prompt")
             prompts.append(Prompt(ids))
             if body.echo:
                 await self._echoed(prompts[-1], given, body)
@@ -85,7 +85,7 @@ class Prompts:
         is_chat = isinstance(body, ChatRequest)  # whose template has written its special tokens itself
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
         ids = await self.encode(text, special)
-        return _checked(self._truncated(ids, body, max_model_len), vocab_size, param)
+        return checked_ids(self._truncated(ids, body, max_model_len), vocab_size, param)
 
     @staticmethod
     def _truncated(ids: list[int], body: Request, max_model_len: int) -> list[int]:
@@ -153,7 +153,7 @@ def _output_room(body: Request) -> int:
     return COMPLETION_MAX_TOKENS if wanted is None else max(wanted, 1)
 
 
-def _checked(ids: list[int], vocab_size: int, param: str) -> list[int]:
+def checked_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
     """Raises: APIError, for ids beyond the model's logits."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         outside = next(token for token in ids if not 0 <= token < vocab_size)

@@ -4,8 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.frontend.errors import invalid
-from services.frontend.openai.prompts import Prompts, spoken
+from services.frontend.openai.prompts import Prompts, checked_ids, spoken
 from services.frontend.openai.schemas import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
 from services.frontend.tokenizer import Tokenizer
 
@@ -49,7 +48,6 @@ async def tokenize(
 
 async def detokenize(body: DetokenizeRequest, prompts: Prompts, vocab_size: int) -> dict[str, Any]:
     """Special tokens are shown. `vocab_size` 0: not known yet. Raises: APIError"""
-    outside = next((token for token in body.tokens if vocab_size and token >= vocab_size), None)
-    if outside is not None:
-        raise invalid(f"tokens: {outside} is not between 0 and {vocab_size - 1}", "tokens")
+    if vocab_size:
+        checked_ids(body.tokens, vocab_size, "tokens")
     return {"prompt": await prompts.decode(body.tokens, show_special=True)}

@@ -7,6 +7,7 @@ and the rest is content. White space around calls belongs to neither.
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Of one answer."""
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -74,9 +75,9 @@ class ToolParser:
         events, self._events = self._events, []
         return events
 
+    @abstractmethod
     def _read(self) -> Reading[None]:
         """The format. It ends at the end of the text."""
-        raise NotImplementedError
 
     def _id(self) -> str:
         """Of a call; no two are equal."""

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeGuard
 
 from llguidance import LLTokenizer
 
-from services.checkpoint import CheckpointError, resolve
+from services.checkpoint import CheckpointError, named_eos, resolve, special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,11 @@ def _token_ids(content: dict[str, Any]) -> dict[str, int]:
 
 
 def _eos_token_ids(directory: Path, source: Path, ids: dict[str, int]) -> tuple[int, ...]:
-    """The same that the frontend sends with requests: of generation_config.json or config.json, and the tokenizer's."""
-    generation, config = _read(directory / "generation_config.json"), _read(directory / "config.json")
-    named = generation.get("eos_token_id", config.get("eos_token_id"))
-    found: dict[int, None] = dict.fromkeys(filter(_is_id, named if isinstance(named, list) else [named]))
-    texts = _read(source / "special_tokens_map.json") | _read(source / "tokenizer_config.json")
-    text = texts.get("eos_token")
-    token = ids.get(str(text.get("content") if isinstance(text, dict) else text))
+    """The same that the frontend sends with requests. Raises: CheckpointError"""
+    found: dict[int, None] = dict.fromkeys(filter(_is_id, named_eos(directory)))
+    token = ids.get(special_tokens(source).get("eos_token", ""))
     return tuple(found if token is None else found | {token: None})
 
 
 def _is_id(token: object) -> TypeGuard[int]:
     return type(token) is int and 0 <= token < 2**31
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Empty where there is none: what is wrong with it is for the services that need all of it to say."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -50,6 +50,19 @@ TOKENIZER = Tokenizer(DEMO_MODEL)
 Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]
 
 
+SMALL_BUFFERS = """
+import socket
+from services.frontend import connection, service
+listen = service.listen
+def listen_with_small_buffers(host, port):
+    listener = listen(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+service.listen = listen_with_small_buffers
+"""
+"""What a frontend process runs first, so that a client that does not read fills its buffers soon."""
+
+
 def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():

@@ -11,6 +11,7 @@ import pytest
 
 from protocol.requests import GenerateRequest, RequestOutputs
 from tests.integration.frontend.scripted import (
+    SMALL_BUFFERS,
     Frontend,
     ScriptedScheduler,
     ids_of,
@@ -72,19 +73,6 @@ def test_client_that_leaves_aborts_its_request(
     wait_until(lambda: frontend.metric("requests_total", outcome="aborted") == before + 1, "it is counted")
 
 
-SMALL_BUFFERS = """
-import socket
-from services.frontend import connection, service
-connection.STALL_SECONDS = 0.3
-listen = service.listen
-def listen_with_small_buffers(host, port):
-    listener = listen(host, port)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return listener
-service.listen = listen_with_small_buffers
-"""
-
-
 def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
     ids = ids_of("a long word and another long word ") * 20
 
@@ -94,7 +82,7 @@ def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
             return saying("served")(request)
         return [tokens(request.number, ids, n * len(ids)) for n in range(200)]
 
-    with scripted(SMALL_BUFFERS) as (frontend, scheduler):
+    with scripted(SMALL_BUFFERS + "connection.STALL_SECONDS = 0.3\n") as (frontend, scheduler):
         scheduler.script(flood)
         with connect(frontend, buffer=4096) as stalled:
             ask(stalled, {"prompt": "x", "stream": True})

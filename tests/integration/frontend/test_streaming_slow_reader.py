@@ -5,26 +5,19 @@ from contextlib import ExitStack
 
 from protocol.codec import pack
 from protocol.requests import RequestOutputs
-from tests.integration.frontend.scripted import TOKENIZER, ended, ids_of, scripted, wait_until
+from tests.integration.frontend.scripted import SMALL_BUFFERS, TOKENIZER, ended, ids_of, scripted, wait_until
 from tests.integration.frontend.sse import Client, events_of, texts
 
-PATCH = """
-import socket, sys
-from services.frontend import connection, service
+PATCH = f"""{SMALL_BUFFERS}
+import sys
 connection.STALL_SECONDS = 1000
-listen = service.listen
-def listen_with_small_buffers(host, port):
-    listener = listen(host, port)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return listener
-service.listen = listen_with_small_buffers
 most, write = 0, connection.Connection.write_chunk
 def watched(self, data):
     global most
     write(self, data)
     if self.transport.get_write_buffer_size() > most:
         most = self.transport.get_write_buffer_size()
-        print(f"buffered {most} bytes", file=sys.stderr, flush=True)
+        print(f"buffered {{most}} bytes", file=sys.stderr, flush=True)
 connection.Connection.write_chunk = watched
 """
 HIGH_WATER = 65_536

@@ -31,6 +31,19 @@ EPOCH = 1
 SIM = {"backend": "sim", "sim_vocab_size": VOCAB, "sim_step_ms": 0.0, "sim_prefill_token_us": 0.0}
 
 
+HANG = (
+    "import services.worker.results as results, time\n"
+    "results.ABORT_GRACE = 0.5\n"
+    "from services.worker.backends.sim.runner import SimRunner\n"
+    "execute = SimRunner.execute_model\n"
+    "def hang(self, step):\n"
+    "    execute(self, step)\n"
+    "    while step.step_id: time.sleep(3600)\n"
+    "SimRunner.execute_model = hang\n"
+)
+"""A forward pass that never returns, and that no closed connection frees."""
+
+
 class ScriptedScheduler:
     def __init__(self, endpoint: str, roles: tuple[str, ...] = ("worker", "worker-results")) -> None:
         self._server = Server(endpoint, roles)

@@ -18,7 +18,7 @@ from protocol.membership import (
 )
 from protocol.steps import ModelRunnerOutput
 from services.worker.results import EXIT_STUCK
-from tests.integration.worker.scripted import ScriptedScheduler, exit_status, worker_process
+from tests.integration.worker.scripted import HANG, ScriptedScheduler, exit_status, worker_process
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
 
 
@@ -109,17 +109,7 @@ def test_spare_is_heard_of_while_it_waits(scheduler: ScriptedScheduler, tmp_path
 
 def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     """A forward pass that never returns, where no collective can be cut: the process ends with a status of its own."""
-    code = (
-        "import services.worker.results as results, time\n"
-        "results.ABORT_GRACE = 0.5\n"
-        "from services.worker.backends.sim.runner import SimRunner\n"
-        "execute = SimRunner.execute_model\n"
-        "def hang(self, step):\n"
-        "    execute(self, step)\n"
-        "    while step.step_id: time.sleep(3600)\n"
-        "SimRunner.execute_model = hang\n"
-    )
-    with worker_process(tmp_path, before=code) as process:
+    with worker_process(tmp_path, before=HANG) as process:
         scheduler.serve(1)
         plans = Plans()
         scheduler.send(plans.step(plans.admit(prompt(1, 6))))

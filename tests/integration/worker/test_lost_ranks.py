@@ -20,20 +20,8 @@ from protocol.membership import (
 )
 from services.worker.results import EXIT_STUCK
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
-from tests.integration.worker.scripted import ScriptedScheduler, exit_status, worker_process
+from tests.integration.worker.scripted import HANG, ScriptedScheduler, exit_status, worker_process
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
-
-HANG = (
-    "import services.worker.results as results, time\n"
-    "results.ABORT_GRACE = 0.5\n"
-    "from services.worker.backends.sim.runner import SimRunner\n"
-    "execute = SimRunner.execute_model\n"
-    "def hang(self, step):\n"
-    "    execute(self, step)\n"
-    "    while step.step_id: time.sleep(3600)\n"
-    "SimRunner.execute_model = hang\n"
-)
-"""A forward pass that never returns, and that no closed connection frees."""
 
 
 class Pair:

@@ -276,7 +276,7 @@ class NativeRunner:
 
     def leave(self) -> None:
         self._ranks = self._pending = None
-        for name in ("_cache", "_table", "_history", "_feedback", "_sampler"):
+        for name in ("_cache", "_table", "_history", "_feedback", "_sampler", "_pooler"):
             self.__dict__.pop(name, None)
 
     def abort(self) -> None:

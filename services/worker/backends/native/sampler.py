@@ -21,10 +21,9 @@ from services.worker.backends.native.rules import Rules
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import NONE, SlotTable
 from services.worker.noise import Purpose, keys
+from services.worker.sampling import GREEDY_BELOW
 
 I32 = NDArray[np.int32]
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM."""
 
 
 class Sampled(NamedTuple):
