@@ -31,6 +31,22 @@ class Shard(msgspec.Struct, array_like=True, frozen=True):
     pipeline_parallel_size: Count = 1
 
 
+class Speculation(msgspec.Struct, array_like=True, frozen=True):
+    """How drafts are proposed; vLLM's field names. The scheduler has it from its user, workers from the scheduler."""
+
+    method: Name
+    """"ngram", "eagle", "eagle3" or "draft_model"."""
+    num_speculative_tokens: Count
+    """Most drafts in a row."""
+    model: Text = ""
+    """Directory or Hugging Face name of the drafter's checkpoint; "": the method has none."""
+    revision: Text = ""
+    max_model_len: Count = 0
+    """The drafter's own longest sequence; 0: its checkpoint's."""
+    prompt_lookup_min: Count = 0
+    prompt_lookup_max: Count = 0
+
+
 class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """What a worker is. The first message after the handshake, and again after each `EndEpoch`."""
 
@@ -73,6 +89,7 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
     pipeline_parallel_size: Count = 1
     rendezvous: Name = ""
     """What rank 0 registered with; "" in a group of one."""
+    speculation: Speculation | None = None
 
     @property
     def shard(self) -> Shard:

@@ -26,6 +26,8 @@ class StepRows(NamedTuple):
     counts: I32
     """At least 1."""
     samples: NDArray[np.bool_]
+    drafts: I32
+    """Less than `counts`; none in a row that does not sample."""
     block_slots: I32
     """int32[blocks]"""
     block_ids: I32
@@ -44,8 +46,12 @@ class StepRows(NamedTuple):
         )
         if samples.translate(None, b"\0\1"):
             raise ProtocolError(f"{what} has `samples` other than 0 and 1")
-        if _negative(slots | generations | starts | (counts - 1)):
+        drafts = unpack(plan.drafts or bytes(len(plan.counts)))
+        _same_length(what, counts=counts, drafts=drafts)
+        if _negative(slots | generations | starts | drafts | (counts - drafts - 1)):
             raise ProtocolError(f"{what} has a negative number, or a row without a token")
+        if plan.drafts and drafts[unpack(samples, np.bool_) == 0].any():
+            raise ProtocolError(f"{what} has drafts in a row that does not sample")
         block_slots, block_ids, released = map(unpack, (plan.block_slots, plan.block_ids, plan.released))
         _same_length(what, block_slots=block_slots, block_ids=block_ids)
         if _negative(block_slots | block_ids) or _negative(released):
@@ -56,6 +62,7 @@ class StepRows(NamedTuple):
             starts,
             counts,
             unpack(samples, np.bool_),
+            drafts,
             block_slots,
             block_ids,
             released,
@@ -69,15 +76,18 @@ class ResultRows(NamedTuple):
     generations: I32
     counts: I32
     token_ids: I32
+    drafted: I32
 
     @classmethod
     def of(cls, result: ModelRunnerOutput) -> Self:
         """Raises: ProtocolError"""
         what = "the result"
-        rows = cls(*map(unpack, (result.slots, result.generations, result.counts, result.token_ids)))
-        slots, generations, counts, token_ids = rows
-        _same_length(what, slots=slots, generations=generations, counts=counts)
-        if _negative(slots | generations | counts) or _negative(token_ids):
+        columns = map(unpack, (result.slots, result.generations, result.counts, result.token_ids))
+        slots, generations, counts, token_ids = columns
+        drafted = unpack(result.drafted or bytes(len(result.counts)))
+        rows = cls(slots, generations, counts, token_ids, drafted)
+        _same_length(what, slots=slots, generations=generations, counts=counts, drafted=drafted)
+        if _negative(slots | generations | counts | drafted) or _negative(token_ids):
             raise ProtocolError(f"{what} has a negative number")
         if (tokens := int(np.add.reduce(counts, dtype=np.int64))) != len(token_ids):
             raise ProtocolError(f"{what} has {len(token_ids)} tokens, but its rows count {tokens}")

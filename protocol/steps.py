@@ -13,6 +13,9 @@ from protocol.fields import MAX_ITEMS, Count, Finite, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
 
+NO_DRAFT = -1
+"""Stands in `draft_token_ids` from where a drafter had nothing to propose; never an input."""
+
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """A request that enters a slot: new, or resumed after preemption with every token it has."""
@@ -58,6 +61,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """int32: slots whose request finished, was aborted or preempted; no in-flight step names them."""
     has_structured_output_requests: bool = False
     """True: sampling of the whole step waits for this step's `GrammarOutput`."""
+    drafts: bytes = b""
+    """int32[rows]: how many of `counts` are draft tokens, the last ones of a row that samples; b"": none anywhere. The
+    drafts are on the device, proposed by the step before; there may be fewer, and then the row is shorter."""
+    num_speculative_tokens: Count = 0
+    """Drafts to propose for each row that samples, for the next step; 0: none."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
@@ -76,7 +84,10 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
     slots: bytes
     """int32: constrained rows, in the plan's order"""
     bitmask: bytes
-    """int32[rows, ceil(vocab / 32)]: bit set = token allowed"""
+    """int32[masks, ceil(vocab / 32)]: bit set = token allowed"""
+    counts: bytes = b""
+    """int32[rows]: masks of each row, for as many positions from its first sampled one; at most one less drafts may be
+    accepted (spec 2(b) 14). b"": one each."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
@@ -94,7 +105,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     generations: bytes
     """int32[rows]"""
     counts: bytes
-    """int32[rows]: tokens of the row, 1 without speculation; 0 where the runner did not come to sample"""
+    """int32[rows]: tokens of the row: accepted drafts and one more; 0 where the runner did not come to sample"""
     token_ids: bytes
     """int32[sum(counts)], rows back to back"""
     started: Finite = 0.0
@@ -114,6 +125,11 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     """int32[embeddings]: slots of pooling rows with `samples`, in plan order"""
     embeddings: bytes = b""
     """float32[embeddings, hidden size]"""
+    drafted: bytes = b""
+    """int32[rows]: drafts that were verified, those a grammar forbade not counted; b"": none anywhere"""
+    draft_token_ids: bytes = b""
+    """int32[rows, num_speculative_tokens]: what was proposed for the next step, NO_DRAFT where nothing was; of plans
+    with `has_structured_output_requests`, whose grammars look at drafts, else b\"\""""
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):

@@ -3,9 +3,10 @@
 Flags, environment (`RUNAHEAD_MAX_NUM_SEQS`) and the YAML file (`max-num-seqs`) read the same names.
 """
 
+import json
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class _Config(BaseModel):
@@ -18,6 +19,43 @@ class ServiceConfig(_Config):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe messages on stderr"
     )
+
+
+class SpeculativeConfig(_Config):
+    """How drafts are proposed and how many. vLLM's field names."""
+
+    method: Literal["ngram", "eagle", "eagle3", "draft_model"]
+    num_speculative_tokens: int = Field(ge=1, le=16)
+    model: str = ""
+    """Directory or Hugging Face name of the drafter's checkpoint."""
+    revision: str | None = None
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest sequence that the drafter drafts for; default: its checkpoint's."""
+    prompt_lookup_min: int = Field(2, ge=1, le=64)
+    """ngram: tokens that a match has at least."""
+    prompt_lookup_max: int = Field(5, ge=1, le=64)
+    adaptive: bool = True
+    """Fewer drafts while few are accepted or many requests run; off: always `num_speculative_tokens`."""
+
+    @model_validator(mode="after")
+    def _method_has_what_it_needs(self) -> Self:
+        if (self.method == "ngram") == bool(self.model):
+            raise ValueError(
+                f'"method": "{self.method}" ' + ("has no model" if self.model else 'needs a "model"')
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError('"prompt_lookup_min" must not be above "prompt_lookup_max"')
+        return self
+
+
+def _from_json(value: object) -> object:
+    """Flags and environment carry text, a file may hold the mapping itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
 
 
 class SchedulerConfig(ServiceConfig):
@@ -94,6 +132,10 @@ class SchedulerConfig(ServiceConfig):
     )
     max_num_queued_tokens: int = Field(
         4_194_304, ge=1, description="most prompt tokens waiting; more are refused with 429"
+    )
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_from_json)] = Field(
+        None,
+        description='speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3}; default: none',
     )
     step_trace: str | None = Field(
         None, description="file that gets a JSON line when a step is scheduled or its result arrives"

@@ -1,7 +1,7 @@
 """What can be combined: one table, in data. It is printed, exported, and what it refuses is refused by name.
 
-A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend, a
-request with structured output among others). What is not listed in `REFUSED` works, and
+A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend,
+speculative decoding, a request with structured output among others). What is not listed in `REFUSED` works, and
 tests/integration/scheduler/test_capabilities.py runs every such cell.
 """
 
@@ -21,6 +21,8 @@ class Combination:
     runs_ahead: bool
     """More steps in flight than stages."""
     backend: str
+    speculation: bool = False
+    """With drafts."""
     structured: bool = False
     """With requests for structured output, which need the model's tokenizer as well."""
 
@@ -28,12 +30,16 @@ class Combination:
     def of(cls, config: SchedulerConfig, backend: str) -> Self:
         """What every request of this scheduler has in common."""
         stages = config.pipeline_parallel_size
-        return cls(config.policy, stages > 1, config.depth > stages, backend)
+        speculation = config.speculative_config is not None
+        return cls(config.policy, stages > 1, config.depth > stages, backend, speculation)
 
     def __str__(self) -> str:
         stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"
-        output = ", structured output" if self.structured else ""
-        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}{output}"
+        drafts, output = (
+            ", drafts" if self.speculation else "",
+            ", structured output" if self.structured else "",
+        )
+        return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}{drafts}{output}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Refused:
     pipeline: bool | None = None
     runs_ahead: bool | None = None
     backend: str | None = None
+    speculation: bool | None = None
     structured: bool | None = None
 
     def matches(self, combination: Combination) -> bool:
@@ -56,6 +63,16 @@ POLICIES = ("chunked", "balanced", "phased")
 BACKENDS = ("native", "sim", "sim rigid")
 _RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
 REFUSED: tuple[Refused, ...] = (
+    Refused(
+        "speculation needs steps that mix prefill and decode: not --batching-policy phased",
+        batching_policy="phased",
+        speculation=True,
+    ),
+    Refused(
+        "drafts do not travel between pipeline stages: use --pipeline-parallel-size 1",
+        pipeline=True,
+        speculation=True,
+    ),
     Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
     Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
 )
@@ -68,6 +85,6 @@ def refusal(combination: Combination) -> str | None:
 
 def table() -> Iterator[tuple[Combination, str | None]]:
     """Every cell, with the reason where it is refused."""
-    for cell in product(POLICIES, (False, True), (False, True), BACKENDS, (False, True)):
+    for cell in product(POLICIES, (False, True), (False, True), BACKENDS, (False, True), (False, True)):
         combination = Combination(*cell)
         yield combination, refusal(combination)

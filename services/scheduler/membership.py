@@ -29,6 +29,7 @@ from protocol.membership import (
     Ready,
     Register,
     Shard,
+    Speculation,
     WorkerMessage,
 )
 from protocol.requests import EnginePhase
@@ -356,7 +357,15 @@ class WorkerGroup:
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             rendezvous=rendezvous,
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> Speculation | None:
+        s = self.config.speculative_config
+        if s is None:
+            return None
+        k, revision, longest = s.num_speculative_tokens, s.revision or "", s.max_model_len or 0
+        return Speculation(s.method, k, s.model, revision, longest, s.prompt_lookup_min, s.prompt_lookup_max)
 
     def _initialize_when_loaded(self, now: float) -> None:
         ranks = self._ranks()

@@ -35,7 +35,9 @@ class Rows:
     generations: I32
     starts: I32
     counts: I32
+    """Drafts included."""
     samples: NDArray[np.bool_]
+    drafts: I32
 
     @property
     def ends(self) -> I32:
@@ -58,7 +60,10 @@ class SlotTable:
         """Tokens known or promised: those the request came with and one per sampling row launched since."""
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
-        """Positions launched; the next row starts here. EMPTY before the first row, which a prefix hit starts later."""
+        """Positions launched; the next row starts here. EMPTY before the first row, which a prefix hit starts later.
+        With speculation an upper bound, as if every draft were accepted: the device knows how many were."""
+        self.unsettled = np.zeros(num_slots, np.int32)
+        """Drafts launched: by so much `computed` may be ahead of where the next row is planned to start."""
         self.corrected = np.zeros(num_slots, np.bool_)
         """Whether a row came to another end than planned: further rows of this generation are void."""
         self.num_blocks = np.zeros(num_slots, np.int32)
@@ -100,10 +105,12 @@ class SlotTable:
         for request in step.new:
             self._assign(request)
         self._append_blocks(plan.block_slots, plan.block_ids)
-        rows = self._without_void(Rows(*plan[:5]))
+        rows = self._without_void(Rows(*plan[:6]))
+        self._settle(rows)
         self._check(rows)
         self.computed[rows.slots] = rows.ends
-        self.num_tokens[rows.slots] += rows.samples
+        self.num_tokens[rows.slots] += rows.samples + rows.drafts
+        self.unsettled[rows.slots] += rows.drafts
         return rows
 
     def release(self, slots: I32) -> None:
@@ -120,6 +127,18 @@ class SlotTable:
         self.computed[slot] = frontier
         self.num_tokens[slot] -= sampled
         self.corrected[slot] = True
+
+    def _settle(self, rows: Rows) -> None:
+        """Where drafts were rejected, the plan starts earlier than everything launched would end (spec 2(b) 3, 5)."""
+        slots = rows.slots
+        unsettled = self.unsettled[slots]
+        if not unsettled.any():
+            return
+        back = np.where(self.computed[slots] == EMPTY, 0, self.computed[slots] - rows.starts)
+        back = np.where((back >= 0) & (back <= unsettled), back, 0)
+        self.computed[slots] -= back
+        self.num_tokens[slots] -= back
+        self.unsettled[slots] -= back
 
     def _without_void(self, rows: Rows) -> Rows:
         """A corrected slot waits for its next generation, which goes on from where the device came."""
@@ -147,6 +166,7 @@ class SlotTable:
         self.generation[slot] = request.generation
         self.num_tokens[slot], self.num_prompt[slot] = num_tokens, request.num_prompt_tokens
         self.computed[slot] = EMPTY
+        self.unsettled[slot] = 0
         self.num_blocks[slot] = 0
         self.block_table[slot] = 0
         blocks = unpack(request.block_ids)
@@ -199,14 +219,14 @@ class SlotTable:
         )  # fmt: skip
         ends = rows.ends
         self._refuse(
-            rows, (ends > known) | (ends > self.max_model_len),
+            rows, (ends - rows.drafts > known) | (ends > self.max_model_len),
             "positions up to {end}, but only {known} tokens are known and the context holds {limit}",
-            end=ends, known=known, limit=np.full_like(ends, self.max_model_len),
+            end=ends - rows.drafts, known=known, limit=np.full_like(ends, self.max_model_len),
         )  # fmt: skip
         self._refuse(
-            rows, rows.samples != (ends == known),
+            rows, rows.samples != (ends - rows.drafts == known),
             "samples is {bit} for a row that ends at {end} of {known} tokens",
-            bit=rows.samples, end=ends, known=known,
+            bit=rows.samples, end=ends - rows.drafts, known=known,
         )  # fmt: skip
         held = self.num_blocks[slots] * self.block_size
         self._refuse(rows, ends > held, "ends at {end}, but its blocks hold {held}", end=ends, held=held)

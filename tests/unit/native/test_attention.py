@@ -62,7 +62,7 @@ class World:
             self.shape,
             [np.array(c, np.int32) for c in (range(SLOTS), range(SLOTS), starts, counts)],
         )
-        batch = Batch.of(Rows(*columns, samples=np.ones(SLOTS, np.bool_)))
+        batch = Batch.of(Rows(*columns, samples=np.ones(SLOTS, np.bool_), drafts=np.zeros(SLOTS, np.int32)))
         qkv = torch.cat([self.qkv[i, s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))])
         angles = self.angles[batch.positions.long()]
         cos, sin = angles.cos(), angles.sin()

@@ -40,7 +40,7 @@ def test_a_plan_as_arrays() -> None:
 
 def test_a_result_as_arrays() -> None:
     rows = ResultRows.of(RESULT)
-    assert [column.tolist() for column in rows] == [[4, 0], [1, 9], [2, 0], [11, 12]]
+    assert [column.tolist() for column in rows] == [[4, 0], [1, 9], [2, 0], [11, 12], [0, 0]]
 
 
 def test_outputs_as_arrays() -> None:
@@ -123,3 +123,18 @@ def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -
 def test_outputs_that_contradict_themselves(change: dict[str, bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         OutputRows.of(msgspec.structs.replace(OUTPUTS, **change))
+
+
+def test_drafts_are_part_of_a_row_that_samples() -> None:
+    plan = msgspec.structs.replace(PLAN, counts=pack([5, 4]), drafts=pack([0, 3]))
+    assert StepRows.of(plan).drafts.tolist() == [0, 3]
+    for drafts in ([0, 4], [0, -1], [1, 0], [0]):
+        with pytest.raises(ProtocolError):
+            StepRows.of(msgspec.structs.replace(plan, drafts=pack(drafts)))
+
+
+def test_drafted_counts_belong_to_rows() -> None:
+    assert ResultRows.of(msgspec.structs.replace(RESULT, drafted=pack([3, 0]))).drafted.tolist() == [3, 0]
+    for drafted in ([3], [-1, 0]):
+        with pytest.raises(ProtocolError):
+            ResultRows.of(msgspec.structs.replace(RESULT, drafted=pack(drafted)))

@@ -350,6 +350,6 @@ def test_the_cost_model(flags: dict[str, float], whole_model_ms: float, stages: 
     cost = CostModel(WorkerConfig(backend="sim", **(zero | flags)), stages)  # type: ignore[arg-type]
     slots, ones = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
     starts, counts = np.array([0, 9, 10, 29], np.int32), np.array([40, 1, 1, 1], np.int32)
-    rows = Rows(slots, ones, starts, counts, np.ones(4, np.bool_))
+    rows = Rows(slots, ones, starts, counts, np.ones(4, np.bool_), 0 * ones)
     num_prompt = np.array([40, 10, 10, 3], np.int32)
     assert cost.step(rows, num_prompt) == pytest.approx(whole_model_ms * 1e-3 / stages)

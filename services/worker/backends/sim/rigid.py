@@ -6,7 +6,7 @@ window is padding. In a decode step all block tables end at the same column, dum
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec.structs
 import numpy as np
@@ -115,20 +115,10 @@ class Rigid:
         self._resumes[slot] = reached != end
         if reached != end:
             self._table.correct(slot, reached, samples)
-            rows = Rows(
-                rows.slots,
-                rows.generations,
-                rows.starts,
-                np.array([reached - start], np.int32),
-                np.zeros(1, np.bool_),
-            )
+            rows = replace(rows, counts=np.array([reached - start], np.int32), samples=np.zeros(1, np.bool_))
         # A whole window, at its place in the padded sequence.
-        padded = Rows(
-            rows.slots,
-            rows.generations,
-            np.array([begin + padding], np.int32),
-            np.array([self._chunk], np.int32),
-            rows.samples,
+        padded = replace(
+            rows, starts=np.array([begin + padding], np.int32), counts=np.array([self._chunk], np.int32)
         )
         return Shape(step, rows, padded, {slot: reached})
 
@@ -147,7 +137,7 @@ class Rigid:
                 f"rigid: step {step.step_id} has {len(rows.slots)} rows of {tkv} tokens, more than {self._max_volume}"
             )
         longest = np.full_like(rows.starts, tkv - 1)
-        padded = Rows(rows.slots, rows.generations, longest, rows.counts, rows.samples)
+        padded = replace(rows, starts=longest)
         return Shape(step, rows, padded, {}, tkv, tables)
 
     def _rectangle(self, rows: Rows) -> I32:
