@@ -373,8 +373,9 @@ class Scheduler:
         if (counts & (s.placeholders.take(slots) > 1)).any():
             return None
         masks = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
-        for row in np.flatnonzero(counts).tolist():
-            self._grammar(s.request(int(slots[row]))).fill(masks[row])
+        for slot, mask, counts_for in zip(slots.tolist(), masks, counts.tolist(), strict=True):
+            if counts_for:
+                self._grammar(s.request(slot)).fill(mask)
         return GrammarOutput(self.epoch, step.step_id, pack(slots.astype(np.int32)), pack(masks))
 
     @staticmethod
@@ -472,11 +473,12 @@ class Scheduler:
     ) -> NDArray[np.bool_]:
         """Grammars take their token, embeddings are delivered. bool[rows]: whose token is to be appended."""
         goes_on = np.ones(len(rows), np.bool_)
-        for row in np.flatnonzero(special).tolist():
-            request = self.slots.request(int(rows[row]))
+        some = np.flatnonzero(special)
+        for row, slot, token in zip(*(c.tolist() for c in (some, rows[some], token_ids[some])), strict=True):
+            request = self.slots.request(slot)
             if request.pooling is not Pooling.NONE:
-                self._embed(request, embeddings.get(int(rows[row])))
-            goes_on[row] = not request.finished and self._matches(request, int(token_ids[row]))
+                self._embed(request, embeddings.get(slot))
+            goes_on[row] = not request.finished and self._matches(request, token)
         return goes_on
 
     def _embed(self, request: Request, values: bytes | None) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from ctypes import addressof, c_char
 
 import numpy as np
 from llguidance import LLMatcher
@@ -77,7 +78,8 @@ class Matcher:
         more than a mask does: only once a mask was slow by the wall's is it read."""
         clock = time.thread_time if self._suspect else time.perf_counter
         started = clock()
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)  # checks the size
+        # `mask.ctypes` costs more than the mask; the library checks the size.
+        self._matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(mask.data)), mask.nbytes)
         slow, was_suspect = clock() - started > MAX_FILL_SECONDS, self._suspect
         self._suspect = slow or was_suspect
         return slow and was_suspect
