@@ -220,6 +220,14 @@ class WorkerConfig(ServiceConfig):
         0, ge=0, description="sim, rigid: most tokens of rows times longest row in a decode step; 0: no limit"
     )
     sim_vocab_size: int = Field(0, ge=0, description="sim: width of the logits row; 0: the model's tokenizer")
+    sim_draft_acceptance: Literal["always", "never", "periodic", "request"] = Field(
+        "periodic",
+        description="sim: which drafts hold: all, none, all but those at every third position of a sequence, or by "
+        "prompt and seed all, none or all but every second, third or fifth",
+    )
+    sim_draft_ms: float = Field(
+        0.0, ge=0, description="sim: cost of proposing one draft for each request, milliseconds"
+    )
 
     @property
     def backend_name(self) -> str:

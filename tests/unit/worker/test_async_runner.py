@@ -197,7 +197,7 @@ def test_sampled_ids_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
     host.device.results.gate.clear()
     outputs = [host.launch(*requests) for _ in range(4)]
     host.device.compute.put(lambda: None).synchronize()  # all four steps have sampled
-    assert all((output.ids == POISON).all() for output in outputs)  # type: ignore[attr-defined]
+    assert all((output.sampled.token_ids == POISON).all() for output in outputs)  # type: ignore[attr-defined]
     host.device.results.gate.set()
     results = [tokens(output.get()) for output in outputs]
     for seed, request in enumerate(requests):

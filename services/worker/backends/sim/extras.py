@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling
+from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.device import Device, Event
 from services.worker.backends.sim.hashing import BASE, U64
 from services.worker.backends.sim.logits import F32, Logits, scramble
@@ -56,13 +57,16 @@ class HiddenSums:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Rows of `Logprobs`, int32[rows] each; all of it is known at launch."""
+    """Rows of `Logprobs`, int32[rows] each; all of it is known at launch, with room for every draft."""
 
     owners: I32
     positions: I32
+    """As planned; that of a sampled token may turn out to be an earlier one."""
     counts: I32
     sampled: I32
     """Index among the sampled rows; NONE: a prompt token."""
+    offsets: I32
+    """Which token of its sampled row."""
 
     @property
     def ends(self) -> NDArray[np.int64]:
@@ -85,6 +89,8 @@ class Copied:
     """Extras of a step on the host, valid when the last event of their copies has passed."""
 
     layout: _Layout | None
+    positions: I32
+    """NONE: no token came to be sampled there."""
     ranks: I32
     token_ids: I32
     values: F32
@@ -94,8 +100,9 @@ class Copied:
     def logprobs(self) -> LogprobRows | None:
         if self.layout is None:
             return None
-        rows = self.layout
-        return LogprobRows(rows.owners, rows.positions, rows.counts, self.ranks, self.token_ids, self.values)
+        rows, there = self.layout, self.positions != NONE
+        every = LogprobRows(rows.owners, self.positions, rows.counts, self.ranks, self.token_ids, self.values)
+        return every.where(there) if there.any() else None
 
 
 class Extras:
@@ -104,25 +111,33 @@ class Extras:
     def __init__(self, layout: _Layout, pools: _Pools) -> None:
         self._layout, self._pools = layout, pools
         entries = int(layout.counts.sum())
-        self._ranks = np.empty(len(layout.owners), np.int32)
-        self._token_ids, self._values = np.empty(entries, np.int32), np.empty(entries, np.float32)
+        self._positions = np.full(len(layout.owners), NONE, np.int32)
+        self._ranks = np.ones(len(layout.owners), np.int32)
+        self._token_ids, self._values = np.zeros(entries, np.int32), np.zeros(entries, np.float32)
         self._embeddings = np.empty((int(pools.samples.sum()), HIDDEN_SIZE), np.float32)
 
-    def compute(self, logits: Logits, oracle: Oracle, sums: HiddenSums, ids: I32) -> None:
-        """On the device, when the step has sampled `ids`, int32[sampled rows]."""
-        self._compute_logprobs(logits, oracle, ids)
+    def compute(self, logits: Logits, oracle: Oracle, sums: HiddenSums, sampled: Acceptance) -> None:
+        """On the device, when the step has sampled."""
+        self._compute_logprobs(logits, oracle, sampled)
         self._pool(oracle, sums)
 
-    def _compute_logprobs(self, logits: Logits, oracle: Oracle, ids: I32) -> None:
-        rows, at = self._layout, 0
-        columns = zip(*(c.tolist() for c in (rows.owners, rows.positions, rows.sampled)), strict=True)
-        for i, (slot, position, sampled) in enumerate(columns):
-            token = oracle.known(slot, position, position + 1)[0] if sampled == NONE else ids[sampled]
-            row = logits.row(oracle.chain[slot, position : position + 1])
-            end = int(rows.ends[i])
-            entry = logprobs_of(row, int(token), end - at - 1)
-            self._ranks[i], self._token_ids[at:end], self._values[at:end] = entry
-            at = end
+    def _compute_logprobs(self, logits: Logits, oracle: Oracle, of: Acceptance) -> None:
+        rows, ends = self._layout, self._layout.ends
+        columns = (rows.owners, rows.positions, rows.sampled, rows.offsets, ends - rows.counts, ends)
+        for i, (slot, planned, row, offset, begin, end) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            if row == NONE:
+                position, token = planned, oracle.known(slot, planned, planned + 1)[0]
+            elif offset < of.counts[row]:
+                position, token = int(of.firsts[row]) + offset, of.token_ids[of.begins[row] + offset]
+            else:
+                continue
+            entry = logprobs_of(
+                logits.row(oracle.chain[slot, position : position + 1]), int(token), end - begin - 1
+            )
+            self._positions[i] = position
+            self._ranks[i], self._token_ids[begin:end], self._values[begin:end] = entry
 
     def _pool(self, oracle: Oracle, sums: HiddenSums) -> None:
         pools, embeddings = self._pools, []
@@ -138,11 +153,13 @@ class Extras:
     def copy_out(self, device: Device) -> tuple[Copied, Event]:
         """The event is that of the last copy."""
         pools, layout = self._pools, self._layout if len(self._layout.owners) else None
+        positions, _ = device.copy_out(self._positions)
         ranks, _ = device.copy_out(self._ranks)
         token_ids, _ = device.copy_out(self._token_ids)
         values, _ = device.copy_out(self._values)
         embeddings, last = device.copy_out(self._embeddings)
-        return Copied(layout, ranks, token_ids, values, pools.slots[pools.samples], embeddings), last
+        slots = pools.slots[pools.samples]
+        return Copied(layout, positions, ranks, token_ids, values, slots, embeddings), last
 
 
 def extras(rows: Rows, table: SlotTable, vocab_size: int) -> Extras | None:
@@ -161,16 +178,17 @@ def extras(rows: Rows, table: SlotTable, vocab_size: int) -> Extras | None:
 
 
 def _layout(rows: Rows, wanted: I32, of_prompt: I32, num_prompt: I32, vocab_size: int) -> _Layout:
-    """First the prompt tokens that the row's positions predict, then the sampled one; row after row."""
-    lines: list[tuple[int, int, int, int]] = []
+    """First the prompt tokens that the row's positions predict, then the sampled ones; row after row."""
+    lines: list[tuple[int, int, int, int, int]] = []
     sampled = np.where(rows.samples, np.cumsum(rows.samples) - 1, NONE)
-    columns = (rows.slots, rows.starts, rows.ends, sampled, wanted, of_prompt, num_prompt)
-    for slot, start, end, index, count, prompt_count, prompt in zip(
+    columns = (rows.slots, rows.starts, rows.ends, rows.drafts, sampled, wanted, of_prompt, num_prompt)
+    for slot, start, end, drafts, index, count, prompt_count, prompt in zip(
         *(column.tolist() for column in columns), strict=True
     ):
         if prompt_count != NONE:
             width = 1 + min(prompt_count, vocab_size)
-            lines += [(slot, at, width, NONE) for at in range(start + 1, min(end + 1, prompt))]
+            lines += [(slot, at, width, NONE, 0) for at in range(start + 1, min(end + 1, prompt))]
         if count != NONE and index != NONE:
-            lines.append((slot, end, 1 + min(count, vocab_size), index))
-    return _Layout(*np.array(lines, np.int32).reshape(-1, 4).T.copy())
+            width = 1 + min(count, vocab_size)
+            lines += [(slot, end - drafts + j, width, index, j) for j in range(drafts + 1)]
+    return _Layout(*np.array(lines, np.int32).reshape(-1, 5).T.copy())

@@ -6,20 +6,25 @@ from numpy.typing import NDArray
 from services.worker.backends.sim.device import Device
 from services.worker.batch import I32, Rows, SlotTable
 
-COLUMNS = ("slots", "starts", "counts", "top_k", "temperature", "top_p", "min_p", "seed", "block_table")
+COLUMNS = (
+    "slots", "starts", "counts", "drafts", "num_prompt", "top_k", "temperature", "top_p", "min_p", "seed",
+    "block_table",
+)  # fmt: skip
 
 
 class StepInputs:
     """One set of buffers, on the host or on the device; the first `rows` rows are valid.
 
-    Columns int32[num_slots]: slots, starts, counts, top_k; float32: temperature, top_p, min_p; uint64: seed;
-    block_table int32[num_slots, blocks].
+    Columns int32[num_slots]: slots, starts, counts and drafts as planned, num_prompt, top_k; float32: temperature,
+    top_p, min_p; uint64: seed; block_table int32[num_slots, blocks].
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
         self.slots = np.zeros(num_slots, np.int32)
         self.starts = np.zeros(num_slots, np.int32)
         self.counts = np.zeros(num_slots, np.int32)
+        self.drafts = np.zeros(num_slots, np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_p = np.zeros(num_slots, np.float32)
@@ -31,7 +36,8 @@ class StepInputs:
         """The host writes one step's columns, `width` blocks of each table."""
         n = len(rows.slots)
         self.slots[:n], self.starts[:n], self.counts[:n] = rows.slots, rows.starts, rows.counts
-        for name in ("top_k", "temperature", "top_p", "min_p", "seed"):
+        self.drafts[:n] = rows.drafts
+        for name in ("num_prompt", "top_k", "temperature", "top_p", "min_p", "seed"):
             column: NDArray[np.generic] = getattr(self, name)
             column[:n] = getattr(table, name)[rows.slots]
         self.block_table[:n, :width] = table.block_table[rows.slots, :width]

@@ -4,6 +4,9 @@ A KV position holds the hash of its sequence up to and including that position (
 from the cache, the hashes of the tokens it believes in. A step first writes the KV of all its rows and then reads, as a
 layered model does, so equal prompts may share blocks within a step (spec 0.7). What is read through the block table
 must be what the slot believes; anything else raises.
+
+How far a slot has come is known here and nowhere else (spec 2(b) 5): drafts are input as if they were sampled, and what
+was computed from rejected ones is forgotten when they are, its KV stale until the next row overwrites it.
 """
 
 from dataclasses import dataclass
@@ -69,7 +72,7 @@ class Oracle:
         self.chain = np.zeros((num_slots, max_len + 1), np.uint64)
         self.chain[:, 0] = SEED
         self.chained = np.zeros(num_slots, np.int32)
-        """Tokens of each slot that `chain` covers."""
+        """Tokens of each slot that `chain` covers, from its first row on where the next one starts."""
         self._hash = PrefixHash(vocab_size, max_len)
         self._turn = 0
 
@@ -91,12 +94,20 @@ class Oracle:
         self._history[slots, positions] = tokens[inside] + 1
         self._extent[slots] = positions + 1
 
+    def settle(self, slots: I32, frontiers: I32, tokens: I32) -> None:
+        """Positions before `frontiers` hold; `tokens` stand there in place of a rejected draft or behind all drafts."""
+        rejected = self._extent[slots] > frontiers
+        for slot, frontier in zip(slots[rejected].tolist(), frontiers[rejected].tolist(), strict=True):
+            self._history[slot, frontier : self._extent[slot]] = 0
+        self.chained[slots] = frontiers
+        self.append(slots, frontiers, tokens)
+
     def known(self, slot: int, start: int, end: int) -> I32:
         """int32[end - start] ids of a slot, as the device has them. Raises: OracleError, where one is unknown."""
-        return self._tokens(slot, slice(start, end))
+        return self.tokens(slot, slice(start, end))
 
-    def _tokens(self, slots: I32 | int, positions: I32 | slice) -> I32:
-        """The ids there. Raises: OracleError, where none is known: an unknown id must never be an index (S3-7)."""
+    def tokens(self, slots: I32 | int, positions: I32 | slice) -> I32:
+        """The ids there. Raises: OracleError, where none is known: an unknown one is never an index (S2-4, S3-7)."""
         stored = self._history[slots, positions]
         if not stored.all():
             missing = np.broadcast_to(slots, stored.shape)[stored == 0][0]
@@ -113,6 +124,22 @@ class Oracle:
             )
 
     # -- forward -------------------------------------------------------------------------------------------------
+
+    def starts(self, slots: I32, planned: I32) -> I32:
+        """int32[rows]: where rows really start, which may be earlier than planned. Raises: OracleError, where later."""
+        chained = self.chained[slots]
+        late = chained > planned
+        if late.any():
+            i = int(late.argmax())
+            raise OracleError(
+                f"slot {slots[i]}: a row is planned from {planned[i]} on, where {chained[i]} positions are computed "
+                "(S2-5)"
+            )
+        return np.where(chained == 0, planned, chained)
+
+    def extend(self, hashes: U64, tokens: I32) -> U64:
+        """uint64[rows]: prefixes with one more token."""
+        return self._hash.step(hashes, tokens)
 
     def forward(self, batch: Batch, arrived: Activations | None = None) -> U64:
         """uint64[rows]: the hash of everything up to each row's last position.
@@ -136,13 +163,13 @@ class Oracle:
 
     def activations(self, batch: Batch) -> Activations:
         """What `forward` made of the batch, for the next stage."""
-        rows, positions = _spread(batch.starts, batch.counts)
+        rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
-        return Activations(self._tokens(slots, positions), self.chain[slots, positions + 1])
+        return Activations(self.tokens(slots, positions), self.chain[slots, positions + 1])
 
     def _learn(self, batch: Batch, tokens: I32) -> None:
         """Input ids of the batch that only the stage before knows; what is known here must be the same."""
-        rows, positions = _spread(batch.starts, batch.counts)
+        rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
         known = self._history[slots, positions] - 1
         wrong = (tokens < 0) | (tokens >= self.vocab_size) | ((known >= 0) & (known != tokens))
@@ -157,7 +184,7 @@ class Oracle:
 
     def _compare(self, batch: Batch, hashes: U64) -> None:
         """The activations of the batch are what this stage makes of the same tokens."""
-        rows, positions = _spread(batch.starts, batch.counts)
+        rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
         expected = self.chain[slots, positions + 1]
         wrong = hashes != expected
@@ -172,18 +199,18 @@ class Oracle:
         """Extends each slot's own hashes to the end of its row."""
         one = (batch.counts == 1) & (have == batch.starts)
         slots, starts = batch.slots[one], batch.starts[one]
-        tokens = self._tokens(slots, starts)
+        tokens = self.tokens(slots, starts)
         self.chain[slots, starts + 1] = self._hash.step(self.chain[slots, starts], tokens)
         for i in np.flatnonzero(~one).tolist():
             slot, start, end = int(batch.slots[i]), int(have[i]), int(batch.starts[i] + batch.counts[i])
             if start > batch.starts[i]:
                 raise OracleError(f"slot {slot}: position {batch.starts[i]} again, {start} are computed")
-            tokens = self._tokens(slot, slice(start, end))
+            tokens = self.tokens(slot, slice(start, end))
             self.chain[slot, start + 1 : end + 1] = self._hash.chunk(self.chain[slot, start], tokens)
         self.chained[batch.slots] = batch.ends
 
     def _write(self, batch: Batch) -> None:
-        rows, positions = _spread(batch.starts, batch.counts)
+        rows, positions = spread(batch.starts, batch.counts)
         blocks = batch.block_table[rows, positions // self.block_size]
         self._check_owners(batch, rows, blocks)
         at = blocks * self.block_size + positions % self.block_size
@@ -210,7 +237,7 @@ class Oracle:
         unread = np.zeros_like(skipped) if self.full_check else skipped
         lag = everything[batch.starts > unread]
         if len(lag):
-            rows, positions = _spread(unread[lag], batch.starts[lag] - unread[lag])
+            rows, positions = spread(unread[lag], batch.starts[lag] - unread[lag])
             self._verify(batch, lag[rows], positions)
 
     def _verify(self, batch: Batch, rows: NDArray[np.int64], positions: I32) -> None:
@@ -228,10 +255,10 @@ class Oracle:
             )
 
 
-def _spread(starts: I32, counts: I32) -> tuple[NDArray[np.int64], I32]:
+def spread(starts: I32, counts: I32) -> tuple[NDArray[np.int64], I32]:
     """Rows and positions, one entry for each position of each row."""
     rows = np.repeat(np.arange(len(starts)), counts)
-    if len(rows) == len(starts):
+    if len(rows) == len(starts) and counts.all():
         return rows, starts
     offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows, (starts[rows] + offsets).astype(np.int32)

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.sim.acceptance import CopiedTokens
 from services.worker.backends.sim.device import Event
 from services.worker.backends.sim.extras import Copied
 from services.worker.backends.sim.rigid import Shape
@@ -14,11 +13,11 @@ from services.worker.batch import I32, Rows
 
 @dataclass(frozen=True)
 class StepOutput:
-    """An `Output`: the ids are being copied. Everything it refers to is its own (S3-1, S3-8)."""
+    """An `Output`: the tokens are being copied. Everything it refers to is its own (S3-1, S3-8)."""
 
     step: SchedulerOutput
     rows: Rows
-    ids: I32 | None
+    sampled: CopiedTokens | None
     """None on a rank that does not report the step."""
     forward: Event
     done: Event
@@ -27,6 +26,8 @@ class StepOutput:
     """On a rigid device."""
     extras: Copied | None = None
     """Where a row asks for more than a token."""
+    drafts: I32 | None = None
+    """int32[sampled rows, num_speculative_tokens], where a grammar looks at them."""
 
     def get(self) -> ModelRunnerOutput | None:
         self.done.synchronize()
@@ -34,21 +35,23 @@ class StepOutput:
         if self.trace is not None and step.step_id:  # 0: the canary
             tokens = int(rows.counts.sum())
             self.trace.write(step.epoch, step.step_id, self.forward.began, self.done.ended, tokens)
-        if self.ids is None:
+        if self.sampled is None:
             return None
-        samples, extras = rows.samples, self.extras
+        sampled, extras = self.sampled, self.extras
         logprobs = None if extras is None else extras.logprobs()
         result = ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
-            slots=rows.slots[samples].tobytes(),
-            generations=rows.generations[samples].tobytes(),
-            counts=np.ones(len(self.ids), np.int32).tobytes(),
-            token_ids=self.ids.tobytes(),
+            slots=sampled.slots.tobytes(),
+            generations=sampled.generations.tobytes(),
+            counts=sampled.counts.tobytes(),
+            token_ids=sampled.ragged().tobytes(),
             started=self.forward.began,
             ended=self.done.ended,
             logprobs=None if logprobs is None else logprobs.packed(),
             embedding_slots=b"" if extras is None else extras.embedding_slots.tobytes(),
             embeddings=b"" if extras is None else extras.embeddings.tobytes(),
+            drafted=sampled.drafted.tobytes() if step.drafts else b"",
+            draft_token_ids=b"" if self.drafts is None else self.drafts.tobytes(),
         )
         return result if self.shape is None else self.shape.complete(result)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.steps import SchedulerOutput
+from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.device import Device
 from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.oracle import Activations
@@ -53,10 +54,8 @@ class Place(Protocol):
         """The ranks of a stage compare `hashes`, uint64[rows], and hand `leaving` on; None on the last stage."""
         ...
 
-    def sampled(
-        self, device: Device, step: SchedulerOutput, rows: Rows, token_ids: I32, ended: float
-    ) -> None:
-        """The ranks of the last stage compare `token_ids`, int32[sampled rows], and send them to the first stage."""
+    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
+        """The ranks of the last stage compare the step's tokens and send them to the first stage."""
         ...
 
     def abort(self) -> None:
@@ -81,9 +80,7 @@ class Alone:
     ) -> None:
         pass
 
-    def sampled(
-        self, device: Device, step: SchedulerOutput, rows: Rows, token_ids: I32, ended: float
-    ) -> None:
+    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
         pass
 
     def abort(self) -> None:

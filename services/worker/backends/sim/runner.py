@@ -10,21 +10,23 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
+from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.checkpoint import Facts
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device import Device, Event, SimDevice
+from services.worker.backends.sim.drafter import Drafter, Drafts, Proposed
 from services.worker.backends.sim.extras import HIDDEN_SIZE, Copied, Extras, HiddenSums, extras
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
-from services.worker.backends.sim.oracle import Activations, Batch, Oracle
+from services.worker.backends.sim.oracle import Activations, Batch, Oracle, spread
 from services.worker.backends.sim.output import StepOutput
 from services.worker.backends.sim.place import Alone, Place
 from services.worker.backends.sim.rigid import Reach, Rigid, Shape, as_scheduled
-from services.worker.backends.sim.sampler import Sampler, Wishes, wishes
+from services.worker.backends.sim.sampler import Masks, Sampler, Wishes, wishes
 from services.worker.backends.sim.trace import StepTrace
-from services.worker.batch import Rows, SlotTable
+from services.worker.batch import PlanError, Rows, SlotTable
 from services.worker.runner import Identity, LoadError, Progress
 from services.worker.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
@@ -35,11 +37,11 @@ HASH_BYTES = 8
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step between its forward pass and its sampling; `hashes` is device memory of this step alone."""
+    """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
     rows: Rows
-    hashes: NDArray[np.uint64]
+    acceptance: Acceptance
     wishes: Wishes
     extras: Extras | None
     """On the rank that reports the step."""
@@ -93,6 +95,14 @@ class SimRunner:
                 f"--kv-cache-memory-bytes holds no KV block; one takes {bytes_per_block}: raise it"
             )
         self._take_place(listener)
+        if assignment.speculation and assignment.pipeline_parallel_size > 1:
+            raise LoadError(
+                "sim: drafts do not travel between pipeline stages: use --pipeline-parallel-size 1"
+            )
+        if assignment.speculation and self._config.sim_rigid:
+            raise LoadError(
+                "sim: a rigid device has no room for drafts: use no speculation, or no --sim-rigid"
+            )
         progress("simulated model", 1.0)
         return Loaded(
             model_hash=self._facts.digest,
@@ -141,6 +151,17 @@ class SimRunner:
         self._oracle = Oracle(slots, init.num_blocks, block_size, max_len, vocab_size, self._full_check)
         self._logits = Logits(vocab_size, self._facts.eos_token_ids)
         self._sampler = Sampler(self._logits, self._inputs, self._oracle)
+        how = self._assignment.speculation
+        self._most_drafts = how.num_speculative_tokens if how else 0
+        self._drafts = Drafts(slots, self._most_drafts)
+        self._drafter = Drafter(
+            self._config.sim_draft_acceptance,
+            how.max_model_len if how else 0,
+            self._sampler,
+            self._oracle,
+            self._inputs,
+            self._drafts,
+        )
         self._hidden_sums = HiddenSums(slots)
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -148,7 +169,11 @@ class SimRunner:
     def execute_model(self, step: SchedulerOutput) -> None:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
-        device, oracle = self._ready(), self._oracle
+        if step.num_speculative_tokens > self._most_drafts:
+            raise PlanError(
+                f"{step.num_speculative_tokens} drafts are asked for, of {self._most_drafts} at most"
+            )
+        device, oracle, drafts = self._ready(), self._oracle, self._drafts
         rows = padded = self._table.apply(step)
         shape = None if self._rigid is None else self._rigid.shape(step, rows)
         if shape is not None:
@@ -159,16 +184,25 @@ class SimRunner:
         staged.fill(rows, self._table, width)
         staged.copy_to(device, self._inputs, n, width)
         self._ring.release(device.record())
-        hashes = np.empty(n, np.uint64)
+        hashes, acceptance = np.empty(n, np.uint64), Acceptance(rows)  # this step's own (S3-8)
         leaving = None if self._is_last else Activations.empty(int(rows.counts.sum()))
 
         def forward() -> None:
             for request in step.new:
                 oracle.enter(request.slot, unpack(request.token_ids))
+                drafts.forget(request.slot)
             for late in arrived.feedback:
                 oracle.append(late.slots, late.positions, late.token_ids)
             i = self._inputs
-            batch = Batch(i.slots[:n], i.starts[:n], i.counts[:n], i.block_table[:n])
+            slots, planned, wanted = i.slots[:n], i.counts[:n], i.drafts[:n]
+            starts = oracle.starts(slots, i.starts[:n])
+            firsts = starts + planned - wanted
+            counts, tokens = drafts.take(slots, firsts, wanted)
+            if len(tokens):
+                at, positions = spread(firsts, counts)
+                oracle.append(slots[at], positions, tokens)
+            acceptance.begin(firsts, counts)
+            batch = Batch(slots, starts, planned - wanted + counts, i.block_table[:n])
             hashes[:] = oracle.forward(batch, arrived.activations)
             if leaving is not None:
                 leaving.tokens[:], leaving.hashes[:] = oracle.activations(batch)
@@ -177,7 +211,7 @@ class SimRunner:
         event = device.launch(forward, seconds, arrived.at)
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
         more = extras(rows, self._table, self._facts.vocab_size) if self._is_output else None
-        self._pending = _Pending(step, rows, hashes, wishes(rows, self._table), more, event, shape)
+        self._pending = _Pending(step, rows, acceptance, wishes(rows, self._table), more, event, shape)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         pending, self._pending = self._pending, None
@@ -188,24 +222,39 @@ class SimRunner:
             return StepOutput(step, rows, None, forward, forward, self._trace, pending.shape)
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        device, slots, positions = self._ready(), rows.slots[rows.samples], rows.ends[rows.samples]
-        work, more = self._sampler.prepare(rows, pending.hashes, pending.wishes, grammar), pending.extras
-        ids = np.empty(len(slots), np.int32)  # this step's own: its copy may end after the next step (S3-8)
+        device, sampled, more = self._ready(), pending.acceptance, pending.extras
+        masks = Masks.read(grammar, sampled.slots, self._facts.vocab_size)
 
         def sample() -> None:
-            ids[:] = work()
-            self._oracle.append(slots, positions, ids)
+            sampled.run(self._sampler, self._oracle, pending.wishes, masks)
             if more is not None:
-                more.compute(self._logits, self._oracle, self._hidden_sums, ids)
+                more.compute(self._logits, self._oracle, self._hidden_sums, sampled)
 
         event = device.launch(sample, 0.0)
-        self._place.sampled(device, step, rows, ids, event.ended)
-        host_ids, copied = device.copy_out(ids)
+        self._place.sampled(device, step, sampled, event.ended)
+        tokens, copied = sampled.copy_out(device)
         host_extras: Copied | None = None
         if more is not None:
             host_extras, copied = more.copy_out(device)
-        reported = host_ids if self._is_output else None
-        return StepOutput(step, rows, reported, forward, copied, self._trace, pending.shape, host_extras)
+        drafts: NDArray[np.int32] | None = None
+        if proposed := self._propose(step, sampled, pending.wishes):
+            drafts, copied = proposed
+        reported = tokens if self._is_output else None
+        return StepOutput(
+            step, rows, reported, forward, copied, self._trace, pending.shape, host_extras, drafts
+        )
+
+    def _propose(
+        self, step: SchedulerOutput, sampled: Acceptance, wishes: Wishes
+    ) -> tuple[NDArray[np.int32], Event] | None:
+        """Drafts for the next step; the host's copy of them, where a grammar looks at them: else no result waits for
+        the drafter."""
+        asked = step.num_speculative_tokens
+        if not asked or not len(sampled.slots):
+            return None
+        to = Proposed(sampled, wishes, np.full((len(sampled.slots), asked), NO_DRAFT, np.int32))
+        self._ready().launch(lambda: self._drafter.propose(to), self._cost.drafts(asked))
+        return self._ready().copy_out(to.tokens) if step.has_structured_output_requests else None
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)

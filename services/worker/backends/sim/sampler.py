@@ -1,7 +1,7 @@
 """Sampling of one step: what the host knows is snapshot at launch, what the device holds is read when it samples."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ class Wish:
     params: SamplingParams
     num_prompt: int
     banned: tuple[int, ...]
-    """Ids that `min_tokens` forbids this time."""
+    """Ids that `min_tokens` forbids at positions ..."""
+    banned_until: int
+    """... before this one."""
     reshapes: bool
     """Whether there is more than `banned` that may make another token than the top one the greatest."""
 
@@ -36,75 +38,105 @@ Wishes = dict[int, Wish]
 
 def wishes(rows: Rows, table: SlotTable) -> Wishes:
     """Of rows whose own logits alone do not decide; a grammar's come later."""
-    slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
-    short = positions < table.banned_until[slots]
+    slots = rows.slots[rows.samples]
+    earliest = rows.ends[rows.samples] - table.unsettled[slots]
+    short = earliest < table.banned_until[slots]
     reshapes = table.penalized[slots] | table.edited[slots]
     return {
         i: Wish(
             table.params[slots[i]],
             int(table.num_prompt[slots[i]]),
-            table.banned[slots[i]] if short[i] else (),
+            table.banned[slots[i]],
+            int(table.banned_until[slots[i]]),
             bool(reshapes[i]),
         )
         for i in np.flatnonzero(short | reshapes).tolist()
     }
 
 
+class Masks(NamedTuple):
+    """Of a step's constrained rows; a row's masks are for as many positions from its first sampled one."""
+
+    of: dict[int, I32]
+    """Row among the sampled ones -> int32[masks, words]."""
+
+    @classmethod
+    def read(cls, grammar: GrammarOutput | None, slots: I32, vocab_size: int) -> "Masks":
+        """`slots` are those of the sampled rows."""
+        if grammar is None:
+            return cls({})
+        words = unpack(grammar.bitmask).reshape(-1, -(-vocab_size // 32))
+        constrained = unpack(grammar.slots).tolist()
+        counts = unpack(grammar.counts) if grammar.counts else np.ones(len(constrained), np.int32)
+        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+        ends = np.cumsum(counts).tolist()
+        rows = zip(constrained, counts.tolist(), ends, strict=True)
+        return cls({row_of[s]: words[end - count : end] for s, count, end in rows if s in row_of})
+
+    def acceptable(self, drafts: I32) -> I32:
+        """Drafts of each sampled row that may be accepted: one less than it has masks (spec 2(b) 14)."""
+        acceptable = drafts.copy()
+        for row, masks in self.of.items():
+            acceptable[row] = min(acceptable[row], len(masks) - 1)
+        return acceptable
+
+
+class Places(NamedTuple):
+    """Where a token is to be sampled, one entry each."""
+
+    owners: NDArray[np.int64]
+    """Row among the sampled ones."""
+    rows: NDArray[np.int64]
+    """Row of the device's columns."""
+    slots: I32
+    positions: I32
+    """Where the token will stand."""
+    hashes: U64
+    """Of everything before it."""
+
+
+NO_MASKS: dict[int, I32] = {}
+
+
 @dataclass(frozen=True)
 class Sampler:
-    """Of one epoch; `inputs` are the device's columns, `oracle` has its tokens."""
+    """Of one epoch; `inputs` are the device's columns, `oracle` has its tokens. Its methods run on the device."""
 
     logits: Logits
     inputs: StepInputs
     oracle: Oracle
 
-    def prepare(
-        self, rows: Rows, hashes: U64, wishes: Wishes, grammar: GrammarOutput | None
-    ) -> Callable[[], I32]:
-        """The work that samples a step, int32[sampled rows], for the device to run when `hashes` are there."""
-        sampled = np.flatnonzero(rows.samples)
-        slots, positions = rows.slots[sampled], rows.ends[sampled]
-        masks = self._masks(slots, grammar)
-        return lambda: self._sample(hashes[sampled], sampled, slots, positions, wishes, masks)
-
-    def _masks(self, slots: I32, grammar: GrammarOutput | None) -> dict[int, I32]:
-        """Row among the sampled ones -> its grammar bitmask."""
-        if grammar is None:
-            return {}
-        words = unpack(grammar.bitmask).reshape(-1, -(-self.logits.vocab_size // 32))
-        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        constrained = unpack(grammar.slots).tolist()
-        return {row_of[s]: mask for s, mask in zip(constrained, words, strict=True) if s in row_of}
-
-    def _sample(
-        self,
-        hashes: U64,
-        rows: NDArray[np.int64],
-        slots: I32,
-        positions: I32,
-        wishes: Wishes,
-        masks: dict[int, I32],
+    def sample(
+        self, at: Places, wishes: Wishes, masks: dict[int, I32] = NO_MASKS, behind: I32 | None = None
     ) -> I32:
-        """Full logits rows only where the top token alone does not decide."""
-        ids, inputs = self.logits.top(hashes), self.inputs
-        draws = inputs.temperature[rows] >= GREEDY_BELOW
+        """int32[places]. Full logits rows only where the top token alone does not decide.
+
+        Args:
+            masks: place -> its grammar bitmask
+            behind: int32[places, tokens] that stand before each place behind what its slot knows
+        """
+        ids, inputs = self.logits.top(at.hashes), self.inputs
+        wished = (
+            {i: wishes[row] for i, row in enumerate(at.owners.tolist()) if row in wishes} if wishes else {}
+        )
+        draws = inputs.temperature[at.rows] >= GREEDY_BELOW
         greedy = [
             i
             for i, mask in masks.items()
-            if not draws[i] and i not in wishes and not _stays(int(ids[i]), None, mask)
+            if not draws[i] and i not in wished and not _stays(int(ids[i]), None, mask, 0)
         ]
         if greedy:
             allowed = np.stack([allowed_by(masks[i], self.logits.vocab_size) for i in greedy])
-            ids[greedy] = self.logits.greatest(hashes[greedy], allowed)
-        special = {*np.flatnonzero(draws).tolist(), *wishes, *masks} - set(greedy)
+            ids[greedy] = self.logits.greatest(at.hashes[greedy], allowed)
+        special = {*np.flatnonzero(draws).tolist(), *wished, *masks} - set(greedy)
         for i in sorted(special):
-            wish, mask = wishes.get(i), masks.get(i)
-            if not draws[i] and _stays(int(ids[i]), wish, mask):
+            wish, mask = wished.get(i), masks.get(i)
+            row, position = at.rows[i], int(at.positions[i])
+            if not draws[i] and _stays(int(ids[i]), wish, mask, position):
                 continue
-            row, position = rows[i], int(positions[i])
-            logits = self.logits.row(hashes[i : i + 1], _only(mask, self.logits.vocab_size))
+            logits = self.logits.row(at.hashes[i : i + 1], _only(mask, self.logits.vocab_size))
             if wish is not None:
-                known = self.oracle.known(int(slots[i]), 0, position)
+                known = self._before(int(at.slots[i]), position, None if behind is None else behind[i])
                 logits = shaped(logits, wish.params, known[: wish.num_prompt], known[wish.num_prompt :], mask)
             ids[i] = sample_row(logits, RowParams(
                 float(inputs.temperature[row]), float(inputs.top_p[row]), int(inputs.top_k[row]),
@@ -112,10 +144,16 @@ class Sampler:
             ))  # fmt: skip
         return ids
 
+    def _before(self, slot: int, position: int, behind: I32 | None) -> I32:
+        """int32[position] ids before a position."""
+        if behind is None:
+            return self.oracle.known(slot, 0, position)
+        return np.concatenate((self.oracle.known(slot, 0, position - len(behind)), behind))
 
-def _stays(top: int, wish: Wish | None, mask: I32 | None) -> bool:
+
+def _stays(top: int, wish: Wish | None, mask: I32 | None, position: int) -> bool:
     """Whether the row's top token is the greatest of those that are left."""
-    if wish is not None and (wish.reshapes or top in wish.banned):
+    if wish is not None and (wish.reshapes or (position < wish.banned_until and top in wish.banned)):
         return False
     return mask is None or bool(mask[top // 32] >> top % 32 & 1)
 

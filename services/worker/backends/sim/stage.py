@@ -4,6 +4,8 @@ What one stage tells another is an int64 array: the step it belongs to, the mome
 there (the bits of a float64), and the body. Activations: input ids, then hashes. Feedback: sampled ids, one message
 per step with sampling rows.
 
+Between stages there are no drafts; ranks of a stage compare how many of them hold with the tokens that do.
+
 The first stage takes feedback when a step needs it, so it never waits for a token too early. A message belongs to the
 owners that the slots had when its step was launched: ids for a slot that was given away since are dropped.
 """
@@ -17,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import SchedulerOutput
+from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device import Device
 from services.worker.backends.sim.hashing import U64
@@ -112,13 +115,13 @@ class Stage:
         if leaving is not None:
             self._hand_on(step.step_id, leaving, ended)
 
-    def sampled(
-        self, device: Device, step: SchedulerOutput, rows: Rows, token_ids: I32, ended: float
-    ) -> None:
+    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
+        token_ids = sampled.token_ids
         if not len(token_ids):
             return
         device.settle()
-        self._agree("token", step.step_id, rows.slots[rows.samples], token_ids.astype(np.int64))
+        owners = np.repeat(sampled.slots, sampled.room)
+        self._agree("token", step.step_id, owners, token_ids.astype(np.int64))
         if self._stages.size > 1:
             self._stages.send_first(_message(step.step_id, ended + self._cost.hop(0), token_ids))
 
