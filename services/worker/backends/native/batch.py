@@ -26,7 +26,7 @@ class Batch:
     widest: int
     """Tokens of the largest tile."""
     sampled: torch.Tensor
-    """int64[sampling rows]: the last token of each."""
+    """int64[sampled tokens]: of each row that samples its last token, and those before its drafts."""
 
     @classmethod
     def of(cls, rows: Rows) -> "Batch":

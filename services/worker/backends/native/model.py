@@ -5,7 +5,7 @@ the second by its inputs (out; down), so that one sum over the ranks per pair ma
 again, with the same bits. Embedding and head are cut by token ids.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
@@ -19,6 +19,19 @@ from services.worker.backends.native.pooling import PooledRows
 from services.worker.backends.native.weights import Checkpoint
 from services.worker.ranks import Ranks, Team
 from services.worker.runner import Progress
+
+FINAL = -1
+"""In place of a layer's number: after the final norm."""
+
+
+@dataclass
+class HiddenStates:
+    """What a drafter reads of one step, of all its tokens."""
+
+    reads: tuple[int, ...]
+    """Numbers of layers, whose input it is (the residual stream), or FINAL."""
+    taken: dict[int, torch.Tensor] = field(default_factory=dict)
+    """[tokens, hidden] each: float32, or activations for FINAL"""
 
 
 @dataclass
@@ -51,14 +64,15 @@ class Model:
         self._norm, self._gate = norm_kernel(half), gate_kernel(half)
         self._attention = Attention(part.config, self._activations, dtype)
         loader = _Loader(part, checkpoint, dtype, self._activations)
-        self._embedding = loader.embedding() if part.is_first else None
+        self.embedding = loader.embedding() if part.is_first else None
+        """[this rank's token ids, hidden] in the model's dtype"""
         self._layers = []
         for number in part.layers:
             self._layers.append(loader.layer(number))
             progress("loading weights", len(self._layers) / (len(part.layers) + 1))
         if part.is_last:
             self._final_norm = loader.vector("model.norm.weight", part.whole.hidden_size)
-            self._head = loader.head(self._embedding)
+            self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)
 
     def forward(
@@ -68,6 +82,7 @@ class Model:
         ranks: Ranks,
         pooled: PooledRows | None = None,
         prompts: PromptScores | None = None,
+        hidden: HiddenStates | None = None,
     ) -> torch.Tensor | None:
         """Computes every token of the step in this rank's layers and writes their keys and values to the cache.
 
@@ -75,10 +90,11 @@ class Model:
             ids: int64[tokens]; only the first stage reads them.
             pooled: takes the hidden states that it asks for; only the last stage has them.
             prompts: takes the logits that it asks for, on the output rank; the last stage's ranks agree on them.
+            hidden: takes the states that it asks for; in a group of one stage.
 
         Returns:
-            float32[sampling rows, vocab_size], the logits after the last token of each row that samples: on the output
-            rank. None on the others.
+            float32[sampled tokens, vocab_size], the logits after each token of `batch.sampled`: on the output rank. None
+            on the others.
 
         Raises: RanksLost
         """
@@ -86,14 +102,18 @@ class Model:
         tokens = len(batch.positions)
         attended = torch.empty(tokens, config.num_heads * config.head_dim, dtype=self._activations)
         self._attention.begin(context)
-        if self._embedding is not None and ids is not None:
-            residual = self._embedded(self._embedding, ids, team)
+        if self.embedding is not None and ids is not None:
+            residual = self._embedded(self.embedding, ids, team)
         else:
             residual = torch.empty(tokens, config.hidden_size)
             stages.receive_previous(residual)
         delta: torch.Tensor | None = None
+        reads = hidden.reads if hidden is not None else ()
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(residual, delta, layer.input_norm))
+            normed = self._normed(residual, delta, layer.input_norm)
+            if hidden is not None and number in reads:
+                hidden.taken[number] = residual.clone()
+            qkv = layer.qkv(normed)
             self._attention.run(number, qkv, layer.head_norms, attended)
             delta = team.all_reduce(layer.out(attended))
             gate_up = layer.gate_up(self._normed(residual, delta, layer.post_norm))
@@ -101,13 +121,18 @@ class Model:
         assert delta is not None, "a stage has at least one layer"
         if self.part.is_last:
             if pooled is not None:
-                states = residual[pooled.tokens], delta[pooled.tokens]
-                pooled.take(self._normed(*states, self._final_norm).float())
+                wanted = residual[pooled.tokens], delta[pooled.tokens]
+                pooled.take(self._normed(*wanted, self._final_norm).float())
             if prompts is not None:
                 for some in prompts.slices(self.part.whole.vocab_size):
-                    if (logits := self._logits(residual[some], delta[some], team)) is not None:
+                    states = self._normed(residual[some], delta[some], self._final_norm)
+                    if (logits := self._logits(states, team)) is not None:
                         prompts.take(logits)
-            return self._logits(residual[batch.sampled], delta[batch.sampled], team)
+            if hidden is not None and FINAL in reads:
+                hidden.taken[FINAL] = self._normed(residual, delta, self._final_norm)
+                return self._logits(hidden.taken[FINAL][batch.sampled], team)
+            sampled = residual[batch.sampled], delta[batch.sampled]
+            return self._logits(self._normed(*sampled, self._final_norm), team)
         stages.send_next(residual.add_(delta))  # the same sum that the next norm would have made
         return None
 
@@ -120,11 +145,12 @@ class Model:
         rows = embedding[own.masked_fill_(foreign, 0)].masked_fill_(foreign[:, None], 0)
         return team.all_reduce(rows).float()
 
-    def _logits(self, residual: torch.Tensor, delta: torch.Tensor, team: Team) -> torch.Tensor | None:
+    def _logits(self, states: torch.Tensor, team: Team) -> torch.Tensor | None:
+        """Of states after the final norm."""
         vocab = self.part.whole.vocab_size
-        if not len(residual):
+        if not len(states):
             return torch.empty(0, vocab) if team.is_first else None
-        parts = team.gather(self._head(self._normed(residual, delta, self._final_norm)))
+        parts = team.gather(self.head(states))
         if len(parts) == 1:
             return parts[0].float()
         return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None

@@ -1,0 +1,97 @@
+"""The seam between the model that answers and whatever proposes drafts to it.
+
+A drafter runs on the output rank alone, after each step's sampling, and proposes single tokens: what it proposes can
+only make a request faster or slower, never change a token of it. It reads tokens from the history on the device, where
+sampled ones stand by then, and no step waits for the host because of it. Its own keys and values, if it has any, lie in
+tensors of its own under the target's block tables.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.membership import Speculation
+from services.worker.backends.native.model import Model
+from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.native.weights import Checkpoint
+from services.worker.batch import SlotTable
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that answers, as a drafter may know it when it is loaded."""
+
+    speculation: Speculation
+    model: Model
+    """This rank's part; with tensor parallelism its embedding and head are those of some token ids only."""
+    checkpoint: Checkpoint
+    """All of its tensors."""
+    dtype: torch.dtype
+    """Of weights and caches."""
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What is known of every slot, for as long as an epoch lasts."""
+
+    table: SlotTable
+    """`block_table` and `num_blocks` of each slot; its positions are upper bounds."""
+    history: TokenHistory
+    num_blocks: int
+    """Of the cache."""
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How far a step took its requests, rejected drafts left out: one row each, in the plan's order."""
+
+    slots: I32
+    starts: I32
+    """First position that the step computed."""
+    counts: I32
+    """Positions that it computed and that stay, at least 1."""
+    samples: NDArray[np.bool_]
+    """Rows whose next token was sampled: the history has it at `ends`, unless that is beyond the context. Where nothing
+    was sampled, the history has the next token of the prompt there."""
+    states: list[torch.Tensor] = field(default_factory=list)
+    """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back"""
+
+    @property
+    def ends(self) -> I32:
+        return self.starts + self.counts
+
+
+class Drafter(ABC):
+    """For one calling thread. Weights are read when it is made, and kept from epoch to epoch."""
+
+    reads: tuple[int, ...] = ()
+    """The hidden states of the target that `propose` gets: `model.FINAL`, or the number of a layer whose input it is."""
+    bytes_per_block: int = 0
+    """Of its own cache, beside the target's."""
+
+    @abstractmethod
+    def begin(self, slots: Slots) -> None:
+        """An epoch begins, with an empty cache and empty slots."""
+
+    def end(self) -> None:  # noqa: B027 - most have nothing to give up
+        """The epoch is over: caches are given up, weights stay."""
+
+    def assign(self, slot: int) -> None:  # noqa: B027 - most have nothing to forget
+        """The slot has another request; nothing stays of the one before."""
+
+    @abstractmethod
+    def propose(self, advance: Advance, k: int) -> I32:
+        """Called once after every step, for chunks of prompts and for `k` = 0 as well: what the drafter keeps of each
+        request goes on with it.
+
+        Returns:
+            int32[sampling rows, k]: NO_DRAFT from where a row has no more drafts. Tokens are of the vocabulary, and
+            each stands inside of the context; there may be fewer where the blocks of a slot end.
+        """
