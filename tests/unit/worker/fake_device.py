@@ -4,11 +4,16 @@ Two streams, each in order: compute (copies from the host and work) and copies t
 until the test opens it, so tests say what has happened instead of hoping for it. A host buffer that changes while a
 copy from it is pending, or device memory that changes while a copy to the host is pending, is a *violation*, and the
 copy takes the changed data, as real hardware would. What is copied to the host is poison until the copy has ended.
+
+An *amplifier* of races makes copies late and overwrites each host buffer as soon as it was copied: whoever reads it
+after that, or instead of a copy of his own, is not lucky any more.
 """
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -72,9 +77,10 @@ class Stream:
 
 
 class FakeDevice:
-    """A `Device` of the simulator. `compute` and `results` are its streams."""
+    """A `Device` of the simulator. `compute` and `results` are its streams; `amplifier` draws how late a copy is."""
 
-    def __init__(self) -> None:
+    def __init__(self, amplifier: Random | None = None) -> None:
+        self._amplifier = amplifier
         self.compute, self.results = Stream("fake-compute"), Stream("fake-results")
         self.violations: list[str] = []
         self.log: list[tuple[str, int]] = []
@@ -87,11 +93,18 @@ class FakeDevice:
         before = source.copy()
 
         def copy() -> None:
+            self._dawdle()
             if not np.array_equal(before, source):
                 self.violations.append("a host buffer was rewritten while a copy from it was pending")
             np.copyto(target, source)
+            if self._amplifier is not None:
+                source.view(np.uint8).fill(0x9B)
 
         self.compute.put(copy)
+
+    def _dawdle(self) -> None:
+        if self._amplifier is not None and self._amplifier.random() < 0.1:
+            time.sleep(self._amplifier.random() * 1e-3)
 
     def record(self) -> FakeEvent:
         return self.compute.put(lambda: None)
@@ -123,6 +136,7 @@ class FakeDevice:
             ready.synchronize()
             if failing is not None:
                 raise failing
+            self._dawdle()
             if not np.array_equal(computed, source):
                 self.violations.append("device memory was reused while a copy of it was pending")
             np.copyto(target, source)

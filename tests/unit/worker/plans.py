@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.codec import pack, unpack
-from protocol.membership import Assignment, InitializeCache
+from protocol.membership import Assignment, InitializeCache, Speculation
+from protocol.rows import ResultRows, StepRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
@@ -20,11 +21,18 @@ def sampled(seed: int, **params: object) -> SamplingParams:
     return SamplingParams(**values)  # type: ignore[arg-type]
 
 
-def sim_runner(step_ms: float = 0.0, **options: object) -> SimRunner:
-    """A loaded runner of the sizes above that takes `step_ms` for any step."""
-    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_step_ms=step_ms, sim_prefill_token_us=0)
+def sim_runner(
+    step_ms: float = 0.0,
+    speculation: Speculation | None = None,
+    flags: dict[str, object] | None = None,
+    **options: object,
+) -> SimRunner:
+    """A loaded runner of the sizes above that takes `step_ms` for any step; `flags` are of its configuration."""
+    given = {"sim_vocab_size": VOCAB, "sim_step_ms": step_ms, "sim_prefill_token_us": 0} | (flags or {})
+    config = WorkerConfig(backend="sim", **given)  # type: ignore[arg-type]
     runner = SimRunner(config, **{"full_check": True, **options})  # type: ignore[arg-type]
-    loaded = runner.load(Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT), lambda *_: None)
+    assignment = Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT, speculation=speculation)
+    loaded = runner.load(assignment, lambda *_: None)
     assert loaded.simulated
     assert loaded.vocab_size == VOCAB
     runner.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
@@ -33,7 +41,8 @@ def sim_runner(step_ms: float = 0.0, **options: object) -> SimRunner:
 
 @dataclass
 class Request:
-    """What the scheduler knows: `known` counts the tokens confirmed or promised."""
+    """What the scheduler knows: `known` counts the tokens confirmed or promised, `start` the positions planned; both as
+    if every draft in flight were accepted."""
 
     slot: int
     generation: int
@@ -45,6 +54,8 @@ class Request:
     outputs: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE
     num_prompt: int = 0
+    placeholders: int = 0
+    """Drafts that its last row is asked for."""
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)
@@ -54,6 +65,13 @@ class Request:
     def left(self) -> int:
         """Positions up to the last token known or promised."""
         return self.known - self.start
+
+    def settle(self, planned: int, tokens: list[int]) -> None:
+        """The tokens of a row with so many planned drafts have come; those that were rejected count for nothing."""
+        rejected = planned + 1 - len(tokens)
+        self.start -= rejected
+        self.known -= rejected
+        self.outputs += tokens
 
 
 class Plans:
@@ -65,6 +83,8 @@ class Plans:
         self._generations = [0] * SLOTS
         self._entering: list[Request] = []
         self._released: list[int] = []
+        self._asked: list[Request] = []
+        """Whose last row was in the step before, and proposed drafts."""
         self.step_id = 0
 
     def admit(
@@ -107,8 +127,11 @@ class Plans:
             request.blocks.append(fresh[-1])
         return fresh
 
-    def step(self, *rows: Request | tuple[Request, int], grammar: bool = False) -> SchedulerOutput:
-        """Rows in the order given; a request alone computes all it can."""
+    def step(
+        self, *rows: Request | tuple[Request, int], grammar: bool = False, propose: int = 0
+    ) -> SchedulerOutput:
+        """Rows in the order given; a request alone computes all it can, drafts included. `propose` drafts for each row
+        that samples; who is left out of a step has none (S2-6)."""
         self.step_id += 1
         entering, self._entering = self._entering, []
         new = [
@@ -117,22 +140,28 @@ class Plans:
             )
             for r in entering
         ]  # fmt: skip
-        columns: list[tuple[int, int, int, int, int]] = []
+        columns: list[tuple[int, int, int, int, int, int]] = []
         growth: list[tuple[int, int]] = []
-        for row in rows:
-            request, count = row if isinstance(row, tuple) else (row, row.left)
+        chosen = [row if isinstance(row, tuple) else (row, row.left + row.placeholders) for row in rows]
+        for request in self._asked:
+            request.placeholders *= any(request is one for one, _ in chosen)
+        self._asked = [request for request, _ in chosen]
+        for request, count in chosen:
             growth += [(request.slot, block) for block in self._grow(request, request.start + count)]
-            samples = count == request.left
-            columns.append((request.slot, request.generation, request.start, count, samples))
+            samples, drafts = count >= request.left, max(0, count - request.left)
+            assert drafts <= request.placeholders
+            columns.append((request.slot, request.generation, request.start, count, samples, drafts))
             request.start += count
-            request.known += samples
-        slots, generations, starts, counts, samples_column = (
-            zip(*columns, strict=True) if columns else [()] * 5
+            request.known += samples + drafts
+            request.placeholders = propose if samples else 0
+        slots, generations, starts, counts, samples_column, drafts_column = (
+            zip(*columns, strict=True) if columns else [()] * 6
         )
         released, self._released = self._released, []
         return SchedulerOutput(
             1, self.step_id, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples_column), new,
             pack([slot for slot, _ in growth]), pack([block for _, block in growth]), pack(released), grammar,
+            pack(drafts_column) if any(drafts_column) else b"", propose,
         )  # fmt: skip
 
 
@@ -145,6 +174,21 @@ def run(runner: SimRunner, plan: SchedulerOutput) -> dict[int, int]:
 def tokens(result: ModelRunnerOutput) -> dict[int, int]:
     assert unpack(result.counts).tolist() == [1] * (len(result.slots) // 4)
     return dict(zip(unpack(result.slots).tolist(), unpack(result.token_ids).tolist(), strict=True))
+
+
+def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
+    """The tokens of each sampled slot."""
+    rows, at, found = ResultRows.of(result), 0, {}
+    for slot, count in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
+        found[slot] = rows.token_ids[at : at + count].tolist()
+        at += count
+    return found
+
+
+def planned_drafts(plan: SchedulerOutput) -> dict[int, int]:
+    """Of each slot that samples."""
+    rows = StepRows.of(plan)
+    return dict(zip(rows.slots[rows.samples].tolist(), rows.drafts[rows.samples].tolist(), strict=True))
 
 
 def alone(prompt: list[int], params: SamplingParams, count: int) -> list[int]:

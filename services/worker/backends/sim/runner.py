@@ -78,6 +78,10 @@ class SimRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
+        if assignment.speculation and assignment.pipeline_parallel_size > 1:
+            raise LoadError("drafts do not travel between pipeline stages: use --pipeline-parallel-size 1")
+        if assignment.speculation and self._config.sim_rigid:
+            raise LoadError("a rigid device has no room for drafts: speculate without --sim-rigid")
         self._facts = Facts.of(self._config)
         self._assignment = assignment
         wanted, limit = assignment.max_model_len, self._facts.max_model_len
@@ -95,14 +99,6 @@ class SimRunner:
                 f"--kv-cache-memory-bytes holds no KV block; one takes {bytes_per_block}: raise it"
             )
         self._take_place(listener)
-        if assignment.speculation and assignment.pipeline_parallel_size > 1:
-            raise LoadError(
-                "sim: drafts do not travel between pipeline stages: use --pipeline-parallel-size 1"
-            )
-        if assignment.speculation and self._config.sim_rigid:
-            raise LoadError(
-                "sim: a rigid device has no room for drafts: use no speculation, or no --sim-rigid"
-            )
         progress("simulated model", 1.0)
         return Loaded(
             model_hash=self._facts.digest,
@@ -253,7 +249,8 @@ class SimRunner:
         if not asked or not len(sampled.slots):
             return None
         to = Proposed(sampled, wishes, np.full((len(sampled.slots), asked), NO_DRAFT, np.int32))
-        self._ready().launch(lambda: self._drafter.propose(to), self._cost.drafts(asked))
+        drafter = self._drafter
+        self._ready().launch(lambda: drafter.propose(to), self._cost.drafts(asked))
         return self._ready().copy_out(to.tokens) if step.has_structured_output_requests else None
 
     def release(self, slots: NDArray[np.int32]) -> None:
