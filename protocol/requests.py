@@ -68,6 +68,10 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     num_preemptions: Count = 0
     message: Text = ""
     """For ERROR, REJECTED and INVALID: what happened and what would work, fit for the client's eyes."""
+    num_draft_tokens: Count = 0
+    """Drafts that were verified for it, and ..."""
+    num_accepted_tokens: Count = 0
+    """... how many of them became output."""
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):

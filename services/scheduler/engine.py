@@ -13,18 +13,26 @@ from protocol.codec import ProtocolError, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.sampling import Pooling
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
+from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.grammar import Compiler, Grammar
 from services.scheduler.ledger import InflightStep
 from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.scheduler import NO_EMBEDDINGS, Scheduler, UnknownResult
-from services.scheduler.slots import NO_TOKEN, Column
+from services.scheduler.results import NO_EMBEDDINGS, Sampled, UnknownResult
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.slots import Column
 
 MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+_DRAFT_COUNTERS = (
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+)
 
 
 class StallError(Exception):
@@ -213,7 +221,7 @@ class EngineCore:
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
         """Goes on with another group of workers. What does not fit its sizes any more ends with an error."""
-        self.scheduler = Scheduler(limits, policy, epoch, before=self.scheduler)
+        self.scheduler = Scheduler(limits, policy, epoch, self.scheduler, self.scheduler.drafting)
         for request in [*self.scheduler.waiting, *self._compiling.values()]:
             most = limits.positions(request.num_prompt_tokens, request.params)
             if len(request.token_ids) >= limits.max_model_len or most > limits.num_blocks * limits.block_size:
@@ -287,34 +295,43 @@ class EngineCore:
                 embeddings = EmbeddingRows.of(output).by_slot() if output.embeddings else NO_EMBEDDINGS
             except ProtocolError as error:
                 raise UnknownResult(f"step {step.step_id}: {error}") from error
-            tokens = self._tokens_of(step, rows)
+            self._check(step, rows)
             if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
                 raise UnknownResult(f"step {step.step_id} has log-probabilities of slots not its own")
             if any(len(values) != 4 * self._hidden_size for values in embeddings.values()):
                 raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
             if len(progress.slots):
                 self.scheduler.report_progress(step, *progress)
-            self.scheduler.update_from_output(step, tokens, logprobs, embeddings)
+            drafts = None
+            if output.draft_token_ids:
+                drafts = self._drafts_of(step, output, len(rows.counts))
+            seconds = output.ended - output.started
+            sampled = Sampled(
+                rows.counts, rows.token_ids, rows.drafted, drafts, logprobs, embeddings, seconds
+            )
+            self.scheduler.update_from_output(step, sampled)
             self.scheduler.counters["steps"] += 1
 
-    def _tokens_of(self, step: InflightStep, rows: ResultRows) -> Column:
-        """int32[rows with samples], NO_TOKEN where a row has none, after checking that the rows are the plan's
-        (identity, not counting)."""
-        if (
-            not np.array_equal(rows.slots, step.slots[step.samples])
-            or not np.array_equal(rows.generations, step.generations[step.samples])
-            or rows.counts.max(initial=0) > 1
+    def _check(self, step: InflightStep, rows: ResultRows) -> None:
+        """The rows must be the plan's (identity, not counting), and tokens of the vocabulary."""
+        if not np.array_equal(rows.slots, step.slots[step.samples]) or not np.array_equal(
+            rows.generations, step.generations[step.samples]
         ):
             raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
         if rows.token_ids.max(initial=0) >= self.vocab_size:
             raise UnknownResult(
                 f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}"
             )
-        if len(rows.token_ids) == len(rows.counts):
-            return rows.token_ids
-        tokens = np.full(len(rows.counts), NO_TOKEN, np.int32)
-        tokens[rows.counts == 1] = rows.token_ids
-        return tokens
+
+    def _drafts_of(self, step: InflightStep, output: ModelRunnerOutput, num_rows: int) -> Column:
+        """int32[rows, proposed]"""
+        ids = unpack(output.draft_token_ids)
+        if len(ids) != num_rows * step.proposes or ids.min() < NO_DRAFT or ids.max() >= self.vocab_size:
+            raise UnknownResult(
+                f"step {step.step_id} returned {len(ids)} drafts, some outside the vocabulary or not "
+                f"{step.proposes} for each of {num_rows} rows"
+            )
+        return ids.reshape(num_rows, step.proposes)
 
     def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
         """What to publish, a message per frontend; finished requests are forgotten here."""
@@ -344,6 +361,7 @@ class EngineCore:
             "generation_tokens": counters["generation_tokens"],
             "admission_rejections": counters["rejected"],
             "steps_total": counters["steps"],
+            **{name: counters[name] for name in _DRAFT_COUNTERS if self.scheduler.drafting is not None},
             "inflight_steps": len(self.queue),
             "stale_messages_total": self.stale_results,
         }

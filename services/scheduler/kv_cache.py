@@ -112,8 +112,8 @@ class KVCacheManager:
             at += width
 
     def commit(self, rows: Rows) -> None:
-        """Registers what results have confirmed."""
-        self.register(rows, self._slots.committed(rows))
+        """Registers what results have confirmed; not what a request that ends within a row had more."""
+        self.register(rows, np.minimum(self._slots.committed(rows), self._slots.tokens.take(rows)))
 
     def release(self, slot: int) -> None:
         """Frees the slot's blocks; no step in flight may write them any more (S1-10)."""

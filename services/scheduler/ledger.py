@@ -20,10 +20,14 @@ class InflightStep:
     counts: Column
     samples: NDArray[np.bool_]
     """Rows that must return a token; decided when scheduled and obeyed by the worker."""
+    drafts: Column
+    """How many of `counts` are drafts."""
+    proposes: int = 0
+    """Drafts that it proposes for each row that samples."""
 
 
 class Ledger:
-    """Adds and removes entries, and keeps the cached sums `inflight` (F) and `placeholders` (H) of the slots."""
+    """Adds and removes entries, and keeps their sums in the slots: `inflight` (F), `placeholders` (H), `sampling`."""
 
     def __init__(self, slots: SlotTable) -> None:
         self._slots = slots
@@ -37,18 +41,22 @@ class Ledger:
         s, rows = self._slots, step.slots
         s.computed[rows] = step.starts + step.counts
         s.inflight[rows] = s.inflight.take(rows) + step.counts
-        s.placeholders[rows] = s.placeholders.take(rows) + step.samples
+        s.placeholders[rows] = s.placeholders.take(rows) + step.samples + step.drafts
+        s.sampling[rows] = s.sampling.take(rows) + step.samples
         s.last_step[rows] = step.step_id
-        s.sampled_step[rows[step.samples]] = step.step_id
+        sampling = rows[step.samples]
+        s.sampled_step[sampling] = step.step_id
+        s.proposed[sampling] = step.proposes
 
     def remove_oldest(self) -> InflightStep:
         step = self.steps.popleft()
-        s, rows, counts, samples = self._slots, step.slots, step.counts, step.samples
+        s, rows, counts, samples, drafts = self._slots, step.slots, step.counts, step.samples, step.drafts
         current = self.current(step)
         if not current.all():
-            rows, counts, samples = rows[current], counts[current], samples[current]
+            rows, counts, samples, drafts = rows[current], counts[current], samples[current], drafts[current]
         s.inflight[rows] = s.inflight.take(rows) - counts
-        s.placeholders[rows] = s.placeholders.take(rows) - samples
+        s.placeholders[rows] = s.placeholders.take(rows) - samples - drafts
+        s.sampling[rows] = s.sampling.take(rows) - samples
         return step
 
     def current(self, step: InflightStep) -> NDArray[np.bool_]:
@@ -60,7 +68,7 @@ class Ledger:
         from `frontier` with its blocks (spec 0.7)."""
         s = self._slots
         s.generation[slot] += 1
-        s.inflight[slot] = s.placeholders[slot] = 0
+        s.inflight[slot] = s.placeholders[slot] = s.sampling[slot] = 0
         s.computed[slot] = frontier
 
     @property

@@ -448,6 +448,8 @@ class WorkerGroup:
                 f"--max-model-len {c.max_model_len} does not fit the KV cache of {holds} tokens; "
                 f"use --max-model-len {holds} or more --kv-cache-memory-bytes"
             )
+        s = c.speculative_config
+        k = s.num_speculative_tokens if s is not None else 0
         return Limits(
             max_num_seqs=c.max_num_seqs,
             max_num_batched_tokens=c.max_num_batched_tokens,
@@ -456,6 +458,8 @@ class WorkerGroup:
             block_size=c.block_size,
             enable_prefix_caching=c.enable_prefix_caching,
             stages=c.pipeline_parallel_size,
+            lookahead=k if s is not None and s.model else 0,
+            drafts_in_flight=k * c.depth,
         )
 
 

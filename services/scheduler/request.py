@@ -29,6 +29,9 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 
+_NO_DRAFTS = np.empty(0, np.int32)
+
+
 class IllegalTransition(Exception):
     """A state change the table does not know: a bug in the scheduler, never the peer's fault."""
 
@@ -48,8 +51,11 @@ class Request:
         "block_hashes",
         "cache_salt",
         "client",
+        "draft_ids",
         "grammar",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "number",
@@ -93,6 +99,11 @@ class Request:
         """Hash chain over the full blocks of the known tokens, as far as computed."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.draft_ids = _NO_DRAFTS
+        """int32[proposed]: what its latest sampling row proposed, NO_DRAFT where nothing; under a grammar only."""
+        self.num_draft_tokens = 0
+        """Verified so far, in slots it has left."""
+        self.num_accepted_tokens = 0
 
     def become(self, status: RequestStatus) -> None:
         """Raises: IllegalTransition, with nothing changed."""
@@ -101,6 +112,15 @@ class Request:
                 f"request {self.client}/{self.number}: {self.status.name} -> {status.name}"
             )
         self.status = status
+
+    def matching(self, token_ids: list[int]) -> int:
+        """How many of new output tokens, from the first on, are what the output must match."""
+        if self.grammar is None:
+            return len(token_ids)
+        for index, token in enumerate(token_ids):
+            if not self.grammar.accept(token):
+                return index
+        return len(token_ids)
 
     @property
     def finished(self) -> bool:

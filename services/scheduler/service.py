@@ -35,13 +35,15 @@ from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
 from services.scheduler.connections import WorkerConnections
+from services.scheduler.drafting import drafting
 from services.scheduler.engine import EngineCore, StallError
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import Vocabulary
 from services.scheduler.limits import Limits
 from services.scheduler.membership import Ended, GroupError, Refuse, Send, Started, WorkerGroup
 from services.scheduler.policies import make_policy
-from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.results import UnknownResult
+from services.scheduler.scheduler import Scheduler
 from services.scheduler.step_watch import StepWatch
 
 log = logging.getLogger("runahead.scheduler")
@@ -246,7 +248,7 @@ class Service:
         if self.compiler is not None:
             self.compiler.use(started.loaded.vocab_size)
         self.engine = EngineCore(
-            Scheduler(limits, policy, started.epoch),
+            Scheduler(limits, policy, started.epoch, drafting=drafting(c.speculative_config)),
             c.depth,
             started.loaded.vocab_size,
             c.max_num_queued_reqs,

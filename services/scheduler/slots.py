@@ -48,6 +48,14 @@ class SlotTable:
         self.computed = column()  # P, optimistic
         self.inflight = column()  # F
         self.placeholders = column()  # H
+        self.sampling = column()
+        """Rows in flight that sample: each yields one token at least."""
+        self.proposed = column()
+        """Drafts that the newest sampling row was told to propose."""
+        self.drafted = column()
+        """Drafts verified in this slot, and ..."""
+        self.accepted = column()
+        """... how many of them became output."""
         self.limit = column()
         """Total tokens at which the request certainly ends: prompt + max_tokens or the context limit."""
         self.stops_from = column()
@@ -86,7 +94,8 @@ class SlotTable:
         self.number[slot] = request.number
         self.prompt[slot] = request.num_prompt_tokens
         self.tokens[slot] = self.entry[slot] = num_tokens
-        self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = 0
+        self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = self.sampling[slot] = 0
+        self.proposed[slot] = self.drafted[slot] = self.accepted[slot] = 0
         self.limit[slot] = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
         self.stops_from[slot] = request.stops_from
         self.capacity[slot] = self.next_commit[slot] = 0
@@ -110,8 +119,16 @@ class SlotTable:
         """Takes the slot from its request, which gets its tokens back; rows in flight may still name the slot."""
         request = self.request(slot)
         request.token_ids = self.history[slot, : self.tokens[slot]].copy()
+        self.give_draft_counts(slot)
         request.slot = -1
         self.state[slot] = state
+
+    def give_draft_counts(self, slot: int) -> None:
+        """To the request, which has left the slot or is about to."""
+        request = self.request(slot)
+        request.num_draft_tokens += int(self.drafted[slot])
+        request.num_accepted_tokens += int(self.accepted[slot])
+        self.drafted[slot] = self.accepted[slot] = 0
 
     def release(self, slot: int) -> None:
         """The fence has passed: the slot may be given away."""
@@ -130,13 +147,24 @@ class SlotTable:
         return request
 
     def wanted(self, rows: Rows, next_step: int, stages: int) -> Column:
-        """Tokens that each slot could compute now (spec 0.3); 0 where the next one is not known to the device yet."""
-        promised = self.tokens.take(rows) + self.placeholders.take(rows)
-        want = promised - self.computed.take(rows)
-        want[promised >= self.limit.take(rows)] = 0  # certainly finished: exact at any depth (spec 0.5 A)
+        """Tokens that each slot could compute now, drafts included (spec 0.3); 0 where the next one is not known to the
+        device yet."""
+        tokens, computed, sampled = (
+            self.tokens.take(rows),
+            self.computed.take(rows),
+            self.sampled_step.take(rows),
+        )
+        sampling = self.sampling.take(rows)
+        want = tokens + self.placeholders.take(rows) - computed
+        drafts = self.proposed.take(rows)
+        if drafts.any():
+            drafts[sampled + 1 != next_step] = 0  # a skipped step clears them (spec 0.8)
+            want += np.minimum(drafts, self.history.shape[1] - 1 - computed)
+        want[tokens + sampling >= self.limit.take(rows)] = (
+            0  # certainly finished: exact at any depth (spec 0.5 A)
+        )
         if stages > 1:  # a token sampled by the last stage reaches the first after so many steps
-            under_way = self.placeholders.take(rows) > 0
-            want[under_way & (next_step - self.sampled_step.take(rows) < stages)] = 0
+            want[(sampling > 0) & (next_step - sampled < stages)] = 0
         return want
 
     def decoding(self, rows: Rows) -> NDArray[np.bool_]:

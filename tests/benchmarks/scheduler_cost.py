@@ -15,6 +15,7 @@ from protocol.sampling import SamplingParams
 from services.scheduler.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.request import Request
+from services.scheduler.results import Sampled
 from services.scheduler.scheduler import Scheduler
 from tests.benchmarks.support.report import report
 
@@ -48,7 +49,7 @@ def run(running: int) -> dict[str, float]:
         step, plan = queue.pop(0)  # type: ignore[misc]
         assert len(step.slots) == running
         started = time.perf_counter()
-        scheduler.update_from_output(step, unpack(pack(token_ids)))
+        scheduler.update_from_output(step, Sampled.one_each(unpack(pack(token_ids))))
         scheduler.outputs.take()
         middle = time.perf_counter()
         queue.append(scheduler.schedule())

@@ -12,11 +12,23 @@ MOST_ROUNDS = 5_000
 """A run that takes longer does not end."""
 
 
-def play(seed: int, depth: int, trace: Callable[[str], None] | None = None) -> World:
+def play(
+    seed: int, depth: int, trace: Callable[[str], None] | None = None, speculates: bool = False
+) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
-    load = draw(seed)
+    load = draw(seed, speculates)
     policy = build(load, load.limits, seed)
-    world = World(load.limits, depth, load.vocab, load.use_priority, policy, trace, conserves_work(load))
+    world = World(
+        load.limits,
+        depth,
+        load.vocab,
+        load.use_priority,
+        policy,
+        trace,
+        conserves_work(load),
+        speculating=load.speculating,
+        seed=seed,
+    )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
     world.log(load)

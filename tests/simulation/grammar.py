@@ -1,5 +1,6 @@
 """A grammar that is a token automaton drawn from a seed, and a compiler whose answers come when the test says so."""
 
+from copy import copy
 from typing import Self
 
 import numpy as np
@@ -50,6 +51,20 @@ class Automaton:
     def fill(self, mask: NDArray[np.int32]) -> None:
         self._failed = self._failed or self._left == 0
         mask[:] = -1 if self._failed else self._bits()
+
+    def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
+        self.fill(masks[0])
+        if self._failed or self._ended:
+            return 1
+        ahead, filled = copy(self), 1
+        for token in token_ids:
+            if token < 0 or token in self._eos or not ahead.accept(token):
+                break
+            ahead.fill(masks[filled])
+            if ahead._failed:
+                break
+            filled += 1
+        return filled
 
     def mask(self) -> NDArray[np.int32]:
         """int32[ceil(vocab / 32)]"""

@@ -71,16 +71,20 @@ class Checker:
         scheduler, limits = self.scheduler, self.scheduler.limits
         s, pool, size = scheduler.slots, scheduler.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
+        drafts: Counter[int] = Counter()
         for step in scheduler.ledger.steps:
+            drafts.update(dict(zip(step.slots.tolist(), step.drafts.tolist(), strict=True)))
             for slot in step.slots[step.samples].tolist():
                 sampled.setdefault(slot, []).append(step.step_id)
         for slot in order:
             promised = int(s.tokens[slot]) + len(sampled.get(slot, ()))
-            want = promised - int(s.computed[slot])
+            want = promised + drafts[slot] - int(s.computed[slot])
             on_its_way = slot in sampled and scheduler._next_step - sampled[slot][-1] < limits.stages
-            if want < 1 or promised >= int(s.limit[slot]) or on_its_way:
+            full = int(s.computed[slot]) >= limits.max_model_len
+            if want < 1 or promised >= int(s.limit[slot]) or on_its_way or full:
                 continue
-            most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens)
+            most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead
+            most = min(most, limits.max_model_len)
             if -(-most // size) - len(scheduler.kv.tables[slot]) > pool.num_free:
                 return
             demand(False, "S4-4", f"slot {slot} is ready, but step {scheduler._next_step} is empty")
@@ -88,7 +92,8 @@ class Checker:
             return
         for request in scheduler.waiting:
             if not request.stale_rows:
-                fits = -(-len(request.token_ids) // size) <= pool.num_free
+                most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
+                fits = -(-most // size) <= pool.num_free
                 demand(
                     not fits,
                     "S4-4",
@@ -168,6 +173,7 @@ class Checker:
         demand(len(steps) <= self.depth, "S1-4", f"{len(steps)} steps in flight at depth {self.depth}")
         f: Counter[int] = Counter()
         h: Counter[int] = Counter()
+        sampling: Counter[int] = Counter()
         stale: Counter[Request] = Counter()
         newest: dict[int, int] = {}
         state, generations = s.state.tolist(), s.generation.tolist()
@@ -177,14 +183,17 @@ class Checker:
                 step.generations.tolist(),
                 step.counts.tolist(),
                 step.samples.tolist(),
+                step.drafts.tolist(),
             )
-            for slot, generation, count, samples in zip(*columns, strict=True):
+            for slot, generation, count, samples, drafts in zip(*columns, strict=True):
+                demand(drafts < count and samples >= (drafts > 0), "2(b) 1", f"slot {slot}: {drafts} drafts")
                 demand(state[slot] != FREE, "S1-10", f"step {step.step_id} names the free slot {slot}")
                 demand(generations[slot] == generation, "S1-10", f"slot {slot} was given away in flight")
                 newest[slot] = step.step_id
                 if state[slot] == LIVE:
                     f[slot] += count
-                    h[slot] += samples
+                    h[slot] += samples + drafts
+                    sampling[slot] += samples
                 elif state[slot] == DELIVER:
                     stale[s.request(slot)] += samples
         inflight, placeholders = s.inflight.tolist(), s.placeholders.tolist()
@@ -193,6 +202,9 @@ class Checker:
             T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
             demand(inflight[slot] == F, "0.2 F", f"slot {slot}: column {inflight[slot]}, ledger {F}")
             demand(placeholders[slot] == H, "S1-1", f"slot {slot}: column {placeholders[slot]}, ledger {H}")
+            demand(
+                s.sampling[slot] == sampling[slot], "0.2", f"slot {slot}: {s.sampling[slot]} sampling rows"
+            )
             demand(0 <= F <= P, "I-a", f"slot {slot}: F={F} P={P}")
             demand(0 <= P - F <= T, "S1-2", f"slot {slot}: C={P - F} T={T}")
             demand(not H or P == T + H - 1, "S1-3", f"slot {slot}: P={P} T={T} H={H}")

@@ -6,7 +6,7 @@ The worker knows only what plan messages told it. Its state is a function of the
 as it receives it; *when* each pipeline stage runs the step (`Pipeline`) and the result travels back is up to the test.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +20,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.requests import FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import (
+    NO_DRAFT,
     GrammarOutput,
     ModelRunnerOutput,
     NewRequest,
@@ -32,6 +33,7 @@ from services.scheduler.limits import Limits
 from services.worker import sampling
 from services.worker.sampling import TokenLogprobs, logprobs_of
 from services.worker.session import Execute, Sample, Session
+from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend, words
 
@@ -148,6 +150,14 @@ class _Slot:
     """None until the first row says where the cached prefix ends."""
     sampled: int = 0
     """The step that sampled the last token; 0: a plan brought it."""
+    proposed: list[int] = field(default_factory=list)
+    """Drafts after the last token, of that step, and ..."""
+    asked: int = 0
+    """... how many it was to propose."""
+    drafts: list[int] = field(default_factory=list)
+    """Those that the row between its forward pass and its sampling has; they stand at the end of `tokens`."""
+    rejected: list[tuple[int, int]] = field(default_factory=list)
+    """Steps whose result is under way, and how many of their planned drafts did not become tokens."""
     hidden_sum: NDArray[np.float64] = field(default_factory=lambda: np.zeros(HIDDEN_SIZE))
     """Over the positions computed in this slot."""
 
@@ -159,7 +169,20 @@ Sampling = Callable[[GrammarOutput | None], ModelRunnerOutput]
 
 
 class OracleWorker:
-    def __init__(self, limits: Limits, vocab: int, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        vocab: int,
+        epoch: int = 1,
+        speculating: Speculating | None = None,
+        foresight: Foresight | None = None,
+    ) -> None:
+        """`foresight` is the drafter's, who is right as often as `speculating` says."""
+        self._speculating, self._foresight = speculating, foresight
+        self._max_model_len, self._lookahead = limits.max_model_len, limits.lookahead
+        self._planned_drafts: dict[int, int] = {}
+        """By slot, of the last plan."""
+        self.verified = Counter[str]()
         num_blocks, block_size = limits.num_blocks, limits.block_size
         self.num_slots, self.num_blocks, self.block_size = limits.num_slots, num_blocks, block_size
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
@@ -212,8 +235,8 @@ class OracleWorker:
         rows = self._begin(plan)
         for slot, generation, start, count, samples in rows:
             self._write(slot, generation, start, count, samples)
-        for slot, _, start, count, _ in rows:  # every row has written before any row reads, as in each layer
-            self._read(slot, start + count)
+        for slot, _, end in self._computed:  # every row has written before any row reads, as in each layer
+            self._read(slot, end)
         sampled = [(row[0], row[1]) for row in rows if row[4]]
         return lambda grammar: self._sample(plan, sampled, grammar)
 
@@ -229,6 +252,8 @@ class OracleWorker:
         self._append_blocks(plan)
         columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
         rows = list(zip(*columns, map(bool, plan.samples), strict=True))
+        drafts = unpack(plan.drafts).tolist() if plan.drafts else [0] * len(rows)
+        self._planned_drafts = {row[0]: k for row, k in zip(rows, drafts, strict=True) if k}
         self._demand(bool(rows), "an empty plan was sent")
         self._demand(len({row[0] for row in rows}) == len(rows), "a slot has two rows in one step")
         return rows
@@ -280,15 +305,26 @@ class OracleWorker:
             for block in s.table[start // size :]:
                 self._poison(block)
             s.computed = start
-        self._demand(start == s.computed, f"slot {slot} starts at {start}, its KV ends at {s.computed}")
+        s.rejected = [(step, drafts) for step, drafts in s.rejected if step > self.confirmed]
+        unknown = sum(drafts for _, drafts in s.rejected)
         self._demand(
-            count >= 1 and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens"
+            start == s.computed + unknown,
+            f"S2-5: slot {slot} starts at {start}, its KV ends at {s.computed} and {unknown} rejections are not known",
         )
-        self._demand(end <= len(s.table) * size, f"slot {slot}: no block for position {end - 1}")
+        self._demand(end <= self._max_model_len, f"S2-5: slot {slot} goes to {end} of {self._max_model_len}")
+        ahead = min(end + self._lookahead, self._max_model_len)
+        self._demand(ahead <= len(s.table) * size, f"slot {slot}: no block for position {ahead - 1}")
+        planned = self._planned_drafts.get(slot, 0)
+        start, end = s.computed, s.computed + count - planned
+        self._demand(
+            end > start and end <= len(s.tokens), f"slot {slot}: {count} from {start} of unknown tokens"
+        )
         self._demand(
             samples == (end == len(s.tokens)), f"slot {slot}: samples={samples} at {end}/{len(s.tokens)}"
         )
-        if end == len(s.tokens) and s.sampled:
+        self._take_drafts(slot, planned)
+        end += len(s.drafts)
+        if samples and s.sampled:
             self.needs = max(self.needs, s.sampled)
             self._demand(
                 s.sampled <= self.confirmed or self._last_step - s.sampled >= self.stages,
@@ -299,6 +335,20 @@ class OracleWorker:
             s.hidden_sum += hidden(s.prefixes[position]) if s.pooling is Pooling.MEAN else 0
         s.computed = end
         self._computed.append((slot, start, end))
+
+    def _take_drafts(self, slot: int, planned: int) -> None:
+        """The row goes on with its drafts, as if they were known. There may be fewer than planned."""
+        s = self.slots[slot]
+        if planned:
+            self._demand(
+                planned <= s.asked and s.sampled == self._last_step - 1,
+                f"S2-6: slot {slot} has {planned} drafts planned, of {s.asked} that step {s.sampled} proposed",
+            )
+        s.drafts, s.proposed, s.asked = s.proposed[:planned], [], 0
+        for token in s.drafts:
+            self._demand(0 <= token < self.vocab, f"S2-4: slot {slot} has the draft {token}")
+            s.tokens.append(token)
+            s.prefixes.append(extend(s.prefixes[-1], token))
 
     def _read(self, slot: int, end: int) -> None:
         s, size = self.slots[slot], self.block_size
@@ -314,43 +364,98 @@ class OracleWorker:
         self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
     ) -> ModelRunnerOutput:
         tokens, scored, vectors, masks = [], self._score_prompts(), {}, self._masks(plan, rows, grammar)
+        counts, drafted, proposed = [], [], []
         for slot, _ in rows:
             s = self.slots[slot]
-            prompt, output = s.tokens[: s.num_prompt], s.tokens[s.num_prompt :]
-            token = choose(s.prefixes[-1], s.params, prompt, output, self.vocab, masks.get(slot))
             if s.pooling is not Pooling.NONE:
                 mean = s.hidden_sum / len(s.tokens)
                 vectors[slot] = mean if s.pooling is Pooling.MEAN else hidden(s.prefixes[-1])
-            elif s.params.logprobs is not None:
-                row = logits(s.prefixes[-1], self.vocab)
-                scored.append((slot, len(s.tokens), logprobs_of(row, token, s.params.logprobs)))
-            s.tokens.append(token)
-            s.prefixes.append(extend(s.prefixes[-1], token))
-            s.sampled = plan.step_id
-            tokens.append(token)
+            allowed = masks.get(slot)
+            acceptable = len(s.drafts) if allowed is None else min(len(s.drafts), len(allowed) - 1)
+            row = self._accept(slot, acceptable, allowed, scored)
+            s.sampled, s.asked = plan.step_id, plan.num_speculative_tokens
+            self._propose(slot)
+            tokens += row
+            counts.append(len(row))
+            drafted.append(acceptable)
+            proposed += s.proposed + [NO_DRAFT] * (s.asked - len(s.proposed))
         return ModelRunnerOutput(
             plan.epoch,
             plan.step_id,
             pack([slot for slot, _ in rows]),
             pack([generation for _, generation in rows]),
-            pack(np.ones(len(rows), np.int32)),
+            pack(counts),
             pack(tokens),
             logprobs=_logprobs(scored) if scored else None,
             embedding_slots=pack(list(vectors)),
             embeddings=b"".join(vector.astype(np.float32).tobytes() for vector in vectors.values()),
+            drafted=pack(drafted) if plan.drafts else b"",
+            draft_token_ids=pack(proposed) if plan.has_structured_output_requests else b"",
         )
+
+    def _accept(
+        self,
+        slot: int,
+        acceptable: int,
+        masks: NDArray[np.int32] | None,
+        scored: list[tuple[int, int, TokenLogprobs]],
+    ) -> list[int]:
+        """What the row samples, token by token as without drafts, until one is another than the draft at its place."""
+        s = self.slots[slot]
+        known = len(s.tokens) - len(s.drafts)
+        del s.tokens[known:], s.prefixes[known:]
+        row: list[int] = []
+        for j in range(acceptable + 1):
+            prompt, output = s.tokens[: s.num_prompt], s.tokens[s.num_prompt :]
+            mask = None if masks is None else masks[j]
+            token = choose(s.prefixes[-1], s.params, prompt, output, self.vocab, mask)
+            if s.pooling is Pooling.NONE and s.params.logprobs is not None:
+                scores = logits(s.prefixes[-1], self.vocab)
+                scored.append((slot, len(s.tokens), logprobs_of(scores, token, s.params.logprobs)))
+            s.tokens.append(token)
+            s.prefixes.append(extend(s.prefixes[-1], token))
+            row.append(token)
+            if j == acceptable or token != s.drafts[j]:
+                break
+        planned, s.drafts, s.computed = self._planned_drafts.get(slot, 0), [], known + len(row) - 1
+        s.rejected.append((self._last_step, planned + 1 - len(row)))
+        self.verified["planned"] += planned
+        self.verified["verified"] += acceptable
+        self.verified["accepted"] += len(row) - 1
+        return row
+
+    def _propose(self, slot: int) -> None:
+        """Drafts for the slot's next row, as many as fit the context."""
+        s = self.slots[slot]
+        how, first = self._speculating, len(s.tokens)
+        if how is None or self._foresight is None:
+            self._demand(not s.asked, f"{s.asked} drafts are asked for, without a drafter")
+            return
+        fits = not how.longest or first + s.asked <= how.longest
+        count = min(s.asked, self._max_model_len - first) if fits else 0
+        identity = extend(s.prefixes[s.num_prompt - 1], s.params.seed)
+        s.proposed = how.draft(self._foresight(slot), identity, first, count, self.vocab) if count > 0 else []
 
     def _masks(
         self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
     ) -> dict[int, NDArray[np.int32]]:
+        """Slot -> int32[masks, words]"""
         if grammar is None:
             return {}
         self._demand(grammar.epoch == plan.epoch, f"a grammar of epoch {grammar.epoch}")
         slots = unpack(grammar.slots).tolist()
         order = {slot: i for i, (slot, _) in enumerate(rows)}
         self._demand(slots == sorted(set(slots), key=order.__getitem__), f"grammar rows {slots} out of order")
-        masks = unpack(grammar.bitmask).reshape(len(slots), -(-self.vocab // 32))
-        return dict(zip(slots, masks, strict=True))
+        masks = unpack(grammar.bitmask).reshape(-1, -(-self.vocab // 32))
+        counts = unpack(grammar.counts).tolist() if grammar.counts else [1] * len(slots)
+        found, at = {}, 0
+        for slot, count in zip(slots, counts, strict=True):
+            planned = self._planned_drafts.get(slot, 0)
+            self._demand(1 <= count <= planned + 1, f"slot {slot} has {count} masks for {planned} drafts")
+            found[slot] = masks[at : at + count]
+            at += count
+        self._demand(at == len(masks), f"{len(masks)} masks came, {at} were counted")
+        return found
 
     def _score_prompts(self) -> list[tuple[int, int, TokenLogprobs]]:
         """Prompt tokens that the positions of the last step predict."""

@@ -9,8 +9,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--speculates", action="store_true")
     args = parser.parse_args()
-    world = play(args.seed, args.depth, trace=print)
+    world = play(args.seed, args.depth, print, args.speculates)
     print("passed:", dict(world.coverage))
 
 

@@ -192,6 +192,7 @@ def _without_void(ledger: Ledger, step: InflightStep) -> InflightStep:
         step.starts[kept],
         step.counts[kept],
         (step.samples & current)[kept],
+        step.drafts[kept],
     )
 
 

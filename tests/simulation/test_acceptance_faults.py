@@ -8,7 +8,7 @@ from protocol.requests import FinishReason
 from services.scheduler.limits import Limits
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from services.scheduler.request import RequestStatus
-from services.scheduler.scheduler import UnknownResult
+from services.scheduler.results import UnknownResult
 from services.scheduler.slots import Rows
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from protocol.requests import FinishReason
-from services.scheduler import engine
+from services.scheduler import engine, results
 from services.scheduler.batch_queue import BatchQueue
 from services.scheduler.block_pool import BlockPool
 from services.scheduler.engine import EngineCore
@@ -367,11 +367,11 @@ def more_admissions_than_allowed(admit: Any) -> Any:
 
 def masks_before_the_token_before_is_known(output: Any) -> Any:
     def broken(self: Scheduler, step: Any, vocab_size: int) -> Any:
-        held, self.slots.placeholders = self.slots.placeholders, np.zeros_like(self.slots.placeholders)
+        held, self.slots.sampling = self.slots.sampling, np.zeros_like(self.slots.sampling)
         try:
             return output(self, step, vocab_size)
         finally:
-            self.slots.placeholders = held
+            self.slots.sampling = held
 
     return broken
 
@@ -401,10 +401,9 @@ def a_grammar_forgets_what_was_delivered_before(on_grammar: Any) -> Any:
 
 
 def a_failed_grammar_is_overlooked(matches: Any) -> Any:
-    def broken(self: Scheduler, request: Any, token: int) -> bool:
-        if request.grammar is not None:
-            request.grammar.accept(token)
-        return True
+    def broken(self: Request, token_ids: list[int]) -> int:
+        matches(self, token_ids)
+        return len(token_ids)
 
     return broken
 
@@ -429,11 +428,9 @@ def a_deferred_sampling_outlives_its_epoch(end: Any) -> Any:
     return broken
 
 
-def logprobs_of_whoever_had_the_slot(publish: Any) -> Any:
-    def broken(self: Scheduler, logprobs: Any) -> None:
-        state, self.slots.state = self.slots.state, np.full_like(self.slots.state, LIVE)
-        publish(self, logprobs)
-        self.slots.state = state
+def logprobs_of_whoever_had_the_slot(wanted: Any) -> Any:
+    def broken(logprobs: Any, state: Any) -> Any:
+        return wanted(logprobs, np.full_like(state, LIVE))
 
     return broken
 
@@ -453,8 +450,8 @@ def everybody_reads_the_prefix_cache(find: Any) -> Any:
 FAULTS: list[Fault] = [
     (Scheduler, "grammar_output", masks_before_the_token_before_is_known),
     (Scheduler, "grammar_output", masks_of_other_rows),
-    (Scheduler, "_matches", a_failed_grammar_is_overlooked),
-    (Scheduler, "_publish_logprobs", logprobs_of_whoever_had_the_slot),
+    (Request, "matching", a_failed_grammar_is_overlooked),
+    (results, "_wanted", logprobs_of_whoever_had_the_slot),
     (KVCacheManager, "find_prefix", everybody_reads_the_prefix_cache),
     (EngineCore, "on_grammar", a_grammar_forgets_what_was_delivered_before),
     (EngineCore, "_finish", aborted_while_compiled),

@@ -5,6 +5,7 @@ from random import Random
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.limits import Limits
+from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
 from tests.simulation.world import params
@@ -45,6 +46,7 @@ class Workload:
     """Chance per round that the workers are lost and others take over."""
     uneven: bool
     """Whether pipeline stages take differently long."""
+    speculating: Speculating | None = None
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -53,7 +55,15 @@ class Workload:
         return (1, 2, 3, 5) if stages == 1 else (stages, stages + 1, 2 * stages)
 
 
-def draw(seed: int) -> Workload:
+def speculating(seed: int) -> Speculating:
+    """How a workload speculates, if it does."""
+    rng = Random(f"speculation/{seed}")
+    lengths = rng.choice(((1,), (2,), (3,), (5,), (0, 1, 2, 3, 5), (0, 3)))
+    longest = rng.choice((0, 0, 0, 20))
+    return Speculating(rng.choice(ACCEPTANCES), lengths, rng.random() < 0.4, longest)
+
+
+def draw(seed: int, speculates: bool = False) -> Workload:
     rng, of_group = Random(seed), Random(f"group/{seed}")
     block_size = rng.choice((4, 4, 16))
     num_blocks = rng.randint(17, 33) if block_size == 4 or rng.random() < 0.5 else rng.randint(5, 12)
@@ -69,6 +79,9 @@ def draw(seed: int) -> Workload:
         stages=of_group.choice((1, 1, 1, 1, 1, 2, 4)),
     )
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
+    if speculates:  # phased and stages do not speculate
+        limits = replace(limits, stages=1)
+        policy = "chunked" if policy == "phased" else policy
     if policy == "phased":  # chunks are whole blocks
         limits = replace(
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
@@ -94,6 +107,7 @@ def draw(seed: int) -> Workload:
         shuffle=rng.random() < 0.3,
         epochs=of_group.choice((0.0, 0.0, 0.02, 0.08)),
         uneven=of_group.random() < 0.3,
+        speculating=speculating(seed) if speculates else None,
     )
 
 

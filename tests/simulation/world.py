@@ -6,7 +6,7 @@ the checker recomputes the invariants; every delivered token is compared with th
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,9 +21,11 @@ from services.scheduler.ledger import InflightStep
 from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from services.scheduler.request import Request, RequestStatus
-from services.scheduler.scheduler import NO_EMBEDDINGS, Scheduler
-from services.scheduler.slots import DROP, Column
+from services.scheduler.results import Sampled
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.slots import DELIVER, DROP, LIVE
 from tests.simulation.budgets import WatchedPolicy
+from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation
 from tests.simulation.invariants import Checker
 from tests.simulation.oracle import HIDDEN_SIZE, Answer, OracleWorker, Pipeline, reference
@@ -84,6 +86,11 @@ class Stream:
     scored: set[int] = field(default_factory=set)
     """Positions whose log-probabilities have come."""
     embedded: bool = False
+    planned_drafts: int = 0
+    """In all its rows."""
+    drafted: int = 0
+    accepted: int = 0
+    """Verified drafts and those that held, of rows whose tokens were delivered to it."""
 
     @property
     def open(self) -> bool:
@@ -116,14 +123,9 @@ class _Watched(Scheduler):
         self.world._on_scheduled(planned)
         return planned
 
-    def update_from_output(
-        self,
-        step: InflightStep,
-        token_ids: Column,
-        logprobs: LogprobRows | None = None,
-        embeddings: Mapping[int, bytes] = NO_EMBEDDINGS,
-    ) -> None:
-        super().update_from_output(step, token_ids, logprobs, embeddings)
+    def update_from_output(self, step: InflightStep, sampled: Sampled) -> None:
+        self.world._on_verified(step, sampled)
+        super().update_from_output(step, sampled)
         self.world._on_updated(step)
 
     def _displace(self) -> None:
@@ -131,13 +133,11 @@ class _Watched(Scheduler):
         super()._displace()
         self.world.coverage["displacements"] += self.counters["preemptions"] - before
 
-    def _deliver_stale(self, rows: Column, token_ids: Column, embeddings: Mapping[int, bytes]) -> None:
-        owners = [self.slots.request(slot) for slot in rows.tolist()]
-        super()._deliver_stale(rows, token_ids, embeddings)
-        self.world.coverage["stale deliveries"] += len(owners)
-        self.world.coverage["stops while preempted"] += sum(
-            o.status is RequestStatus.FINISHED for o in owners
-        )
+    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> None:
+        owner = self.slots.request(slot)
+        super()._deliver_stale(slot, token_ids, sampled)
+        self.world.coverage["stale deliveries"] += 1
+        self.world.coverage["stops while preempted"] += owner.status is RequestStatus.FINISHED
 
 
 class World:
@@ -151,12 +151,17 @@ class World:
         trace: Callable[[str], None] | None = None,
         conserves_work: bool = True,
         epoch: int = 1,
+        speculating: Speculating | None = None,
+        seed: int = 0,
     ) -> None:
-        """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4)."""
-        self.limits, self.depth, self.vocab = limits, depth, vocab
+        """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4); `seed`: of the
+        lengths that `speculating` draws."""
+        limits = limits if speculating is None else speculating.limits(limits, depth)
+        self.limits, self.depth, self.vocab, self.speculating = limits, depth, vocab, speculating
         self.conserves_work = conserves_work
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
-        scheduler = _Watched(limits, self.policy, epoch)
+        drafting = None if speculating is None else speculating.drafting(seed)
+        scheduler = _Watched(limits, self.policy, epoch, drafting=drafting)
         scheduler.world = self
         self.compilation = Compilation(vocab)
         self.engine = EngineCore(
@@ -167,7 +172,7 @@ class World:
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
         )
-        self.worker = OracleWorker(limits, vocab, epoch)
+        self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
         self.pipeline = Pipeline(limits.stages)
         self.checker = Checker(scheduler, depth)
         self.lost = False
@@ -188,6 +193,10 @@ class World:
         self._by_key: dict[tuple[int, int], Stream] = {}
         self._by_request: dict[Request, Stream] = {}
         self._trace = trace
+
+    def _future(self, slot: int) -> list[int]:
+        stream = self._by_request[self.scheduler.slots.request(slot)]
+        return stream.prompt + stream.answer.tokens
 
     @property
     def scheduler(self) -> Scheduler:
@@ -351,6 +360,8 @@ class World:
             assert known == stream.prompt + stream.tokens, (
                 f"{stream.number}: confirmed tokens were lost or doubled"
             )
+        if self.speculating is not None:
+            limits = self.speculating.limits(limits, self.depth)
         more = limits.num_blocks - self.limits.num_blocks
         self.coverage["epochs: " + ("larger" if more > 0 else "smaller" if more else "of equal size")] += 1
         self.limits, self.lost, epoch = limits, False, epoch or self.scheduler.epoch + 1
@@ -364,7 +375,8 @@ class World:
         self.scheduler.__class__ = _Watched  # made by the engine: from here on it reports its transitions too
         assert isinstance(self.scheduler, _Watched)
         self.scheduler.world = self
-        self.worker = OracleWorker(limits, self.vocab, epoch)
+        self._count_drafts()
+        self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
         self.pipeline, self.even = Pipeline(limits.stages), True
         self.checker.on_new_epoch(self.scheduler)
         self._transition()
@@ -378,7 +390,7 @@ class World:
         """Whether a group of these limits can go on with the request."""
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
-        most = min(len(stream.prompt) + stream.params.max_tokens, limits.max_model_len) - 1
+        most = limits.positions(len(stream.prompt), stream.params)
         return room and most <= limits.num_blocks * limits.block_size
 
     def late_result(self) -> None:
@@ -495,6 +507,7 @@ class World:
         raise DeliveryError(f"not drained after {most} steps")
 
     def check_drained(self) -> None:
+        self._count_drafts()
         self.checker.check()
         self.checker.check_drained()
         assert not self.worker.slots, "S1-11: worker rows"
@@ -502,6 +515,11 @@ class World:
         for stream in self.streams:
             if not stream.aborted and stream.finish is None:
                 raise DeliveryError(f"{stream.client}/{stream.number} never finished")
+
+    def _count_drafts(self) -> None:
+        """What this epoch's worker has verified, for coverage."""
+        self.coverage.update({f"drafts: {name}": count for name, count in self.worker.verified.items()})
+        self.worker.verified.clear()
 
     # -- observers -----------------------------------------------------------------------------------------------
 
@@ -523,14 +541,16 @@ class World:
             self.checker.on_scheduled(step)
             entering = {new.slot for new in plan.new}
             self.policy.check(step, self.scheduler.slots, entering)
-            rows = (step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist())
-            for slot, start, count, samples in zip(*rows, strict=True):
+            columns = (step.slots, step.starts, step.counts, step.samples, step.drafts)
+            rows = [column.tolist() for column in columns]
+            for slot, start, count, samples, drafts in zip(*rows, strict=True):
                 stream = self._by_request[self.scheduler.slots.request(slot)]
                 assert stream.request is not None
                 if slot in entering and not stream.request.reads_prefix_cache:
                     assert start == 0, f"{stream.number} must read no prefix cache"
                 stream.hit = start if not stream.steps else stream.hit
                 stream.scheduled += count
+                stream.planned_drafts += drafts
                 stream.steps += 1
                 self.coverage["prefix hits"] += start > 0 and slot in entering
                 self.coverage["chunked prefills"] += not samples
@@ -543,6 +563,24 @@ class World:
         elif self.conserves_work and self.admitting:
             self.checker.on_idle(self.policy.shown)
         self.checker.check()
+
+    def _on_verified(self, step: InflightStep, sampled: Sampled) -> None:
+        """A result is about to be applied: whose drafts were verified, and how many held (2(b) 4)."""
+        slots, current = self.scheduler.slots, self.scheduler.ledger.current(step)[step.samples]
+        rows = (step.slots[step.samples], current, sampled.counts, sampled.drafted)
+        for slot, is_current, count, drafted in zip(*(column.tolist() for column in rows), strict=True):
+            if is_current and slots.state[slot] in (LIVE, DELIVER):
+                stream = self._by_request[slots.request(slot)]
+                stream.drafted += drafted
+                stream.accepted += count - 1
+                self.coverage["drafts: rows cut by a stop"] += self._ends_within(stream, count)
+
+    def _ends_within(self, stream: Stream, count: int) -> bool:
+        """Whether the answer ends before the last of so many further tokens."""
+        assert stream.request is not None
+        s, request = self.scheduler.slots, stream.request
+        known = int(s.tokens[request.slot]) if request.slot >= 0 else len(request.token_ids)
+        return known + count > len(stream.prompt) + len(stream.answer.tokens)
 
     def _on_updated(self, step: InflightStep) -> None:
         self.checker.on_processed(step)
@@ -669,11 +707,18 @@ class World:
             raise DeliveryError(
                 f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
             )
+        if (finish.num_draft_tokens, finish.num_accepted_tokens) != (stream.drafted, stream.accepted):
+            raise DeliveryError(
+                f"{name} reports {finish.num_accepted_tokens} of {finish.num_draft_tokens} drafts accepted, "
+                f"but it were {stream.accepted} of {stream.drafted}"
+            )
         if finish.num_preemptions or stream.voids:
             return
         one_more = stream.pooling is not Pooling.NONE or finish.reason is FinishReason.ERROR
         exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more
         slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
+        if self.speculating is not None:  # rejected drafts, those behind the end, and the steps ahead of that
+            slack = stream.planned_drafts - stream.accepted + self.speculating.most + self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(
                 f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})"

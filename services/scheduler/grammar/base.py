@@ -22,6 +22,12 @@ class Grammar(Protocol):
         everything may, and after a failure, which the next `accept` reports."""
         ...
 
+    def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
+        """Fills `masks`, int32[more than the tokens, ceil(vocab / 32)]: the first as `fill` would, each further one as
+        if one more of the tokens had been accepted, as far as they match and do not end the output. Returns how many
+        were filled; the state is as before."""
+        ...
+
 
 class Compiler(Protocol):
     """Compiles elsewhere: `submit` returns at once, and what became of it comes to `EngineCore.on_grammar`."""

@@ -73,6 +73,26 @@ class Matcher:
         if self._failed or self._ended or self._waits:
             mask[:] = -1
 
+    def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
+        """Raises: ValueError, like `fill`."""
+        self.fill(masks[0])
+        tail, waits, blank, suspect = self._tail.copy(), self._waits, self._num_blank, self._suspect
+        consumed, filled, failed = 0, 1, self._failed
+        for token in () if failed or self._ended else token_ids:
+            if token < 0 or token in self._ends or not _allows(masks[filled - 1], token):
+                break
+            consumed += not self._waits
+            self.accept(token)
+            self.fill(masks[filled])
+            if self._failed:
+                break
+            filled += 1
+        if consumed:
+            self._matcher.rollback(consumed)
+        self._tail, self._waits, self._num_blank, self._suspect = tail, waits, blank, suspect
+        self._failed = failed or self._matcher.is_error()
+        return filled
+
     def _takes_too_long(self, mask: NDArray[np.int32]) -> bool:
         """Asks the library, and whether it took more processor time than it may. To read that clock may itself cost
         more than a mask does: only once a mask was slow by the wall's is it read."""
@@ -93,3 +113,7 @@ class Matcher:
         for token in self._ends:
             bit = np.uint32(1 << token % 32)
             bits[token // 32] = bits[token // 32] | bit if may_end else bits[token // 32] & ~bit
+
+
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    return token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)

@@ -58,7 +58,7 @@ def _running(view: SchedulerView) -> tuple[int, int, int]:
     """Tokens of running requests: decodes that a round wants, prefill not dispatched yet, prefill in flight."""
     s, rows = view.slots, view.running
     entry, computed = s.entry.take(rows), s.computed.take(rows)
-    goes_on = s.tokens.take(rows) + s.placeholders.take(rows) < s.limit.take(rows)
+    goes_on = s.tokens.take(rows) + s.sampling.take(rows) < s.limit.take(rows)
     dispatched = np.minimum(computed, entry)
     written = np.minimum(computed - s.inflight.take(rows), entry)
     return (

@@ -147,7 +147,7 @@ class PhasedPolicy:
         7 and 8). Lengths are those of the step that is being formed, steps in flight included (rule 12)."""
         s, geometry = view.slots, self._geometry
         rows = view.running[s.computed.take(view.running) >= s.entry.take(view.running)]
-        left = s.limit.take(rows) - s.tokens.take(rows) - s.placeholders.take(rows)
+        left = s.limit.take(rows) - s.tokens.take(rows) - s.sampling.take(rows)
         rows, left = rows[left > 0], left[left > 0]
         tkv = geometry.tkv(s.computed.take(rows) + 1) if len(rows) else 0
         start = geometry.joining(tkv, tokens)

@@ -12,6 +12,7 @@ from services.scheduler.limits import Limits
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
 from services.scheduler.request import Request
+from services.scheduler.results import Sampled
 from services.scheduler.scheduler import Scheduler
 
 
@@ -43,7 +44,9 @@ class Pipeline:
 
     def result(self) -> None:
         step = self.inflight.popleft()
-        self.scheduler.update_from_output(step, np.full(int(step.samples.sum()), 5, np.int32))
+        self.scheduler.update_from_output(
+            step, Sampled.one_each(np.full(int(step.samples.sum()), 5, np.int32))
+        )
 
     def step(self) -> InflightStep:
         """The next step, formed as soon as the queue has room and something is ready."""

@@ -10,7 +10,7 @@ _NONE = np.empty(0, np.int32)
 
 
 def step(step_id: int) -> InflightStep:
-    return InflightStep(step_id, _NONE.astype(np.int64), _NONE, _NONE, _NONE, np.empty(0, np.bool_))
+    return InflightStep(step_id, _NONE.astype(np.int64), _NONE, _NONE, _NONE, np.empty(0, np.bool_), _NONE)
 
 
 def result(step_id: int, token: bytes = b"") -> ModelRunnerOutput:

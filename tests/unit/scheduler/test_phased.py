@@ -11,7 +11,8 @@ from services.config import SchedulerConfig
 from services.scheduler.engine import EngineCore
 from services.scheduler.limits import Limits
 from services.scheduler.policies import PhasedPolicy, make_policy
-from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.results import UnknownResult
+from services.scheduler.scheduler import Scheduler
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
 

@@ -13,7 +13,8 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.engine import EngineCore
 from services.scheduler.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.scheduler import Scheduler, UnknownResult
+from services.scheduler.results import UnknownResult
+from services.scheduler.scheduler import Scheduler
 from tests.simulation.grammar import Compilation
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)

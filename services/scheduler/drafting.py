@@ -1,0 +1,119 @@
+"""How many drafts to propose: always the same number, or what has paid lately."""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.config import SpeculativeConfig
+from services.scheduler.ledger import InflightStep
+from services.scheduler.slots import Column
+
+_MEMORY = 0.98
+"""What a step's figures are worth one step later: about the last fifty count."""
+_PROBE_EVERY = 32
+"""Steps after which drafts that do not pay are tried once more."""
+_HOPE = 0.7
+"""Acceptance at the first position until it was measured."""
+_MARGIN = 1.02
+"""Drafts must promise so much more than none: an estimate is noisy, and no draft costs nothing."""
+
+
+class Drafting(Protocol):
+    def length(self, num_rows: int) -> int:
+        """Drafts to propose in the step that is formed, which has `num_rows` rows."""
+        ...
+
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+        """A step returned.
+
+        Args:
+            drafted: int32[rows with samples], verified drafts of each row.
+            counts: int32[rows with samples], tokens of each row: accepted drafts and one more.
+            seconds: what it took; 0: not known.
+        """
+        ...
+
+
+class Fixed:
+    """A `Drafting`: as many as configured."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def length(self, num_rows: int) -> int:
+        return self._num_drafts
+
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+        """Nothing it sees changes it."""
+
+
+class Adaptive:
+    """A `Drafting`: the number that yields the most tokens per second, by what was measured lately.
+
+    What a step yields with k drafts is 1 + sum(P(at least j accepted), j = 1..k) for each row. What it takes is taken
+    to be linear, `a + b * computed tokens + c * proposed drafts`, fitted by least squares with forgetting.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rows = np.full(most, 1.0)
+        """Rows for which a draft at this position was planned, recent ones counting more."""
+        self._drafted = np.full(most, 1.0)
+        self._accepted = np.cumprod(np.full(most, _HOPE))
+        self._normal = np.zeros((3, 3))
+        self._moment = np.zeros(3)
+        self._since_probe = 0
+
+    def length(self, num_rows: int) -> int:
+        best = self._best(num_rows)
+        self._since_probe = 0 if best else self._since_probe + 1
+        if self._since_probe >= _PROBE_EVERY:
+            self._since_probe = 0
+            return 1
+        return best
+
+    def _best(self, num_rows: int) -> int:
+        cost = self._cost()
+        if cost is None:
+            return self._most
+        base, per_token, per_draft = cost
+        drafts = np.arange(self._most + 1)
+        accepted = np.concatenate(([1.0], self._accepted / self._rows)).cumsum()
+        drafted = np.concatenate(([1.0], self._drafted / self._rows)).cumsum()
+        rate = accepted / (base + per_token * num_rows * drafted + per_draft * drafts)
+        rate[0] *= _MARGIN
+        return int(rate.argmax())
+
+    def _cost(self) -> NDArray[np.float64] | None:
+        """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
+        if self._normal[0, 0] < 4:
+            return None
+        # A little weight on "no cost" decides what the steps so far cannot tell apart.
+        ridge = 1e-3 * np.diag(self._normal.diagonal())
+        solved = np.linalg.solve(self._normal + ridge + 1e-9 * np.eye(3), self._moment)
+        return np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
+
+    def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
+        planned = step.drafts[step.samples]
+        if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill would tell of other things
+            x = np.array((1.0, len(step.slots) + drafted.sum(), step.proposes))
+            self._normal = _MEMORY * self._normal + np.outer(x, x)
+            self._moment = _MEMORY * self._moment + x * seconds
+        positions = np.arange(1, int(planned.max(initial=0)) + 1)
+        n = len(positions)
+        had_room = planned[:, None] >= positions
+        for sums, happened in (
+            (self._rows, had_room),
+            (self._drafted, had_room & (drafted[:, None] >= positions)),
+            (self._accepted, had_room & (counts[:, None] > positions)),
+        ):
+            sums[:n] = _MEMORY * sums[:n] + happened.sum(axis=0)
+
+
+def drafting(config: SpeculativeConfig | None) -> Drafting | None:
+    """None without speculation."""
+    if config is None:
+        return None
+    most = config.num_speculative_tokens
+    return Adaptive(most) if config.adaptive else Fixed(most)
