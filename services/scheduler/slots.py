@@ -159,7 +159,9 @@ class SlotTable:
         drafts = self.proposed.take(rows)
         if drafts.any():
             drafts[sampled + 1 != next_step] = 0  # a skipped step clears them (spec 0.8)
-            want += np.minimum(drafts, self.history.shape[1] - 1 - computed)
+            want += drafts
+        # As if every draft in flight were accepted, the context may be full before it is (S2-5).
+        np.minimum(want, self.history.shape[1] - computed, out=want)
         want[tokens + sampling >= self.limit.take(rows)] = (
             0  # certainly finished: exact at any depth (spec 0.5 A)
         )
