@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,14 @@ class ModelConfig:
     """The checkpoint's own, for `--dtype auto`; other dtypes are read as float32."""
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "ModelConfig":
+    def from_directory(
+        cls, directory: Path, architectures: Mapping[str, str] = ARCHITECTURES
+    ) -> "ModelConfig":
         """Raises: LoadError, when config.json is missing, broken, or of a model that this backend does not compute."""
-        return _parse(_Reader(_read(directory / "config.json")), directory)
+        return _parse(Reader(read_config(directory)), directory, architectures)
 
 
-class _Reader:
+class Reader:
     """Typed access to the raw JSON; a wrong value is named together with its key."""
 
     def __init__(self, raw: dict[str, Any], where: str = "config.json") -> None:
@@ -88,7 +91,9 @@ class _Reader:
         return bool(value)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json. Raises: LoadError"""
+    path = directory / "config.json"
     if not path.is_file():
         if (path.parent / "adapter_config.json").is_file():
             raise LoadError(
@@ -104,15 +109,15 @@ def _read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _family(raw: dict[str, Any]) -> str:
+def _family(raw: dict[str, Any], architectures: Mapping[str, str]) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    works = ", ".join(ARCHITECTURES)
+    works = ", ".join(architectures)
     if name is None:
         raise LoadError(f"config.json names no architecture; the native backend computes {works}")
-    if name not in ARCHITECTURES:
+    if name not in architectures:
         raise LoadError(f"architecture {name} is not supported; the native backend computes {works}")
-    return ARCHITECTURES[name]
+    return architectures[name]
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -130,10 +135,10 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise LoadError(f"activation {act!r} is not supported; the native backend computes silu")
 
 
-def _parse(config: _Reader, directory: Path) -> ModelConfig:
+def _parse(config: Reader, directory: Path, architectures: Mapping[str, str]) -> ModelConfig:
     raw = config.raw
     _refuse_unsupported(raw)
-    family = _family(raw)
+    family = _family(raw, architectures)
     if (directory / "adapter_config.json").is_file():
         raise LoadError(
             f"{directory} holds a LoRA adapter; adapters are not served, merge it into its base model first"
@@ -171,12 +176,12 @@ def _parse(config: _Reader, directory: Path) -> ModelConfig:
     )
 
 
-def _rope(config: _Reader, max_position: int) -> Rope:
+def _rope(config: Reader, max_position: int) -> Rope:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as it was before."""
     values = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
     if not isinstance(values, dict):
         raise LoadError(f"config.json: the rotary parameters must be an object, they are {values!r}")
-    rope = _Reader({"rope_theta": config.raw.get("rope_theta"), **values}, "config.json, rotary parameters")
+    rope = Reader({"rope_theta": config.raw.get("rope_theta"), **values}, "config.json, rotary parameters")
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise LoadError(
@@ -199,7 +204,7 @@ def _rope(config: _Reader, max_position: int) -> Rope:
     )
 
 
-def _windows(config: _Reader, family: str, layers: int) -> tuple[int, ...]:
+def _windows(config: Reader, family: str, layers: int) -> tuple[int, ...]:
     raw = config.raw
     if family == "llama" or (family == "mistral" and raw.get("sliding_window", 4096) is None):
         return (0,) * layers

@@ -51,6 +51,17 @@ class Checkpoint:
             )
         return view[cut or (slice(None),)].to(dtype)
 
+    def integers(self, name: str) -> torch.Tensor:
+        """int64, one-dimensional: the whole tensor. Raises: LoadError, when it is missing, or has no whole numbers."""
+        if name not in self:
+            raise LoadError(
+                f"the checkpoint has no tensor {name}; download the model again, all of its files"
+            )
+        values: torch.Tensor = self._where[name].get_tensor(name)
+        if values.ndim != 1 or values.is_floating_point() or values.is_complex():
+            raise LoadError(f"tensor {name} must be a list of whole numbers; download the model again")
+        return values.long()
+
     def __contains__(self, name: str) -> bool:
         return name in self._where
 

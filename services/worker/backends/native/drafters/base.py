@@ -8,6 +8,7 @@ tensors of its own under the target's block tables.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ class Target:
     speculation: Speculation
     model: Model
     """This rank's part; with tensor parallelism its embedding and head are those of some token ids only."""
+    directory: Path
+    """Of its checkpoint."""
     checkpoint: Checkpoint
     """All of its tensors."""
     dtype: torch.dtype
@@ -72,7 +75,7 @@ class Drafter(ABC):
     """For one calling thread. Weights are read when it is made, and kept from epoch to epoch."""
 
     reads: tuple[int, ...] = ()
-    """The hidden states of the target that `propose` gets: `model.FINAL`, or the number of a layer whose input it is."""
+    """Hidden states of the target that `propose` gets: `model.FINAL`, or the number of a layer whose input it is."""
     bytes_per_block: int = 0
     """Of its own cache, beside the target's."""
 
