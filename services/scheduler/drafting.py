@@ -57,10 +57,14 @@ class Adaptive:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._rows = np.full(most, 1.0)
-        """Rows for which a draft at this position was planned, recent ones counting more."""
-        self._drafted = np.full(most, 1.0)
-        self._accepted = np.cumprod(np.full(most, _HOPE))
+        self._rows = np.zeros(most)
+        """Rows that a draft at this position was planned for; here and below, of recent steps."""
+        self._drafted = np.zeros(most)
+        """Rows that had one."""
+        self._reached = np.zeros(most)
+        """Rows that accepted every draft before this position."""
+        self._accepted = np.zeros(most)
+        """Rows that accepted this one too."""
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self._since_probe = 0
@@ -78,20 +82,28 @@ class Adaptive:
         if cost is None:
             return self._most
         base, per_token, per_draft = cost
-        drafts = np.arange(self._most + 1)
-        accepted = np.concatenate(([1.0], self._accepted / self._rows)).cumsum()
-        drafted = np.concatenate(([1.0], self._drafted / self._rows)).cumsum()
-        rate = accepted / (base + per_token * num_rows * drafted + per_draft * drafts)
+        tokens = np.concatenate(([1.0], self._acceptance())).cumsum()
+        computed = np.concatenate(([1.0], (self._drafted + 1) / (self._rows + 1))).cumsum()
+        rate = tokens / (base + per_token * num_rows * computed + per_draft * np.arange(self._most + 1))
         rate[0] *= _MARGIN
         return int(rate.argmax())
+
+    def _acceptance(self) -> list[float]:
+        """P(at least j accepted), j = 1 .. most. A position of which little is known is like the one before it."""
+        chances, all_so_far, here = [], 1.0, _HOPE
+        for accepted, reached in zip(self._accepted.tolist(), self._reached.tolist(), strict=True):
+            here = (accepted + here) / (reached + 1)
+            all_so_far *= here
+            chances.append(all_so_far)
+        return chances
 
     def _cost(self) -> NDArray[np.float64] | None:
         """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
         if self._normal[0, 0] < 4:
             return None
         # A little weight on "no cost" decides what the steps so far cannot tell apart.
-        ridge = 1e-3 * np.diag(self._normal.diagonal())
-        solved = np.linalg.solve(self._normal + ridge + 1e-9 * np.eye(3), self._moment)
+        ridge = 1e-3 * np.diag(self._normal.diagonal()) + 1e-9 * np.eye(3)
+        solved = np.linalg.solve(self._normal + ridge, self._moment)
         return np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
@@ -100,15 +112,16 @@ class Adaptive:
             x = np.array((1.0, len(step.slots) + drafted.sum(), step.proposes))
             self._normal = _MEMORY * self._normal + np.outer(x, x)
             self._moment = _MEMORY * self._moment + x * seconds
-        positions = np.arange(1, int(planned.max(initial=0)) + 1)
-        n = len(positions)
+        positions = np.arange(1, self._most + 1)
         had_room = planned[:, None] >= positions
         for sums, happened in (
             (self._rows, had_room),
             (self._drafted, had_room & (drafted[:, None] >= positions)),
+            (self._reached, had_room & (counts[:, None] >= positions)),
             (self._accepted, had_room & (counts[:, None] > positions)),
         ):
-            sums[:n] = _MEMORY * sums[:n] + happened.sum(axis=0)
+            sums *= _MEMORY
+            sums += happened.sum(axis=0)
 
 
 def drafting(config: SpeculativeConfig | None) -> Drafting | None:

@@ -111,8 +111,10 @@ class Results(Lifecycle):
         s, current = self.slots, self.ledger.current(step)
         state, current = s.state.take(rows), current if every else current[step.samples]
         live = current & (state == LIVE)
-        wrong = (counts > drafts + 1) | (sampled.drafted > drafts) | (live & (counts < 1))
-        if wrong.any():
+        if (missing := live & (counts < 1)).any():
+            slot = rows[missing][0]
+            raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
+        if (wrong := (counts > drafts + 1) | (sampled.drafted > drafts)).any():
             row = int(wrong.argmax())
             raise UnknownResult(
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"

@@ -322,6 +322,8 @@ class Service:
     def _info(self) -> dict[str, str]:
         c = self.config
         info = {"batching_policy": c.policy, "batch_queue_depth": str(c.depth)}
+        if c.speculative_config is not None:
+            info["speculative_method"] = c.speculative_config.method
         if self._limits is not None and self.group.backend:
             stages = self._limits.stages
             info |= {

@@ -157,7 +157,7 @@ def test_reports_that_cannot_be_true_are_refused(fields: dict[str, bytes], says:
     ("fields", "says"),
     [
         ({"counts": pack([0]), "token_ids": b""}, "no token for slot 0 and no reason"),
-        ({"counts": pack([2]), "token_ids": pack([7, 7])}, "not those of its plan"),
+        ({"counts": pack([2]), "token_ids": pack([7, 7])}, "2 tokens for slot 0, which had 0 drafts"),
         ({"generations": pack([2])}, "not those of its plan"),
         ({"token_ids": pack([50])}, "outside the vocabulary of 50"),
         ({"token_ids": pack([-1])}, "negative"),

@@ -144,3 +144,36 @@ def test_a_grammar_that_nothing_matches_fails_at_its_first_mask() -> None:
     grammar = Matcher(library, (EOS,))
     assert len(allowed(grammar)) == EVERYTHING
     assert not grammar.accept(tokens_of("a")[0])
+
+
+def look_ahead(grammar: Matcher, text: str) -> list[set[int]]:
+    masks = np.zeros((len(tokens_of(text)) + 1, WORDS), np.int32)
+    filled = grammar.look_ahead(tokens_of(text), masks)
+    bits = np.unpackbits(masks[:filled].view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+@pytest.mark.parametrize("begins_after", [(), tuple(tokens_of("z"))])
+def test_a_look_ahead_sees_what_accepting_would_and_changes_nothing(begins_after: tuple[int, ...]) -> None:
+    """Spec 2(b) 13: a mask for each position that drafts within the grammar lead to; S2-7."""
+    start = "z" if begins_after else ""
+    text = f"{start}abab"
+    grammar, other = (of_regex("(ab)*c", begins_after=begins_after) for _ in range(2))
+    ahead = look_ahead(grammar, text)
+    expected = [allowed(other)]
+    for token in tokens_of(text):
+        assert other.accept(token)
+        expected.append(allowed(other))
+    assert ahead == expected
+    assert look_ahead(grammar, text) == expected, "the state was as before"
+    assert all(map(grammar.accept, tokens_of(f"{start}abc")))
+
+
+def test_a_look_ahead_ends_where_drafts_leave_the_grammar_or_end_it() -> None:
+    grammar = of_regex("(ab)*")
+    a, b = tokens_of("a")[0], tokens_of("b")[0]
+    masks = np.zeros((5, WORDS), np.int32)
+    assert grammar.look_ahead([a, b, b, a], masks) == 3
+    assert grammar.look_ahead([-1, -1, -1], masks) == 1, "no draft there"
+    assert grammar.look_ahead([EOS, EOS, EOS], masks) == 1, "nothing to see behind the end"
+    assert grammar.accept(a)

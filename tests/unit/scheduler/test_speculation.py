@@ -1,0 +1,188 @@
+"""Rows with drafts in the core alone, step by step: what is promised, what is settled, and what never leaves."""
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.drafting import Fixed
+from services.scheduler.engine import EngineCore
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.results import UnknownResult
+from services.scheduler.scheduler import Scheduler
+
+K, EOS = 3, 49
+LIMITS = Limits(
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=32,
+    num_blocks=32,
+    block_size=4,
+    drafts_in_flight=K,
+)
+
+
+class Driver:
+    """Answers plans by hand, one token list per row that samples."""
+
+    def __init__(self, depth: int = 1, limits: Limits = LIMITS) -> None:
+        self.core = EngineCore(Scheduler(limits, ChunkedPolicy(), drafting=Fixed(K)), depth, vocab_size=50)
+        self.plans: list[SchedulerOutput] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, Finish] = {}
+
+    def generate(self, number: int = 0, prompt: int = 4, **params: object) -> None:
+        sampling = SamplingParams(**({"max_tokens": 20, "eos_token_ids": (EOS,)} | params))  # type: ignore[arg-type]
+        self.core.add(0, GenerateRequest(number, pack([1] * prompt), prompt, sampling))
+
+    def dispatch(self) -> SchedulerOutput:
+        (plan,) = [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
+        self.plans.append(plan)
+        return plan
+
+    def answer(self, *rows: list[int]) -> None:
+        plan = self.plans.pop(0)
+        chosen = np.frombuffer(plan.samples, np.bool_)
+        result = ModelRunnerOutput(
+            plan.epoch, plan.step_id, pack(unpack(plan.slots)[chosen]), pack(unpack(plan.generations)[chosen]),
+            pack([*map(len, rows)]), pack([token for row in rows for token in row]),
+            drafted=pack(unpack(plan.drafts)[chosen]) if plan.drafts else b"",
+        )  # fmt: skip
+        self.core.on_result(result)
+        for _, outputs in self.core.take_outputs():
+            for number, token in zip(unpack(outputs.numbers), unpack(outputs.token_ids), strict=True):
+                self.tokens.setdefault(int(number), []).append(int(token))
+            self.finished |= {finish.number: finish for finish in outputs.finished}
+
+
+def starts_and_counts(plan: SchedulerOutput) -> list[tuple[int, int, int]]:
+    drafts = unpack(plan.drafts or bytes(len(plan.counts)))
+    return list(zip(unpack(plan.starts).tolist(), unpack(plan.counts).tolist(), drafts.tolist(), strict=True))
+
+
+def test_a_row_promises_its_drafts_and_gives_back_what_was_rejected() -> None:
+    """Spec 2(b) 1 to 3 at depth one: `P = T + H - 1`, and P falls by what was rejected."""
+    driver = Driver()
+    driver.generate()
+    plan = driver.dispatch()
+    assert starts_and_counts(plan) == [(0, 4, 0)]
+    assert plan.num_speculative_tokens == K
+    driver.answer([5])
+    assert starts_and_counts(driver.dispatch()) == [(4, 1 + K, K)]
+    driver.answer([6, 7])  # one draft accepted, two rejected
+    assert starts_and_counts(driver.dispatch()) == [(6, 1 + K, K)]
+    driver.answer([8, 9, 10, 11])
+    assert starts_and_counts(driver.dispatch()) == [(10, 1 + K, K)]
+    assert driver.tokens[0] == [5, 6, 7, 8, 9, 10, 11]
+
+
+def test_ahead_the_start_is_an_upper_bound() -> None:
+    """S2-5 at depth two: the next row starts as if every draft were accepted; later ones know better."""
+    driver = Driver(depth=2)
+    driver.generate()
+    plans = list(driver.core.dispatch())
+    driver.plans += plans  # type: ignore[arg-type]
+    assert [starts_and_counts(plan) for plan in plans] == [[(0, 4, 0)], [(4, 4, 3)]]  # type: ignore[arg-type]
+    driver.answer([5])
+    assert starts_and_counts(driver.dispatch()) == [(8, 4, 3)]
+    driver.answer([6])  # all three rejected
+    assert starts_and_counts(driver.dispatch()) == [(9, 4, 3)]
+    s = driver.core.scheduler.slots
+    assert int(s.computed[0]) == int(s.tokens[0] + s.placeholders[0]) - 1
+
+
+@pytest.mark.parametrize("at", range(K + 1))
+def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
+    """Acceptance test 4 and rule 12: a stop at each position of a row."""
+    driver = Driver(depth=2)
+    driver.generate()
+    driver.plans += driver.core.dispatch()  # type: ignore[arg-type]
+    driver.answer([5])
+    driver.dispatch()
+    row = [6, 7, 8, 9]
+    row[at] = EOS
+    driver.answer(row)
+    assert driver.tokens[0] == [5, *row[: at + 1]]
+    assert driver.finished[0].reason is FinishReason.STOP
+    driver.answer([1, 2, 3, 4])  # in flight at the stop: ignored
+    assert driver.tokens[0] == [5, *row[: at + 1]]
+    assert not driver.core.has_requests
+    assert driver.core.scheduler.kv.usage == 0, "blocks left behind the fence"
+
+
+@pytest.mark.parametrize("max_tokens", range(2, 6))
+def test_max_tokens_inside_a_row(max_tokens: int) -> None:
+    driver = Driver()
+    driver.generate(max_tokens=max_tokens)
+    driver.dispatch()
+    driver.answer([5])
+    driver.dispatch()
+    driver.answer([6, 7, 8, 9])
+    assert driver.tokens[0] == [5, 6, 7, 8, 9][:max_tokens]
+    assert (driver.finished[0].reason is FinishReason.LENGTH) == (max_tokens < 6)
+
+
+def test_drafts_end_at_the_context_limit() -> None:
+    """Rule 2: room is what is left of the context; S2-5: no position reaches its end."""
+    driver = Driver()
+    driver.generate(prompt=28, max_tokens=100)
+    driver.dispatch()
+    driver.answer()
+    driver.dispatch()
+    driver.answer([5])
+    for _ in range(3):
+        ((start, count, _drafts),) = starts_and_counts(driver.dispatch())
+        assert start + count <= LIMITS.max_model_len
+        driver.answer([6])
+    assert len(driver.tokens[0]) == 4
+    assert driver.finished[0].reason is FinishReason.LENGTH
+
+
+def test_a_skipped_step_clears_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec 0.8: a row that is left out of a step comes back without drafts, the others keep theirs."""
+    driver = Driver()
+    driver.generate(0)
+    driver.generate(1)
+    driver.dispatch()
+    driver.answer([5], [5])
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkedPolicy, "order", lambda self, view: view.running[1:])
+        assert unpack(driver.dispatch().slots).tolist() == [1]
+        driver.answer([6, 7])
+    plan = driver.dispatch()
+    assert unpack(plan.slots).tolist() == [0, 1]
+    assert starts_and_counts(plan) == [(4, 1, 0), (6, 1 + K, K)]
+
+
+@pytest.mark.parametrize("row", [[], [5, 6, 7, 8, 9]])
+def test_a_row_with_other_tokens_than_drafts_and_one_is_refused(row: list[int]) -> None:
+    """S2-3"""
+    driver = Driver()
+    driver.generate()
+    driver.dispatch()
+    driver.answer([5])
+    driver.dispatch()
+    with pytest.raises(UnknownResult, match="token"):
+        driver.answer(row)
+    assert driver.tokens[0] == [5]
+
+
+def test_drafts_are_counted_per_request_and_in_all() -> None:
+    driver = Driver()
+    driver.generate(max_tokens=6)
+    driver.dispatch()
+    driver.answer([5])
+    driver.dispatch()
+    driver.answer([6, 7])
+    driver.dispatch()
+    driver.answer([8, 9, 10, 11])
+    assert driver.tokens[0] == [5, 6, 7, 8, 9, 10]
+    finish = driver.finished[0]
+    assert (finish.num_draft_tokens, finish.num_accepted_tokens) == (6, 4)
+    stats = driver.core.stats()
+    assert stats["spec_decode_num_drafts"] == 2
+    assert stats["spec_decode_num_draft_tokens"] == 6
+    assert stats["spec_decode_num_accepted_tokens"] == 4
