@@ -128,7 +128,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     simulated: bool = False
     """True when the answers come from the simulator and mean nothing."""
     stats: Annotated[dict[Name, float], msgspec.Meta(max_length=MAX_ITEMS)] = {}
-    """Gauges and running totals under vLLM's metric names, without the prefix."""
+    """Gauges and running totals under vLLM's metric names, without the prefix; "name:position" for one of several."""
     info: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
     """What is combined: the cell of the capability table, and the sizes of the group."""
     hidden_size: Count = 0

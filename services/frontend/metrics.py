@@ -38,11 +38,17 @@ class _Engine(Collector):
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in self._engine.state.stats.items():
-            kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-            family = kind(f"runahead:{name.removesuffix('_total')}", f"{name} of the engine", labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for key, value in self._engine.state.stats.items():
+            name, _, position = key.partition(":")
+            if name not in families:
+                kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
+                labels = (*_LABELS, "position") if position else _LABELS
+                families[name] = kind(
+                    f"runahead:{name.removesuffix('_total')}", f"{name} of the engine", labels=labels
+                )
+            families[name].add_metric((*self._labels, position) if position else self._labels, value)
+        yield from families.values()
         if info := self._engine.state.info:
             labels = dict(zip(_LABELS, self._labels, strict=True)) | info
             yield InfoMetricFamily("runahead:engine", "what is combined in this engine", value=labels)

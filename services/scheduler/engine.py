@@ -28,13 +28,6 @@ MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
 
 
-_DRAFT_COUNTERS = (
-    "spec_decode_num_drafts",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-)
-
-
 class StallError(Exception):
     """Requests exist, nothing is in flight and nothing can be scheduled (spec 0.4 L7): a bug, said aloud."""
 
@@ -361,7 +354,7 @@ class EngineCore:
             "generation_tokens": counters["generation_tokens"],
             "admission_rejections": counters["rejected"],
             "steps_total": counters["steps"],
-            **{name: counters[name] for name in _DRAFT_COUNTERS if self.scheduler.drafting is not None},
+            **{name: count for name, count in counters.items() if name.startswith("spec_decode_")},
             "inflight_steps": len(self.queue),
             "stale_messages_total": self.stale_results,
         }

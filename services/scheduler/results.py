@@ -162,6 +162,9 @@ class Results(Lifecycle):
         counters["spec_decode_num_drafts"] += int(np.count_nonzero(sampled.drafted))
         counters["spec_decode_num_draft_tokens"] += int(sampled.drafted.sum())
         counters["spec_decode_num_accepted_tokens"] += int(accepted.sum())
+        for position in range(int(accepted.max(initial=0))):
+            count = int(np.count_nonzero(accepted > position))
+            counters[f"spec_decode_num_accepted_tokens_per_pos:{position}"] += count
 
     def _remember_drafts(self, rows: Rows, draft_ids: Column) -> None:
         """Those whose next mask depends on them."""

@@ -1,11 +1,14 @@
 """Our histogram against prometheus_client's own."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.frontend.metrics import Seconds
+from protocol.requests import EnginePhase, EngineState
+from services.frontend.metrics import Metrics, Seconds
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
 LABELS = ("demo", "0")
@@ -34,3 +37,19 @@ def test_histogram_says_what_the_library_would(values: list[float]) -> None:
         histogram.labels(*LABELS).observe(value)
     histogram.labels(*LABELS)
     assert samples(ours) == samples(theirs)
+
+
+def test_figures_of_the_engine_by_position() -> None:
+    engine = SimpleNamespace(
+        state=EngineState(
+            EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
+        )
+    )
+    text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
+    for line in (
+        'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
+        'runahead:accepted_total{engine="0",model_name="demo",position="1"} 3.0',
+        'runahead:steps_total{engine="0",model_name="demo"} 7.0',
+        'runahead:epoch{engine="0",model_name="demo"} 2.0',
+    ):
+        assert line in text

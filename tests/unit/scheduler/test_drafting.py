@@ -69,6 +69,7 @@ def test_configured() -> None:
         {"method": "ngram", "num_speculative_tokens": 0},
         {"method": "ngram", "num_speculative_tokens": 3, "model": "x"},
         {"method": "draft_model", "num_speculative_tokens": 3},
+        {"method": "eagle3", "num_speculative_tokens": 3},
         {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 6},
         {"method": "medusa", "num_speculative_tokens": 3},
         {"method": "ngram", "num_speculative_tokens": 3, "unheard_of": 1},
@@ -77,3 +78,7 @@ def test_configured() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"method|num_speculative_tokens|prompt_lookup_min|unheard_of"):
         SpeculativeConfig.model_validate(given)
+
+
+def test_eagle_without_a_model_is_the_head_of_the_demo_model() -> None:
+    assert SpeculativeConfig(method="eagle", num_speculative_tokens=3).model == ""
