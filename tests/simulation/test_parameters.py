@@ -11,6 +11,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from services.scheduler.limits import Limits
+from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
 from tests.simulation.world import Stream, World, params
@@ -34,9 +35,11 @@ def plain(stream: Stream) -> list[int]:
     return reference(stream.prompt, bare, STORM.max_model_len, VOCAB).tokens
 
 
-def storm(limits: Limits, depth: int, name: str, requests: int = 20) -> World:
+def storm(
+    limits: Limits, depth: int, name: str, requests: int = 20, speculating: Speculating | None = None
+) -> World:
     """Requests join and leave in every step, half of them with the parameter, and blocks never suffice."""
-    rng, world = Random(name), World(limits, depth, VOCAB, use_priority=True)
+    rng, world = Random(name), World(limits, depth, VOCAB, use_priority=True, speculating=speculating)
     others = ("none", name, name, rng.choice(MATRIX))
     while len(world.streams) < requests or world.engine.requests:
         for _ in range(min(rng.choice((1, 1, 2)), requests - len(world.streams))):

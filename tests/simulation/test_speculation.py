@@ -1,0 +1,307 @@
+"""Drafts under run-ahead (spec section 2): answers equal those of no speculation, acceptance those of depth one.
+
+Each token, the state of each grammar, what each result counts and where each row starts is checked by the world, its
+oracle and its checker as it happens (S2-1, S2-3 to S2-7).
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy, SchedulerView
+from services.scheduler.slots import Rows
+from tests.simulation.drafts import ACCEPTANCES, Speculating
+from tests.simulation.grammar import structured
+from tests.simulation.oracle import reference
+from tests.simulation.parameters import MATRIX, STRUCTURED
+from tests.simulation.test_parameters import STORM, assert_it_shows, storm
+from tests.simulation.world import Stream, World, params
+
+VOCAB = 64
+ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
+LENGTHS = (1, 2, 3, 5)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
+
+
+def plain(stream: Stream) -> list[int]:
+    return reference(stream.prompt, stream.params, ROOMY.max_model_len, VOCAB).tokens
+
+
+def steps_of(world: World) -> int:
+    return len(world.plans)
+
+
+# -- 2(e) 1: acceptance at any depth -----------------------------------------------------------------------------
+
+
+def together(acceptance: str, k: int, depth: int) -> World:
+    """Requests that all run from the first step on, greedy and drawn, and end by every kind of stop (S2-2)."""
+    world = World(ROOMY, depth, speculating=Speculating(acceptance, (k,)))
+    for i in range(10):
+        stops = (i, i + 20) if i % 3 == 0 else ()
+        sampling = params(15 + 3 * i, *stops, eos=i % 2 == 0, seed=None if i % 4 < 2 else i)
+        world.add(prompt_of(4 + 5 * i, i), sampling)
+    world.drain()
+    return world
+
+
+def counted(world: World) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each request."""
+    finishes = [stream.finish for stream in world.streams]
+    return [(finish.num_draft_tokens, finish.num_accepted_tokens) for finish in finishes if finish]
+
+
+@pytest.mark.parametrize("k", LENGTHS)
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str, k: int) -> None:
+    """S2-1, S2-2: and accepted drafts save steps."""
+    synchronous, *ahead = (together(acceptance, k, depth) for depth in (1, 2, 3))
+    expected = counted(synchronous)
+    assert [counted(world) for world in ahead] == [expected, expected]
+    for world in (synchronous, *ahead):
+        assert [stream.tokens for stream in world.streams] == [plain(stream) for stream in world.streams]
+        assert world.scheduler.counters["preemptions"] == 0
+    drafted, accepted = (sum(column) for column in zip(*expected, strict=True))
+    assert drafted > 100
+    assert {"always": accepted > 0.8 * drafted, "never": not accepted}.get(acceptance, 0 < accepted < drafted)
+    longest = max(len(stream.tokens) for stream in synchronous.streams)
+    assert steps_of(synchronous) == longest if acceptance == "never" else steps_of(synchronous) < longest
+
+
+def test_statistics_are_the_sums_of_all_requests() -> None:
+    """2(b) 4, under vLLM's names."""
+    world = together("every third", 3, 2)
+    counters = world.scheduler.counters
+    drafted, accepted = (sum(column) for column in zip(*counted(world), strict=True))
+    # What was verified behind an unforeseen stop is no request's any more.
+    assert counters["spec_decode_num_draft_tokens"] >= drafted > 0
+    assert counters["spec_decode_num_accepted_tokens"] >= accepted > 0
+    assert counters["spec_decode_num_drafts"] >= drafted // 3
+
+
+# -- 2(e) 2, 5, 9: storms ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("name", MATRIX)
+def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
+    """2(e) 2: preemptions, chunks, requests that join and leave in every step; k is drawn anew for each."""
+    how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
+    world = storm(STORM, depth, name, speculating=how)
+    assert world.scheduler.counters["preemptions"] > 0
+    assert world.coverage["chunked prefills"] > 0
+    assert world.coverage["resumed"] > 0
+    assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
+    assert_it_shows(world, name)
+    if STRUCTURED in name:
+        assert world.coverage["drafts: verified"] < world.coverage["drafts: planned"]
+
+
+class Rotating(ChunkedPolicy):
+    """Serves another running request first in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def order(self, view: SchedulerView) -> Rows:
+        self._turn += 1
+        return np.roll(super().order(view), -self._turn)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("budget", [1, 3, 5])
+def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) -> None:
+    """2(e) 5: who skips a step has no drafts when it comes back (S2-6), no id that is none is an input (S2-4)."""
+    limits = replace(ROOMY, max_num_batched_tokens=budget)
+    world = World(limits, depth, policy=Rotating(), speculating=Speculating("always", (3,)))
+    for i in range(6):
+        world.add(prompt_of(5 + i, i), params(12, eos=False))
+    world.drain()
+    rows = [
+        (drafts, samples)
+        for plan in world.plans
+        for drafts, samples in zip(
+            unpack(plan.drafts or bytes(len(plan.counts))).tolist(), plan.samples, strict=True
+        )
+    ]
+    assert sum(not drafts for drafts, samples in rows if samples) > 12, "no row skips a step"
+    assert any(drafts for drafts, _ in rows) == (budget > 1)
+    assert all(len(stream.tokens) == 12 for stream in world.streams)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rows_change_their_places_in_each_step(depth: int) -> None:
+    """2(e) 9: requests arrive and finish each step, so drafts by row would be somebody else's."""
+    world = World(
+        replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request")
+    )
+    rng = Random(depth)
+    for i in range(40):
+        world.add(
+            prompt_of(rng.randint(1, 30), i),
+            params(rng.randint(1, 9), eos=False),
+            priority=rng.choice((0, -i)),
+        )
+        world.step()
+    world.drain()
+    orders = [unpack(plan.slots).tolist() for plan in world.plans]
+    assert sum(one != two for one, two in pairwise(orders)) > len(orders) // 2
+    assert world.coverage["drafts: accepted"] > 20
+
+
+# -- 2(e) 3, 4: where rows end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("place", range(6))
+def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
+    """2(e) 4, 2(b) 12: with five drafts that all hold, the second row has outputs 1 to 6."""
+    prompt, free = prompt_of(9), params(30, eos=False)
+    answer = reference(prompt, free, ROOMY.max_model_len, VOCAB).tokens
+    stop = answer[1 + place]
+    first = answer.index(stop)
+    world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
+    stream = world.add(prompt, params(30, stop, eos=False))
+    other = world.add(prompt_of(9, 1), params(30, eos=False))
+    world.drain()
+    assert stream.finish is not None
+    assert (stream.tokens, stream.finish.reason) == (answer[: first + 1], FinishReason.STOP)
+    assert stream.finish.stop_reason == stop
+    assert len(other.tokens) == 30
+    row = 0 if first == 0 else -(-first // 6)
+    assert stream.finish.num_draft_tokens == 5 * row
+    assert stream.finish.num_accepted_tokens >= first - row
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("most", range(1, 9))
+def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
+    """2(e) 4"""
+    world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
+    streams = [world.add(prompt_of(9, i), params(most, eos=False)) for i in range(3)]
+    world.drain()
+    assert [len(stream.tokens) for stream in streams] == [most] * 3
+    assert all(stream.finish and stream.finish.reason is FinishReason.LENGTH for stream in streams)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("acceptance", ["always", "never", "every third"])
+@pytest.mark.parametrize("room", range(1, 9))
+def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str, depth: int) -> None:
+    """2(e) 4, S2-5: no position is computed beyond it, and every token that fits comes."""
+    limits = replace(ROOMY, max_model_len=32, num_blocks=16)
+    world = World(limits, depth, speculating=Speculating(acceptance, (5,), looks_ahead=room % 2 == 0))
+    streams = [world.add(prompt_of(32 - room, i), params(100, eos=False)) for i in range(2)]
+    world.drain()
+    assert [len(stream.tokens) for stream in streams] == [room] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_drafter_with_a_shorter_context(depth: int) -> None:
+    """2(e) 3, 2(b) 10: beyond it there are no drafts; planned rows are shorter on the device, and answers the same."""
+    world = World(ROOMY, depth, speculating=Speculating("always", (3,), longest=40))
+    streams = [world.add(prompt_of(20, i), params(60, eos=False)) for i in range(3)]
+    world.drain()
+    assert [stream.tokens for stream in streams] == [plain(stream) for stream in streams]
+    accepted = [stream.finish.num_accepted_tokens for stream in streams if stream.finish]
+    assert accepted == [15, 15, 15]
+    assert world.coverage["drafts: planned"] > 3 * world.coverage["drafts: verified"]
+
+
+# -- 2(e) 8: grammars --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
+    """2(e) 8, 2(b) 13, 14, S2-7: a thousand requests, of which none fails and each is what it is without drafts."""
+    world = World(replace(ROOMY, max_num_seqs=32), depth, speculating=Speculating("every third", (3,)))
+    rng, total = Random(depth), 1000 if depth == 2 else 100
+    while len(world.streams) < total or world.engine.requests:
+        for _ in range(min(24 - len(world.engine.requests), total - len(world.streams))):
+            i = len(world.streams)
+            world.add(prompt_of(rng.randint(1, 4), i), params(rng.randint(2, 8)), structured=structured(i))
+        while world.compilation.waiting:
+            world.compiled()
+        world.step()
+    world.drain()
+    reasons = {stream.finish.reason for stream in world.streams if stream.finish}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    cover = world.coverage
+    assert 0 < cover["drafts: accepted"] < cover["drafts: verified"] < cover["drafts: planned"]
+    assert bool(cover["sampling: waits for tokens in flight"]) == (depth > 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_grammars_that_fail_within_a_row(depth: int) -> None:
+    """The tokens before the failure are delivered, and no other request notices."""
+    world = World(ROOMY, depth, speculating=Speculating("always", (3,)))
+    bad = [
+        world.add(prompt_of(8, i), params(20, eos=False), structured=structured(i, fails_after=i))
+        for i in range(6)
+    ]
+    good = [
+        world.add(prompt_of(9, i), params(12, eos=False), structured=structured(9) if i else None)
+        for i in (0, 1)
+    ]
+    world.drain()
+    assert [len(stream.tokens) for stream in bad] == list(range(6))
+    assert all(stream.finish and stream.finish.reason is FinishReason.ERROR for stream in bad)
+    assert [len(stream.tokens) for stream in good] == [12, 12]
+
+
+# -- together with the rest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_an_abort_while_drafts_are_in_flight(depth: int) -> None:
+    world = World(ROOMY, depth, speculating=Speculating("every second", (3,)))
+    leaves, stays = (world.add(prompt_of(9, i), params(30, eos=False)) for i in range(2))
+    world.step()
+    world.dispatch()
+    assert world.stage(leaves) == "decode in flight"
+    world.abort(leaves)
+    world.drain()
+    assert stays.tokens == plain(stays)
+
+
+def test_a_displaced_request_gets_its_rows_of_several_tokens_late() -> None:
+    """0.7, deliver mode: all tokens of stale rows, up to a stop within one of them."""
+    world = World(
+        replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (3,))
+    )
+    first = world.add(prompt_of(9), params(14, eos=False), priority=1)
+    world.dispatch()
+    world.add(prompt_of(5, 1), params(3, eos=False))
+    world.dispatch()
+    world.complete()
+    world.dispatch()
+    assert first.finish is None
+    world.drain()
+    assert first.finish is not None
+    assert first.finish.num_preemptions == 1
+    assert first.tokens == plain(first)
+    assert world.coverage["stale deliveries"] > 1
+    assert first.finish.num_accepted_tokens > 3
+
+
+def test_workers_that_are_lost_take_their_drafts_along() -> None:
+    world = World(ROOMY, 3, speculating=Speculating("always", (3,)))
+    stream = world.add(prompt_of(9), SamplingParams(max_tokens=30, temperature=0.0))
+    for _ in range(3):
+        world.step()
+    world.dispatch()
+    world.end_epoch()
+    world.start_epoch(ROOMY, world.policy.policy)
+    world.drain()
+    assert stream.tokens == plain(stream)
