@@ -50,8 +50,8 @@ class _Engine(Collector):
             families[name].add_metric((*self._labels, position) if position else self._labels, value)
         yield from families.values()
         if info := self._engine.state.info:
-            labels = dict(zip(_LABELS, self._labels, strict=True)) | info
-            yield InfoMetricFamily("runahead:engine", "what is combined in this engine", value=labels)
+            named = dict(zip(_LABELS, self._labels, strict=True)) | info
+            yield InfoMetricFamily("runahead:engine", "what is combined in this engine", value=named)
 
 
 class Seconds(Collector):
