@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.membership import Assignment, InitializeCache, Loaded, Speculation
 from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -57,6 +57,8 @@ class Request:
     """float32[hidden size], once it is there"""
     scores: dict[int, "Score"] = field(default_factory=dict)
     """By position, the first that came."""
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -73,12 +75,14 @@ class Launched:
     """A step in flight."""
 
     rows: list[tuple[Request, int]]
+    plan: SchedulerOutput
     output: Output
     logits: Callable[[], torch.Tensor]
 
 
 class Driver:
-    """Loads `model` and holds its batch."""
+    """Loads `model` and holds its batch. With `speculation` every sampling row of a request that sampled in the step
+    before has as many drafts as that step asked for."""
 
     def __init__(
         self,
@@ -86,9 +90,14 @@ class Driver:
         block_size: int = BLOCK_SIZE,
         max_model_len: int = 0,
         runner: ModelRunner | None = None,
+        speculation: Speculation | None = None,
         **config: object,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.speculation = block_size, speculation
+        self.k = speculation.num_speculative_tokens if speculation else 0
+        """Drafts to ask for in the next step."""
+        self.promised_drafts: dict[int, int] = {}
+        """By slot, for the next step: others have none (spec 0.8)."""
         self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
         self.loaded = self.load(max_model_len)
         self.max_model_len = self.loaded.max_model_len
@@ -102,9 +111,10 @@ class Driver:
         """float32[rows, vocab] of each step, as the sampler got them."""
 
     def load(self, max_model_len: int = 0) -> Loaded:
-        return self.runner.load(
-            Assignment(1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len), lambda phase, fraction: None
+        assignment = Assignment(
+            1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len, speculation=self.speculation
         )
+        return self.runner.load(assignment, lambda phase, fraction: None)
 
     def add(
         self,
@@ -135,13 +145,19 @@ class Driver:
 
     def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
         """The plan that computes the next so many tokens of each request."""
-        new, block_slots, block_ids, starts, samples = [], [], [], [], []
+        new, block_slots, block_ids, starts, samples, drafts = [], [], [], [], [], []
+        promised, self.promised_drafts = self.promised_drafts, {}
         for request, count in rows:
             starts.append(request.computed)
             request.computed += count
+            samples.append(request.computed == request.known)
+            room = self.max_model_len - request.computed
+            drafts.append(min(promised.get(request.slot, 0), room) if samples[-1] else 0)
+            request.computed += drafts[-1]
+            positions = min(request.computed + self.k, self.max_model_len)  # a drafter's look-ahead
             grown = [
                 int(self.free_blocks.pop())
-                for _ in range(-(-request.computed // self.block_size) - len(request.blocks))
+                for _ in range(-(-positions // self.block_size) - len(request.blocks))
             ]
             request.blocks += grown
             if request.sent:
@@ -155,8 +171,9 @@ class Driver:
                     )
                 )  # fmt: skip
                 request.sent = True
-            samples.append(request.computed == request.known)
-            request.known += samples[-1]
+            request.known += samples[-1] + drafts[-1]
+            if samples[-1]:
+                self.promised_drafts[request.slot] = self.k
         self.steps += 1
         released, self.released = self.released, []
         return SchedulerOutput(
@@ -165,19 +182,22 @@ class Driver:
             slots=i32(*(r.slot for r, _ in rows)),
             generations=i32(*(r.generation for r, _ in rows)),
             starts=i32(*starts),
-            counts=i32(*(count for _, count in rows)),
+            counts=i32(*(count + more for (_, count), more in zip(rows, drafts, strict=True))),
             samples=bytes(samples),
             new=new,
             block_slots=i32(*block_slots),
             block_ids=i32(*block_ids),
             released=i32(*released),
+            drafts=i32(*drafts) if any(drafts) else b"",
+            num_speculative_tokens=self.k,
         )
 
     def launch(self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None) -> Launched:
         """One step, executed and sampled, not read."""
-        self.runner.execute_model(self.plan(rows))
+        plan = self.plan(rows)
+        self.runner.execute_model(plan)
         logits = self.pending_logits()
-        return Launched(rows, self.runner.sample_tokens(grammar), logits)
+        return Launched(rows, plan, self.runner.sample_tokens(grammar), logits)
 
     def pending_logits(self) -> Callable[[], torch.Tensor]:
         logits = self.runner._pending.logits.clone()
@@ -189,8 +209,17 @@ class Driver:
         assert result is not None
         self.logits.append(launched.logits())
         by_slot = {request.slot: request for request, _ in launched.rows}
-        for slot, token in zip(ints(result.slots), ints(result.token_ids), strict=True):
-            by_slot[slot].output.append(token)
+        tokens = iter(ints(result.token_ids))
+        planned = dict(zip(ints(launched.plan.slots), ints(launched.plan.drafts), strict=False))
+        drafted = ints(result.drafted) or [0] * len(by_slot)
+        for slot, count, tried in zip(ints(result.slots), ints(result.counts), drafted, strict=False):
+            request, rejected = by_slot[slot], planned.get(slot, 0) - (count - 1)
+            request.output += islice(tokens, count)
+            request.computed -= rejected
+            request.known -= rejected
+            request.drafted += tried
+            request.accepted += count - 1
+        assert not list(tokens)
         if result.embeddings:
             for slot, embedding in EmbeddingRows.of(result).by_slot().items():
                 by_slot[slot].embedding = embedding
@@ -215,14 +244,17 @@ class Driver:
     def interleave(
         self, batches: list[list[Request]], tokens: int, chunk: int = 10_000, depth: int = 1
     ) -> None:
-        """Steps of the batches in turn, `depth` of them in flight, until each request has so many output tokens."""
+        """Steps of the batches in turn, `depth` of them in flight, until each request has so many output tokens, or a
+        few more where drafts were accepted."""
         flying: deque[Launched] = deque()
         for batch in cycle(batches):
             rows = [(r, min(chunk, r.known - r.computed)) for r in batch if r.promised < tokens]
             if rows:
                 flying.append(self.launch(rows))
             elif not any(r.promised < tokens for other in batches for r in other):
-                break
+                if not flying:
+                    break
+                self.collect(flying.popleft())  # its drafts may have been wrong
             if len(flying) == depth:
                 self.collect(flying.popleft())
         while flying:

@@ -246,7 +246,9 @@ def test_grammar_comes_after_all_other_rules_and_wins_over_them() -> None:
 def test_bitmask_of_another_shape_is_refused() -> None:
     batch = Batch()
     batch.add(0, [1], params())
-    with pytest.raises(RuntimeError, match="step 3: a bitmask of 4 words for 1 rows, which need 5 each"):
+    with pytest.raises(
+        RuntimeError, match="step 3: a bitmask of 4 words for 1 rows with 1 masks, which need 5"
+    ):
         batch.sample([0], torch.zeros(1, VOCAB), GrammarOutput(1, 3, i32(0), bytes(16)))
 
 

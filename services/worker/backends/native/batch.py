@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.backends.native.acceptance import Places
 from services.worker.backends.native.kernels.attention import TILE
 from services.worker.batch import Rows
 
@@ -35,6 +36,8 @@ class Batch:
         total = int(counts.sum())
         offset = np.arange(total, dtype=np.int32) - np.repeat(first, counts)
         positions = np.repeat(rows.starts, counts) + offset
+        last, drafts = (first + counts - 1)[rows.samples], rows.drafts[rows.samples]
+        sampled = last if not drafts.any() else Places.of(last, last - drafts, drafts).positions
         return cls(
             slots=torch.from_numpy(np.repeat(rows.slots, counts)),
             positions=torch.from_numpy(positions),
@@ -42,7 +45,7 @@ class Batch:
             num_tiles=len(tiles),
             longest=int(rows.ends.max()),
             widest=int(tiles[:, 3].max()),
-            sampled=torch.from_numpy((first + counts - 1)[rows.samples].astype(np.int64)),
+            sampled=torch.from_numpy(sampled.astype(np.int64)),
         )
 
 

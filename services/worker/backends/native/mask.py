@@ -14,31 +14,41 @@ I32 = NDArray[np.int32]
 
 
 class Mask(NamedTuple):
-    """Of one step's sampling rows."""
+    """Of one step's sampled tokens."""
 
     rows: I32
-    """int32[constrained rows]"""
+    """int32[masks]: which of the tokens"""
     words: I32
-    """int32[constrained rows, ceil(vocab / 32)], least significant bit first"""
+    """int32[masks, ceil(vocab / 32)], least significant bit first"""
+    acceptable: I32
+    """int32[sampling rows]: drafts that may be accepted. None where their masks are missing (spec 2(b) 14)."""
 
     @classmethod
-    def of(cls, grammar: GrammarOutput, slots: I32, vocab_size: int) -> Self:
-        """`slots` are those of the sampling rows; what the grammar says of others is nobody's.
+    def of(cls, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int) -> Self:
+        """`slots` and `drafts` are those of the sampling rows; what the grammar says of others is nobody's.
 
         Raises: RuntimeError, when the bitmask has another shape.
         """
         constrained, words = unpack(grammar.slots), unpack(grammar.bitmask)
+        counts = unpack(grammar.counts) if grammar.counts else np.ones(len(constrained), np.int32)
         width = -(-vocab_size // 32)
-        if len(words) != len(constrained) * width:
+        number = int(counts.sum())
+        if len(counts) != len(constrained) or (counts < 1).any() or len(words) != number * width:
             raise RuntimeError(
-                f"step {grammar.step_id}: a bitmask of {len(words)} words for {len(constrained)} rows, "
-                f"which need {width} each"
+                f"step {grammar.step_id}: a bitmask of {len(words)} words for {len(constrained)} rows with {number} "
+                f"masks, which need {width} each"
             )
         order = np.argsort(slots, kind="stable")
         found = order[np.searchsorted(slots, constrained, sorter=order).clip(max=len(slots) - 1)]
         here = slots[found] == constrained
-        masks = words.reshape(-1, width)[here]
-        return cls(found[here].astype(np.int32), masks)
+        acceptable = drafts.copy()
+        acceptable[found[here]] = np.minimum(drafts[found[here]], counts[here] - 1)
+        first = np.cumsum(drafts + 1) - drafts - 1
+        owners = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(number) - np.repeat(np.cumsum(counts) - counts, counts)
+        used = here[owners] & (offsets <= drafts[found[owners]])
+        rows = first[found[owners[used]]] + offsets[used]
+        return cls(rows.astype(np.int32), words.reshape(-1, width)[used], acceptable)
 
 
 class Masker:
@@ -50,7 +60,7 @@ class Masker:
     def apply(self, logits: torch.Tensor, mask: Mask) -> None:
         """Leaves those rows of float32[rows, vocab] only the tokens whose bit is set, in place. The grammar wins where
         nothing else allows any of them: then the lowest is taken."""
-        rows, words = mask
+        rows, words, _ = mask
         if len(rows):
             addresses = rows.ctypes.data, words.ctypes.data
             self._kernel.run(len(rows), (logits.data_ptr(), logits.shape[1], *addresses))

@@ -93,8 +93,8 @@ class Model:
             hidden: takes the states that it asks for; in a group of one stage.
 
         Returns:
-            float32[sampled tokens, vocab_size], the logits after each token of `batch.sampled`: on the output rank. None
-            on the others.
+            float32[sampled tokens, vocab_size], the logits after each token of `batch.sampled`: on the output rank.
+            None on the others.
 
         Raises: RanksLost
         """

@@ -15,6 +15,7 @@ from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
 
 I32 = NDArray[np.int32]
+NOBODY = -1
 Counts = tuple[I32, I32, I32]
 """int32[vocab] each: places, tokens and counts of `RULE`. Memory is taken as far as it is written; the places are all 0
 before a request has them."""
@@ -69,15 +70,19 @@ class Rules:
         return self._has[slots]
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
-        """Changes float32[rows, vocab] in place; `positions` are those that the sampled tokens will have.
+        """Changes float32[rows, vocab] in place; `positions` are those that the sampled tokens will have. The rows of
+        a slot follow one another, and so do their positions: the history has drafts at all but the first.
 
         Raises: RuntimeError, when a position before them has no token yet (S3-7).
         """
-        rows = np.flatnonzero(self._has[slots]).astype(np.int32)
-        if not len(rows):
+        has = self._has[slots]
+        if not has.any():
             return
+        begins = np.diff(slots, prepend=np.int32(NOBODY)) != 0
+        sizes = np.diff(np.flatnonzero(begins), append=len(slots)).astype(np.int32)[has[begins]]
+        rows = np.flatnonzero(begins & has).astype(np.int32)
         slots, positions = slots[rows], positions[rows]
-        columns = (column.ctypes.data for column in (rows, slots, positions, self._rules))
+        columns = (column.ctypes.data for column in (rows, sizes, slots, positions, self._rules))
         shape = self._history.shape
         self._kernel.run(
             len(rows),

@@ -2,7 +2,7 @@
 
 The ids that a step samples are input of later steps, so they go where input is looked up: to the first stage. Without
 stages that is the team that sampled them; with stages the last sends them to the first (feedback.py). Within a team the
-first rank hands them to the others.
+first rank hands them to the others, with the drafts for the next step, which nobody else proposes.
 """
 
 import socket
@@ -16,17 +16,22 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.rows import LogprobRows
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
 from services.config import WorkerConfig
 from services.worker.backends.native import machine
+from services.worker.backends.native.acceptance import Places
 from services.worker.backends.native.attention import Context
 from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
+from services.worker.backends.native.drafters import create
+from services.worker.backends.native.drafters.base import Advance, Drafter, Slots, Target
+from services.worker.backends.native.drafts import Drafts
 from services.worker.backends.native.feedback import Feedback
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.logprobs import PromptScores
-from services.worker.backends.native.model import Model
+from services.worker.backends.native.model import HiddenStates, Model
+from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.partition import Part, tensor_parallel_sizes
 from services.worker.backends.native.pooling import PooledRows, Pooler
 from services.worker.backends.native.sampler import Sampled, Sampler
@@ -40,6 +45,8 @@ from services.worker.staging import MAX_STEPS_IN_FLIGHT
 MEMORY_SHARE = 0.25
 """Of free memory for the KV cache, unless `kv_cache_memory_bytes` says it. Pages are taken when first used."""
 
+NO_DRAFTS = np.empty((0, 0), np.int32)
+
 
 @dataclass(frozen=True)
 class _Pending:
@@ -47,12 +54,46 @@ class _Pending:
 
     step: SchedulerOutput
     rows: Rows
+    """At their true positions."""
     logits: torch.Tensor | None
     """None where another rank samples."""
+    hidden: HiddenStates | None
+    """What the drafter reads, where there is one."""
     pooled: PooledRows | None
     prompts: PromptScores | None
     """None where no token of a prompt is scored; on the output rank it has the scores."""
     started: float
+
+    @property
+    def sampling(self) -> bool:
+        return bool(self.rows.samples.any())
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """int32[sampling rows]"""
+        return self.rows.slots[self.rows.samples]
+
+    @property
+    def firsts(self) -> NDArray[np.int32]:
+        """int32[sampling rows]: position of the first token that each samples."""
+        return (self.rows.ends - self.rows.drafts)[self.rows.samples]
+
+    def message(self) -> torch.Tensor:
+        """For the outcome; alike on all ranks."""
+        most = 1 + int(self.rows.drafts.max())
+        return Outcome.message(len(self.slots), most, self.step.num_speculative_tokens)
+
+    def states(self, kept: NDArray[np.int32]) -> list[torch.Tensor]:
+        """[tokens, hidden] of what the drafter reads, of the first `kept` positions of each row."""
+        if self.hidden is None or not self.hidden.reads:
+            return []
+        every = [self.hidden.taken[read] for read in self.hidden.reads]
+        counts = self.rows.counts
+        if (kept == counts).all():
+            return every
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        stays = torch.from_numpy(np.flatnonzero(offsets < np.repeat(kept, counts)))
+        return [states[stays] for states in every]
 
 
 @dataclass(frozen=True)
@@ -61,7 +102,9 @@ class _Result:
 
     step: SchedulerOutput
     rows: Rows
-    ids: torch.Tensor
+    sampled: Sampled
+    drafts: NDArray[np.int32]
+    """int32[sampling rows, k]: for the next step"""
     logprobs: LogprobRows | None
     pooled: PooledRows | None
     started: float
@@ -74,13 +117,15 @@ class _Result:
             step_id=self.step.step_id,
             slots=self.rows.slots[samples].tobytes(),
             generations=self.rows.generations[samples].tobytes(),
-            counts=np.ones(len(self.ids), np.int32).tobytes(),
-            token_ids=self.ids.numpy().astype(np.int32).tobytes(),
+            counts=self.sampled.counts.tobytes(),
+            token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
             started=self.started,
             ended=time.monotonic(),
             logprobs=self.logprobs.packed() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
+            drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",
+            draft_token_ids=self.drafts.tobytes() if self.step.has_structured_output_requests else b"",
         )
 
 
@@ -99,6 +144,9 @@ class NativeRunner:
         self._config = config
         self._identity: Identity | None = None
         self._model: Model | None = None
+        self._drafter: Drafter | None = None
+        """On the output rank, where there is speculation."""
+        self._made_for: tuple[object, ...] = ()
         self._ranks: Ranks | None = None
         self._pending: _Pending | None = None
 
@@ -131,7 +179,9 @@ class NativeRunner:
         torch.set_num_threads(self._config.threads or max(1, machine.cores() // self._ranks.on_this_machine))
         model = self._weights(assignment.shard, progress)
         limit = _context(model.part.whole, assignment.max_model_len)
+        self._drafter = self._drafts_by(assignment, model, limit)
         bytes_per_block = KVCache.bytes_per_block(model.config, assignment.block_size, self._dtype)
+        bytes_per_block += self._drafter.bytes_per_block if self._drafter is not None else 0
         return Loaded(
             model_hash=self.identify().model_hash,
             vocab_size=model.part.whole.vocab_size,
@@ -153,6 +203,20 @@ class NativeRunner:
             self._model = Model(Part.of(config, shard), checkpoint, self._dtype, progress)
         return self._model
 
+    def _drafts_by(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
+        """Made now, or kept from an epoch before, for the same model."""
+        speculation, ranks = assignment.speculation, self._parts()[1]
+        if speculation is None or not ranks.is_output:
+            return None
+        made_for = speculation, model, assignment.block_size, limit
+        if self._drafter is None or self._made_for != made_for:
+            self._drafter = None  # freed before the next one is read
+            directory = self._directory()
+            files = directory, Checkpoint(directory)
+            target = Target(speculation, model, *files, self._dtype, assignment.block_size, limit)
+            self._drafter, self._made_for = create(target), made_for
+        return self._drafter
+
     def _affordable(self, bytes_per_block: int, max_model_len: int) -> int:
         """Blocks that fit; not more than all slots together could fill."""
         budget = self._config.kv_cache_memory_bytes or int(machine.free_memory() * MEMORY_SHARE)
@@ -172,6 +236,11 @@ class NativeRunner:
         self._table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
         self._history = TokenHistory(slots, init.max_model_len, model.part.whole.vocab_size)
         self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.stages.size))
+        speculation = self._assignment.speculation
+        most = speculation.num_speculative_tokens if speculation is not None else 0
+        self._drafts = Drafts(slots, most, model.part.whole.vocab_size)
+        if self._drafter is not None:
+            self._drafter.begin(Slots(self._table, self._history, init.num_blocks))
         self._sampler = Sampler(self._table, self._history, model.part.whole.vocab_size)
         self._pooler = Pooler(slots, model.part.whole.hidden_size)
         self._pending = None
@@ -187,15 +256,17 @@ class NativeRunner:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
         model, ranks = self._parts()
         started = time.monotonic()
-        rows = self._table.apply(step)
-        batch = Batch.of(rows)
+        planned = self._table.apply(step)
         self._assign(step, ranks)
+        rows = self._drafts.settle(planned, self._history)
+        batch = Batch.of(rows)
         ids = self._input(rows, batch, ranks) if ranks.stages.is_first else None
         pooled = self._pooler.rows(step, rows, self._table) if ranks.is_output else None
         prompts = self._prompts(rows) if ranks.stages.is_last else None
         context = Context(batch, self._cache, self._table.block_table)
-        logits = model.forward(ids, context, ranks, pooled, prompts)
-        self._pending = _Pending(step, rows, logits, pooled, prompts, started)
+        hidden = HiddenStates(self._drafter.reads) if self._drafter is not None else None
+        logits = model.forward(ids, context, ranks, pooled, prompts, hidden)
+        self._pending = _Pending(step, rows, logits, hidden, pooled, prompts, started)
 
     def _assign(self, step: SchedulerOutput, ranks: Ranks) -> None:
         """Tokens are kept where they are input, and where rules of sampling look at them."""
@@ -203,8 +274,11 @@ class NativeRunner:
             self._history.assign(request)
             if ranks.stages.is_first:
                 self._feedback.assign(request.slot)
+            self._drafts.assign(request.slot)
             if ranks.is_output:
                 self._sampler.assign(request.slot)
+            if self._drafter is not None:
+                self._drafter.assign(request.slot)
 
     def _prompts(self, rows: Rows) -> PromptScores | None:
         return PromptScores.of(rows, self._table, self._sampler.scorer, self._history)
@@ -238,45 +312,67 @@ class NativeRunner:
         if pending is None:
             raise RuntimeError("no step was executed that could be sampled")
         _, ranks = self._parts()
-        rows = pending.rows
-        slots, positions = rows.slots[rows.samples], rows.ends[rows.samples]
-        ids, logprobs = self._sampled(pending, slots, positions, grammar)
-        if len(ids) and ranks.stages.size == 1:
-            ranks.team.broadcast(ids)
-        elif len(ids) and ranks.is_output:
-            ranks.stages.send_first(ids)
-        if len(ids) and (ranks.stages.size == 1 or ranks.is_output):
-            self._history.append(slots, positions, ids)
         if not ranks.is_output:
+            if ranks.stages.size == 1 and pending.sampling:
+                message = ranks.team.broadcast(pending.message())
+                self._learn(pending, Outcome.read(message, pending.step.num_speculative_tokens))
             return _Passed()
+        sampled = self._sampled(pending, grammar)
+        self._learn(pending, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
+        drafts = self._proposed(pending, sampled)
+        if pending.sampling and ranks.stages.size > 1:
+            ranks.stages.send_first(sampled.ids)
+        elif pending.sampling and ranks.team.size > 1:
+            message = pending.message()
+            Outcome(sampled.ids, sampled.counts, drafts).write(message)
+            ranks.team.broadcast(message)
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
-        scored += [logprobs] if logprobs is not None else []
+        scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.joined(scored) if scored else None
-        return _Result(pending.step, rows, ids, joined, pending.pooled, pending.started)
+        return _Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, pending.started)
 
-    def _sampled(
-        self,
-        pending: _Pending,
-        slots: NDArray[np.int32],
-        positions: NDArray[np.int32],
-        grammar: GrammarOutput | None,
-    ) -> Sampled:
-        """Of the rows that sample; undefined ids where another rank does."""
-        step = pending.step
-        if pending.logits is None:
-            return Sampled(torch.empty(len(slots), dtype=torch.int64), None)
+    def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> Sampled:
+        """Of the rows that sample."""
+        step, rows = pending.step, pending.rows
+        assert pending.logits is not None, "the output rank has the logits"
         if not step.has_structured_output_requests:
-            return self._sampler.sample(pending.logits, slots, positions)
-        if grammar is None or grammar.step_id != step.step_id:
+            grammar = None
+        elif grammar is None or grammar.step_id != step.step_id:
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        return self._sampler.sample(pending.logits, slots, positions, grammar)
+        drafts = rows.drafts[rows.samples]
+        return self._sampler.sample(pending.logits, pending.slots, pending.firsts, grammar, drafts)
+
+    def _learn(self, pending: _Pending, outcome: Outcome) -> None:
+        """Tokens stand in the history from now on, and drafts wait for the next row of their slot."""
+        if not pending.sampling:
+            return
+        slots, counts = pending.slots, outcome.counts
+        places = Places.of(slots, pending.firsts, counts - np.int32(1))
+        self._history.append(places.slots, places.positions, outcome.ids)
+        self._drafts.advance(slots, pending.firsts, counts)
+        self._drafts.propose(slots, outcome.drafts)
+
+    def _proposed(self, pending: _Pending, sampled: Sampled) -> NDArray[np.int32]:
+        """int32[sampling rows, k]: what the drafter proposes now; what it keeps of each request goes on as well."""
+        k = pending.step.num_speculative_tokens
+        if self._drafter is None:
+            return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
+        rows = pending.rows
+        kept = rows.counts.copy()
+        kept[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
+        states = pending.states(kept)
+        drafts = self._drafter.propose(Advance(rows.slots, rows.starts, kept, rows.samples, states), k)
+        self._drafts.propose(pending.slots, drafts)
+        return drafts
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
 
     def leave(self) -> None:
         self._ranks = self._pending = None
-        for name in ("_cache", "_table", "_history", "_feedback", "_sampler", "_pooler"):
+        if self._drafter is not None:
+            self._drafter.end()
+        for name in ("_cache", "_table", "_history", "_drafts", "_feedback", "_sampler", "_pooler"):
             self.__dict__.pop(name, None)
 
     def abort(self) -> None:
@@ -286,7 +382,7 @@ class NativeRunner:
 
     def shutdown(self) -> None:
         self.leave()
-        self._model = None
+        self._model = self._drafter = None
 
 
 def _digest(directory: Path, checkpoint: Checkpoint) -> str:

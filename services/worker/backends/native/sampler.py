@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import GrammarOutput
+from services.worker.backends.native.acceptance import Places, accept
 from services.worker.backends.native.kernels.sampling import greedy_kernel, sampling_kernel
 from services.worker.backends.native.logprobs import Scorer, addresses
 from services.worker.backends.native.mask import Mask, Masker
@@ -27,8 +28,14 @@ I32 = NDArray[np.int32]
 
 
 class Sampled(NamedTuple):
+    """Of each row the drafts that were accepted and one token more."""
+
     ids: torch.Tensor
-    """int64[rows]"""
+    """int64[sum(counts)], rows back to back"""
+    counts: I32
+    """int32[rows]"""
+    drafted: I32
+    """int32[rows]: drafts that were verified"""
     logprobs: LogprobRows | None
     """Of the rows that ask for them; owners are slots."""
 
@@ -37,7 +44,7 @@ class Sampler:
     """For one calling thread, on the rank that samples."""
 
     def __init__(self, table: SlotTable, history: TokenHistory, vocab_size: int) -> None:
-        self._table = table
+        self._table, self._history = table, history
         self._greedy, self._draw = greedy_kernel(), sampling_kernel()
         self._copy = torch.empty(0, vocab_size)
         """Raw logits of one step; kept, as fresh memory costs more than the copy."""
@@ -48,30 +55,46 @@ class Sampler:
         self._rules.assign(slot)
 
     def sample(
-        self, logits: torch.Tensor, slots: I32, positions: I32, grammar: GrammarOutput | None = None
+        self,
+        logits: torch.Tensor,
+        slots: I32,
+        positions: I32,
+        grammar: GrammarOutput | None = None,
+        drafts: I32 | None = None,
     ) -> Sampled:
-        """Samples one token per row.
+        """Samples a token after each row, and one after each of its drafts as long as they are accepted.
 
         Args:
-            logits: float32[rows, vocab], changed in place
-            slots: the slot of each row, where its parameters are
-            positions: the absolute position that each sampled token will have
+            logits: float32[rows + drafts, vocab], changed in place
+            slots: int32[rows], where each row's parameters are
+            positions: int32[rows], the absolute position of each row's first sampled token; its drafts stand in the
+                history from there on
+            drafts: int32[rows], how many there are; None: none
         """
+        none = np.zeros(len(slots), np.int32)
+        drafts = none if drafts is None else drafts
         if not len(slots):
-            return Sampled(torch.empty(0, dtype=torch.int64), None)
-        mask = Mask.of(grammar, slots, logits.shape[1]) if grammar is not None else None
+            return Sampled(torch.empty(0, dtype=torch.int64), none, none, None)
+        places = Places.of(slots, positions, drafts)
+        slots, positions = places.slots, places.positions
+        mask = Mask.of(grammar, slots[places.offsets == 0], drafts, logits.shape[1]) if grammar else None
         scored = np.flatnonzero(self._table.logprobs[slots] != NONE)
         raw = self._raw(logits, slots, scored, mask) if len(scored) else None
         self._rules.apply(logits, slots, positions)
         if mask is not None:
             self._masker.apply(logits, mask)
         ids = self._chosen(logits, slots, positions)
-        result = torch.from_numpy(ids).long()
+        accepted = accept(places, ids, self._history, drafts if mask is None else mask.acceptable)
+        result = Sampled(
+            torch.from_numpy(ids[accepted.tokens]).long(), accepted.counts, accepted.drafted, None
+        )
         if raw is None:
-            return Sampled(result, None)
+            return result
+        emitted = accepted.tokens[scored]
+        scored, raw = scored[emitted], raw[emitted]
         tops = self._table.logprobs[slots[scored]]
         columns = slots[scored], positions[scored], ids[scored], tops
-        return Sampled(result, self.scorer.score(raw, logits.shape[1], *columns))
+        return result._replace(logprobs=self.scorer.score(raw, logits.shape[1], *columns))
 
     def _raw(
         self, logits: torch.Tensor, slots: I32, scored: NDArray[np.int64], mask: Mask | None

@@ -44,10 +44,18 @@ class TokenHistory:
         return self._tokens[slots.long(), positions.long()].long()
 
     def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
-        """Writes one sampled id per slot; one beyond the context is nobody's input."""
+        """Writes ids at their positions; those beyond the context are nobody's input."""
         inside = positions < self._limit
         at = (
             torch.from_numpy(slots[inside].astype(np.int64)),
             torch.from_numpy(positions[inside].astype(np.int64)),
         )
         self._tokens[at] = ids[torch.from_numpy(inside)].to(torch.int32)
+
+    def holds(
+        self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """bool[tokens]: whether the history has these ids at these positions; nothing beyond the context."""
+        tokens = self._tokens.numpy()
+        inside = positions < self._limit
+        return inside & (tokens[slots, np.where(inside, positions, 0)] == ids)

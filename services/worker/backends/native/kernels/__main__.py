@@ -2,6 +2,8 @@
 
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.logprobs import logprobs_kernel
+from services.worker.backends.native.kernels.ngram import ngram_kernel
+from services.worker.backends.native.kernels.product import product_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.rules import mask_kernel, rules_kernel
 from services.worker.backends.native.kernels.sampling import greedy_kernel, sampling_kernel
@@ -11,9 +13,11 @@ greedy_kernel()
 rules_kernel()
 mask_kernel()
 logprobs_kernel()
+ngram_kernel()
 for half in (False, True):
     norm_kernel(half)
     gate_kernel(half)
+    product_kernel(half)
 for half, half_cache in ((False, False), (False, True), (True, True)):
     write_kernel(half, half_cache)
     attention_kernel(half, half_cache)

@@ -2,7 +2,8 @@
 """What requests ask to be changed in their logits, one row at a time, and the mask of a grammar.
 
 The tokens that a rule looks at are read from the token history on the device. How often each of them was said is
-counted from there too, each position once, when the row is sampled: a step counts what the steps before it wrote.
+counted from there too, each position once, when the row is sampled: a step counts what the steps before it wrote. What
+drafts say counts for those behind them, and is taken back when the step is done: the next one counts what was accepted.
 """
 
 import numpy as np
@@ -42,9 +43,10 @@ RULE = np.dtype(
 RULES = [
     ("logits", ADDRESS),  # float32[any, vocab], changed in place
     ("vocab", np.int64),
-    ("rows", ADDRESS),  # int32[items]: which rows of the logits
+    ("rows", ADDRESS),  # int32[items]: which row of the logits is the first
+    ("sizes", ADDRESS),  # int32[items]: and how many follow one another, with their positions
     ("slots", ADDRESS),  # int32[items]
-    ("positions", ADDRESS),  # int32[items]: of the token to be sampled
+    ("positions", ADDRESS),  # int32[items]: of the first token to be sampled
     ("rules", ADDRESS),  # RULE[num_slots]
     ("num_slots", np.int64),
     ("history", ADDRESS),  # int32[num_slots, limit]
@@ -107,6 +109,18 @@ def _count(rule, history, position, vocab):
 
 
 @njit
+def _take_back(rule, history, num_seen, counted, vocab):
+    """What was counted since `num_seen` tokens were seen at `counted` positions."""
+    places = simd.i32_at(rule.places, vocab)
+    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    for at in range(max(counted, rule.num_prompt), rule.counted):
+        counts[places[history[at]] - 1] -= 1
+    for i in range(num_seen, rule.num_seen):
+        places[seen[i]] = 0
+    rule.num_seen, rule.counted = num_seen, counted
+
+
+@njit
 def _penalize(rule, logits, vocab):
     counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
     for i in range(rule.num_seen):
@@ -120,8 +134,30 @@ def _penalize(rule, logits, vocab):
         logits[token] = x
 
 
+@njit
+def _change(rule, logits, history, position, vocab):
+    """Whether all tokens that it looks at are tokens."""
+    if rule.restricts != 0:
+        _keep_allowed(rule, logits)
+    if rule.num_words > 0:
+        _forbid_words(rule, logits, history, position)
+    if position < rule.banned_until:
+        for token in simd.i32_at(rule.banned, rule.num_banned):
+            logits[token] = -np.inf
+    if rule.num_biased > 0:
+        biased = simd.i32_at(rule.biased, rule.num_biased)
+        biases = simd.f32_at(rule.biases, rule.num_biased)
+        for i in range(rule.num_biased):
+            logits[biased[i]] += biases[i]
+    if rule.places != 0:
+        if not _count(rule, history, position, vocab):
+            return False
+        _penalize(rule, logits, vocab)
+    return True
+
+
 def rules_kernel() -> Kernel:
-    """Allowed ids, bad words, bans, biases, penalties, in this order. One item is one row; no two have one slot."""
+    """Allowed ids, bad words, bans, biases, penalties, in this order. One item is the rows of one slot."""
 
     def change(address):
         a = carray(simd.pointer(address), 1, _RULES)[0]
@@ -131,26 +167,18 @@ def rules_kernel() -> Kernel:
             if item >= a.items:
                 break
             row, slot = simd.i32_at(a.rows, a.items)[item], simd.i32_at(a.slots, a.items)[item]
-            position, rule = simd.i32_at(a.positions, a.items)[item], rules[slot]
-            logits = simd.f32_at(a.logits + np.int64(row) * a.vocab * 4, a.vocab)
+            first, rule = simd.i32_at(a.positions, a.items)[item], rules[slot]
             history = simd.i32_at(a.history + np.int64(slot) * a.limit * 4, a.limit)
-            if rule.restricts != 0:
-                _keep_allowed(rule, logits)
-            if rule.num_words > 0:
-                _forbid_words(rule, logits, history, position)
-            if position < rule.banned_until:
-                for token in simd.i32_at(rule.banned, rule.num_banned):
-                    logits[token] = -np.inf
-            if rule.num_biased > 0:
-                biased = simd.i32_at(rule.biased, rule.num_biased)
-                biases = simd.f32_at(rule.biases, rule.num_biased)
-                for i in range(rule.num_biased):
-                    logits[biased[i]] += biases[i]
-            if rule.places != 0:
-                if _count(rule, history, position, a.vocab):
-                    _penalize(rule, logits, a.vocab)
-                else:
+            num_seen = counted = 0
+            for j in range(simd.i32_at(a.sizes, a.items)[item]):
+                logits = simd.f32_at(a.logits + np.int64(row + j) * a.vocab * 4, a.vocab)
+                if not _change(rule, logits, history, first + j, a.vocab):
                     a.strange = slot + 1
+                    break
+                if j == 0:
+                    num_seen, counted = rule.num_seen, rule.counted
+            if rule.places != 0 and rule.counted > counted > 0:
+                _take_back(rule, history, num_seen, counted, a.vocab)
 
     return Kernel(change, RULES, cost=4)
 

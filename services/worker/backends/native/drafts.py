@@ -1,0 +1,88 @@
+"""What the device knows of every slot that the host does not: how far its request really is, and its drafts.
+
+The host plans as if every draft were accepted, at any depth (spec 2(b) 5). A step's rows are brought to their true
+positions here, once, before anything is computed from them; whatever comes after sees no others.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import NO_DRAFT
+from services.worker.backends.native.state import TokenHistory
+from services.worker.batch import EMPTY, PlanError, Rows
+
+I32 = NDArray[np.int32]
+
+
+class Drafts:
+    """One row per slot.
+
+    Args:
+        most: drafts of a row; 0: no speculation, and the host's positions are the true ones.
+    """
+
+    def __init__(self, num_slots: int, most: int, vocab_size: int) -> None:
+        self._most, self._vocab_size = most, vocab_size
+        self._frontier = np.full(num_slots, EMPTY, np.int32)
+        """Where the next row starts; EMPTY before the first."""
+        self._tokens = np.full((num_slots, most), NO_DRAFT, np.int32)
+        self._proposed = np.zeros(num_slots, np.int32)
+        """Drafts for the next row, by the slot's latest sampling step (S2-6)."""
+
+    def assign(self, slot: int) -> None:
+        """The slot has another request; nothing stays of the one before."""
+        self._frontier[slot], self._proposed[slot] = EMPTY, 0
+
+    def settle(self, rows: Rows, history: TokenHistory) -> Rows:
+        """The rows where they really stand, with as many drafts as there are; these are in the history then.
+
+        Raises: PlanError, when a row is planned before its request's position (S2-5), or has drafts that nobody makes.
+        """
+        if not self._most:
+            if rows.drafts.any():
+                raise PlanError("the plan has drafts, but this group was not told how they are proposed")
+            return rows
+        slots, starts = rows.slots, self._frontier[rows.slots]
+        starts = np.where(starts == EMPTY, rows.starts, starts)
+        if (starts > rows.starts).any():
+            i = int((starts > rows.starts).argmax())
+            raise PlanError(f"slot {slots[i]}: planned from {rows.starts[i]} on, but it is at {starts[i]}")
+        drafts = np.minimum(rows.drafts, self._proposed[slots])
+        rows = replace(rows, starts=starts, counts=rows.counts - rows.drafts + drafts, drafts=drafts)
+        self._proposed[slots] = 0
+        self._frontier[slots] = rows.ends
+        if drafts.any():
+            owners = np.repeat(np.arange(len(slots)), drafts)
+            offsets = np.arange(len(owners)) - np.repeat(np.cumsum(drafts) - drafts, drafts)
+            at = slots[owners], (rows.ends - drafts)[owners] + offsets.astype(np.int32)
+            history.append(*at, torch.from_numpy(self._tokens[at[0], offsets]))
+        return rows
+
+    def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
+        """So many tokens were sampled from position `firsts` on; int32[sampling rows] each. The last one is not
+        computed yet, the drafts before it are."""
+        if self._most:
+            self._frontier[slots] = firsts + counts - 1
+
+    def propose(self, slots: I32, tokens: I32) -> None:
+        """int32[sampling rows, up to `most`] for their next rows; NO_DRAFT from where there are no more.
+
+        Raises: RuntimeError, for what is no token (S2-4), or too many.
+        """
+        width = tokens.shape[1]
+        if not width:
+            return
+        if (
+            width > self._most
+            or tokens.min(initial=0) < NO_DRAFT
+            or tokens.max(initial=0) >= self._vocab_size
+        ):
+            raise RuntimeError(
+                f"{width} drafts of up to {self._most} for slots {slots.tolist()}, or not of the vocabulary: "
+                f"{tokens.tolist()}"
+            )
+        self._tokens[slots, :width] = tokens
+        self._proposed[slots] = np.minimum.accumulate(tokens != NO_DRAFT, axis=1).sum(1)
