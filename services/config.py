@@ -27,7 +27,8 @@ class SpeculativeConfig(_Config):
     method: Literal["ngram", "eagle", "eagle3", "draft_model"]
     num_speculative_tokens: int = Field(ge=1, le=16)
     model: str = ""
-    """Directory or Hugging Face name of the drafter's checkpoint."""
+    """Directory or Hugging Face name of the drafter's checkpoint. The demo model has an eagle head of its own, which is
+    meant where none is named."""
     revision: str | None = None
     max_model_len: int | None = Field(None, ge=1)
     """Longest sequence that the drafter drafts for; default: its checkpoint's."""
@@ -39,10 +40,10 @@ class SpeculativeConfig(_Config):
 
     @model_validator(mode="after")
     def _method_has_what_it_needs(self) -> Self:
-        if (self.method == "ngram") == bool(self.model):
-            raise ValueError(
-                f'"method": "{self.method}" ' + ("has no model" if self.model else 'needs a "model"')
-            )
+        if self.method == "ngram" and self.model:
+            raise ValueError('"method": "ngram" has no model')
+        if self.method in ("eagle3", "draft_model") and not self.model:
+            raise ValueError(f'"method": "{self.method}" needs a "model"')
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError('"prompt_lookup_min" must not be above "prompt_lookup_max"')
         return self
