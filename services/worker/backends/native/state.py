@@ -46,11 +46,7 @@ class TokenHistory:
     def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
         """Writes ids at their positions; those beyond the context are nobody's input."""
         inside = positions < self._limit
-        at = (
-            torch.from_numpy(slots[inside].astype(np.int64)),
-            torch.from_numpy(positions[inside].astype(np.int64)),
-        )
-        self._tokens[at] = ids[torch.from_numpy(inside)].to(torch.int32)
+        self._tokens.numpy()[slots[inside], positions[inside]] = ids.numpy()[inside]
 
     def holds(
         self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: NDArray[np.int32]

@@ -1,0 +1,223 @@
+"""The demo model and its EAGLE head: answers are those without drafts, and most drafts are right, however the work is
+cut into steps. Floors of acceptance lie where a head that read wrong states, positions or tokens would not come."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from protocol.membership import Speculation
+from protocol.sampling import SamplingParams
+from protocol.steps import NO_DRAFT
+from services.checkpoint import DEMO_MODEL
+from services.worker.backends.native.drafters.base import I32, Advance
+from services.worker.runner import LoadError
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import Driver, Request
+
+TOKENS, K = 48, 3
+QUESTIONS = (
+    "What is str.split?",
+    "Explain json.dumps.",
+    "Describe re.compile as JSON.",
+    "Which arguments does random.choice take?",
+    "List the functions of glob.",
+    "Hello",
+)
+Drafted = dict[tuple[int, int], list[int]]
+"""Drafts by slot and by the position after which they were made."""
+
+
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    return [
+        tokenizer.encode(f"<|bos|><|user|>{text}<|eos|><|assistant|>", add_special_tokens=False).ids
+        for text in QUESTIONS
+    ]
+
+
+def eagle(k: int = K, **changes: int) -> Driver:
+    return Driver(DEMO_MODEL, block_size=16, dtype="float32", speculation=Speculation("eagle", k, **changes))
+
+
+def listen(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
+    """What the drafter proposes from now on."""
+    drafter, heard = driver.runner._drafter, {}
+    propose: Callable[[Advance, int], I32] = drafter.propose
+
+    def heard_propose(advance: Advance, k: int) -> I32:
+        drafts = propose(advance, k)
+        ends = zip(advance.slots[advance.samples], advance.ends[advance.samples], strict=True)
+        for (slot, end), row in zip(ends, drafts.tolist(), strict=True):
+            heard[int(slot), int(end)] = row
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", heard_propose)
+    return heard
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Request]:
+    """The answers without drafts."""
+    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32")
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.generate(requests, TOKENS + K)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def first(plain: list[Request]) -> tuple[Driver, list[Request], Drafted]:
+    """The same with drafts, each whole prompt in one step."""
+    with pytest.MonkeyPatch.context() as patch:
+        driver = eagle()
+        heard = listen(driver, patch)
+        requests = [driver.add(prompt) for prompt in prompts()]
+        driver.generate(requests, TOKENS)
+    return driver, requests, heard
+
+
+def assert_equal(requests: list[Request], plain: list[Request]) -> None:
+    for request, reference in zip(requests, plain, strict=True):
+        assert request.output[:TOKENS] == reference.output[:TOKENS]
+
+
+def test_answers_are_those_without_drafts(
+    first: tuple[Driver, list[Request], Drafted], plain: list[Request]
+) -> None:
+    """S2-1."""
+    _, requests, _ = first
+    assert_equal(requests, plain)
+    drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("drafted", "accepted"))
+    assert accepted / drafted > 0.25
+
+
+def test_most_first_drafts_are_right(plain: list[Request]) -> None:
+    driver = eagle(1)
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.generate(requests, TOKENS, depth=2)
+    assert_equal(requests, plain)
+    assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.5
+
+
+@pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (5, 2), (7, 3)])
+def test_chunks_and_depth_change_no_draft(
+    first: tuple[Driver, list[Request], Drafted],
+    plain: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    depth: int,
+) -> None:
+    """S2-2, and spec 2(b) 11: of a prompt in chunks the head computes the same as of a whole one."""
+    driver = eagle()
+    heard = listen(driver, monkeypatch)
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.generate(requests, TOKENS, chunk, depth)
+    assert_equal(requests, plain)
+    same = [key for key in heard if key in first[2]]
+    assert len(same) > 60
+    assert [heard[key] for key in same] == [first[2][key] for key in same]
+
+
+def test_drafts_after_rejections_are_those_of_a_fresh_start(
+    first: tuple[Driver, list[Request], Drafted], plain: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's cache holds nothing of rejected drafts: a request that comes with the same tokens gets the same."""
+    _, requests, expected = first
+    driver = eagle()
+    heard = listen(driver, monkeypatch)
+    for request, reference in zip(requests, plain, strict=True):
+        ends = sorted(end for slot, end in expected if slot == request.slot)
+        assert request.accepted < request.drafted
+        fresh = driver.add(reference.tokens[: ends[-2]])
+        driver.step([(fresh, ends[-2])])
+        assert heard[fresh.slot, ends[-2]] == expected[request.slot, ends[-2]]
+
+
+def test_preempted_requests_draft_on_as_before(
+    first: tuple[Driver, list[Request], Drafted], plain: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = eagle()
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.generate(requests, 12)
+    driver.promised_drafts.clear()
+    again = [driver.preempt(request) for request in requests]
+    heard = listen(driver, monkeypatch)
+    driver.generate(again, TOKENS, chunk=9)
+    assert_equal(again, plain)
+    slots = {new.slot: old.slot for new, old in zip(again, first[1], strict=True)}
+    same = [(slot, end) for slot, end in heard if (slots[slot], end) in first[2]]
+    assert len(same) > 30
+    assert [heard[key] for key in same] == [first[2][slots[key[0]], key[1]] for key in same]
+
+
+def test_a_cached_prefix_is_one_for_the_head_too(plain: list[Request]) -> None:
+    driver = eagle()
+    prompt = plain[2].tokens[:50]
+    one = driver.add(prompt)
+    driver.generate([one], TOKENS)
+    two = driver.add(prompt, prefix=one, hit=48)
+    driver.generate([two], TOKENS)
+    assert two.output[:TOKENS] == one.output[:TOKENS]
+    assert abs(two.accepted - one.accepted) <= 2
+
+
+def test_sampled_answers_are_those_without_drafts() -> None:
+    """S2-1 for seeded noise at temperature 1, where many drafts are rejected."""
+    params = [SamplingParams(1000, 1.0, seed=seed, logprobs=1) for seed in range(len(QUESTIONS))]
+    with_drafts, without = eagle(), Driver(DEMO_MODEL, block_size=16, dtype="float32")
+    answers = []
+    for driver in (with_drafts, without):
+        requests = [driver.add(prompt, p) for prompt, p in zip(prompts(), params, strict=True)]
+        driver.generate(requests, TOKENS, depth=2)
+        answers.append([request.output[:TOKENS] for request in requests])
+        if driver is with_drafts:
+            assert 0 < sum(r.accepted for r in requests) < sum(r.drafted for r in requests)
+    assert answers[0] == answers[1]
+
+
+def test_sequences_longer_than_the_drafter_takes(plain: list[Request]) -> None:
+    """Acceptance test 3: beyond its context nothing is drafted, before it as much as ever, and answers stay."""
+    longest = 40
+    driver = eagle(max_model_len=longest)
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.generate(requests, TOKENS)
+    assert_equal(requests, plain)
+    assert all(len(request.prompt) + TOKENS > longest for request in requests)
+    drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("drafted", "accepted"))
+    assert 0 < drafted < longest * len(requests)
+    assert accepted / drafted > 0.25
+
+
+def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[Request]) -> None:
+    """The head follows the request while k is 0, as with few accepted drafts or a full batch."""
+    driver = eagle()
+    requests = [driver.add(prompt) for prompt in prompts()]
+    driver.k = 0
+    driver.generate(requests, 20)
+    assert not any(request.drafted for request in requests)
+    driver.k = K
+    driver.generate(requests, TOKENS)
+    assert_equal(requests, plain)
+    assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.25
+
+
+def test_drafts_of_each_step_are_of_the_vocabulary(first: tuple[Driver, list[Request], Drafted]) -> None:
+    """S2-4: ids of the draft vocabulary are turned into tokens."""
+    drafts = np.array(list(first[2].values()))
+    assert drafts.shape[1] == K
+    assert drafts.min() >= 0
+    assert drafts.max() >= 1024, "ids of tokens, not of the 1,024 that the head knows"
+    assert NO_DRAFT not in drafts
+
+
+def test_other_models_have_no_head_of_their_own(llama: Family) -> None:
+    with pytest.raises(LoadError, match='without a head of its own; name one as "model"'):
+        Driver(llama.path, speculation=Speculation("eagle", K))
+
+
+def test_the_demo_head_on_another_model_is_refused(llama: Family) -> None:
+    head: Path = DEMO_MODEL / "eagle"
+    with pytest.raises(LoadError, match="its vocabulary has 4096 tokens, that of the model 211"):
+        Driver(llama.path, speculation=Speculation("eagle", K, str(head)))

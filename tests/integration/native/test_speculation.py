@@ -1,0 +1,428 @@
+"""Drafts change how many steps an answer takes, and nothing else: hand-made plans through the runner (spec 2)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from protocol.membership import Speculation
+from protocol.sampling import SamplingParams
+from protocol.steps import NO_DRAFT, GrammarOutput
+from services.worker.backends.native import runner as runner_module
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
+from services.worker.batch import PlanError
+from services.worker.runner import LoadError
+from tests.integration.native.conftest import SMALL, Family, save
+from tests.integration.native.driver import Driver, Request, i32, ints
+
+TOKENS = 26
+CROWD: list[SamplingParams] = [
+    SamplingParams(1000, 0.0, prompt_logprobs=1),
+    SamplingParams(1000, 1.0, seed=5),
+    SamplingParams(1000, 0.9, top_p=0.9, top_k=40, seed=6, logprobs=2),
+    SamplingParams(1000, 0.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7, logprobs=0),
+    SamplingParams(1000, 1.0, seed=7, repetition_penalty=1.2, presence_penalty=-0.5),
+    SamplingParams(1000, 0.0, bad_words=tuple((token, other) for token in range(0, 211, 3) for other in (5, 80, 143))),
+    SamplingParams(1000, 0.0, min_tokens=9, eos_token_ids=tuple(range(0, 211, 2))),
+    SamplingParams(1000, 0.7, seed=8, logit_bias=((3, 4.0), (99, 5.0)), logprobs=1),
+]  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 211, 9 + 3 * number).tolist() for number in range(len(CROWD))]
+
+
+class Told(Drafter):
+    """Knows what is going to be said, and says something else where it is `wrong`."""
+
+    def __init__(self, target: Target) -> None:
+        self.told: dict[int, list[int]] = {}
+        self.wrong: Callable[[int], bool] = lambda position: position * 2654435761 % 2**32 < 2**30
+        self.seen: list[Advance] = []
+
+    def begin(self, slots: Slots) -> None:
+        self._limit = slots.table.max_model_len
+
+    def propose(self, advance: Advance, k: int) -> I32:
+        self.seen.append(advance)
+        drafts = np.full((int(advance.samples.sum()), k), NO_DRAFT, np.int32)
+        ends = zip(
+            advance.slots[advance.samples].tolist(), advance.ends[advance.samples].tolist(), strict=True
+        )
+        for row, (slot, end) in enumerate(ends):
+            told = self.told.get(slot, [])
+            for j in range(k):
+                position = end + 1 + j
+                if position < min(len(told), self._limit):
+                    drafts[row, j] = (told[position] + self.wrong(position)) % 211
+        return drafts
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "create", Told)
+
+
+@pytest.fixture(scope="module")
+def alone(make_family: Callable[[str], Family]) -> list[Request]:
+    """Each of CROWD by itself, without drafts."""
+    requests = []
+    for prompt, params in zip(prompts(), CROWD, strict=True):
+        driver = Driver(make_family("llama-tied").path)
+        requests.append(driver.add(prompt, params))
+        driver.generate(requests[-1:], TOKENS + 8)
+    return requests
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Another model with the same vocabulary."""
+    torch.manual_seed(3)
+    sizes = {**SMALL, "num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 64}
+    return save(LlamaForCausalLM(LlamaConfig(**sizes)), tmp_path_factory.mktemp("small"))
+
+
+def ngram(k: int) -> Speculation:
+    return Speculation("ngram", k, prompt_lookup_min=1, prompt_lookup_max=4)
+
+
+def crowd(driver: Driver, alone: list[Request]) -> list[Request]:
+    requests = [driver.add(prompt, params) for prompt, params in zip(prompts(), CROWD, strict=True)]
+    if isinstance(driver.runner._drafter, Told):
+        driver.runner._drafter.told = {
+            request.slot: reference.tokens for request, reference in zip(requests, alone, strict=True)
+        }
+    return requests
+
+
+def assert_equal(requests: list[Request], alone: list[Request]) -> None:
+    """Tokens and log-probabilities, to the bit."""
+    for request, reference in zip(requests, alone, strict=True):
+        assert request.output[:TOKENS] == reference.output[:TOKENS], request.params
+        end = len(request.prompt) + TOKENS
+        for scores in (request.scores, reference.scores):
+            for position in [at for at in scores if at >= end]:
+                del scores[position]
+        assert request.scores == reference.scores, request.params
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(("k", "depth", "chunk"), [(1, 2, 100), (3, 1, 5), (3, 2, 100), (5, 3, 7)])
+def test_answers_are_those_without_drafts(
+    llama: Family, alone: list[Request], k: int, depth: int, chunk: int
+) -> None:
+    """S2-1, S2-3 at every acceptance, for each parameter, in chunks and batches of any shape."""
+    driver = Driver(llama.path, speculation=Speculation("told", k))
+    requests = crowd(driver, alone)
+    driver.generate(requests, TOKENS, chunk, depth)
+    assert_equal(requests, alone)
+    for request in requests:
+        assert 0 < request.accepted < request.drafted
+    counts = {int(count) for seen in driver.runner._drafter.seen[9:] for count in seen.counts[seen.samples]}
+    assert counts >= {1, 2, min(k, 4) + 1}
+
+
+@pytest.mark.usefixtures("told")
+def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[Request]) -> None:
+    """S2-2, to the token, over as many steps."""
+    counts = []
+    for depth in (1, 2, 3):
+        driver = Driver(llama.path, speculation=Speculation("told", 3))
+        requests, flying = crowd(driver, alone), []
+        for _ in range(9):
+            flying.append(
+                driver.launch([(request, request.known - request.computed) for request in requests])
+            )
+            if len(flying) == depth:
+                driver.collect(flying.pop(0))
+        for launched in flying:
+            driver.collect(launched)
+        counts.append([(request.drafted, request.accepted) for request in requests])
+    assert counts[0] == counts[1] == counts[2]
+    assert len(set(counts[0])) > 1
+
+
+@pytest.mark.usefixtures("told")
+def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: list[Request]) -> None:
+    """Also to none, and what was promised may not be there: the drafter knows nothing of half of the requests."""
+    driver = Driver(llama.path, speculation=Speculation("told", 4))
+    requests = crowd(driver, alone)
+    for request in requests[::2]:
+        del driver.runner._drafter.told[request.slot]
+    wanted = [4, 0, 1, 3, 0, 0, 2]
+    while any(len(request.output) < TOKENS for request in requests):
+        driver.k = wanted[driver.steps % len(wanted)]
+        driver.step([(request, request.known - request.computed) for request in requests])
+    assert_equal(requests, alone)
+    assert not any(request.drafted for request in requests[::2])
+    assert all(request.accepted for request in requests[1::2])
+
+
+@pytest.mark.usefixtures("told")
+def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[Request]) -> None:
+    """Drafts belong to slots, not rows; who skips a step has none in the next (S2-6, 2(e) 5 and 9)."""
+    driver, rng = Driver(llama.path, speculation=Speculation("told", 3)), np.random.default_rng(4)
+    requests = crowd(driver, alone)
+    while any(len(request.output) < TOKENS for request in requests):
+        some = [requests[i] for i in rng.permutation(len(requests))[:5] if len(requests[i].output) < TOKENS]
+        if some:
+            driver.step([(request, min(11, request.known - request.computed)) for request in some])
+    assert_equal(requests, alone)
+    assert sum(request.accepted for request in requests) > 10
+
+
+@pytest.mark.usefixtures("told")
+def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: list[Request]) -> None:
+    driver = Driver(llama.path, speculation=Speculation("told", 3))
+    requests = crowd(driver, alone)
+    driver.generate(requests, 9)
+    driver.promised_drafts.clear()
+    again = [driver.preempt(request) for request in requests]
+    driver.runner._drafter.told = {
+        request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)
+    }
+    driver.generate(again, TOKENS, chunk=13, depth=2)
+    assert_equal(again, alone)
+
+
+@pytest.mark.usefixtures("told")
+def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
+    """After many wrong drafts the next logits are the same bits as without any."""
+    plain, driver = Driver(llama.path), Driver(llama.path, speculation=Speculation("told", 3))
+    reference, request = plain.add(prompts()[3]), driver.add(prompts()[3])
+    plain.generate([reference], 24)
+    driver.runner._drafter.wrong = lambda position: True
+    driver.runner._drafter.told[request.slot] = reference.tokens
+    driver.generate([request], 20)
+    assert request.output == reference.output[:20]
+    assert request.drafted > 50
+    assert request.accepted == 0
+    for ours, theirs in zip(driver.logits, plain.logits, strict=False):
+        assert torch.equal(ours[0], theirs[0])
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_context_ends_inside_a_row(llama: Family, depth: int) -> None:
+    """k larger than the room (2(e) 4): positions never reach the context's end (S2-5)."""
+    prompt, limit = prompts()[2], 31
+    plain = Driver(llama.path, max_model_len=limit)
+    reference = plain.add(prompt)
+    plain.generate([reference], limit - len(prompt))
+    for wrong in (lambda position: False, lambda position: position % 2 == 0):
+        driver = Driver(llama.path, max_model_len=limit, speculation=Speculation("told", 5))
+        driver.runner._drafter.wrong = wrong
+        request = driver.add(prompt)
+        driver.runner._drafter.told[request.slot] = reference.tokens
+        driver.generate([request], limit - len(prompt), depth=depth)
+        assert request.output[: limit - len(prompt)] == reference.output
+        assert request.accepted > 5
+        assert all((seen.ends <= limit).all() for seen in driver.runner._drafter.seen)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_real_drafters_change_no_token(
+    llama: Family, alone: list[Request], method: str, depth: int, small: Family
+) -> None:
+    wanted = ngram(3) if method == "ngram" else Speculation("draft_model", 3, str(small.path))
+    driver = Driver(llama.path, speculation=wanted)
+    requests = crowd(driver, alone)
+    driver.generate(requests, TOKENS, chunk=7, depth=depth)
+    assert_equal(requests, alone)
+    assert sum(request.drafted for request in requests) > 0
+
+
+def test_lookup_finds_what_was_said(llama: Family) -> None:
+    """An answer that goes in circles is drafted from itself, as soon as it does."""
+    driver = Driver(llama.path, speculation=ngram(3))
+    request = driver.add(prompts()[0], SamplingParams(1000, 0.0, logit_bias=((3, 100.0),)))
+    driver.generate([request], 60)
+    assert set(request.output) == {3}
+    assert request.drafted == request.accepted > 40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_itself_drafts_all_that_it_says(llama: Family, dtype: str) -> None:
+    """Its keys and values beside the target's are right, behind accepted, rejected and missing drafts, chunks and a
+    cached prefix: whatever is verified is accepted."""
+    driver = Driver(llama.path, dtype=dtype, speculation=Speculation("draft_model", 3, str(llama.path)))
+    first = driver.add(prompts()[4])
+    driver.generate([first], 14, chunk=6)
+    hit = driver.add([*first.tokens[:20], 3, 1, 4], prefix=first, hit=20)
+    requests = [first, hit, driver.add(prompts()[5], SamplingParams(1000, 1.0, seed=1))]
+    for wanted in (3, 0, 0, 2, 3, 1, 3):
+        driver.k = wanted
+        driver.step([(request, request.known - request.computed) for request in requests])
+    assert min(request.drafted for request in requests) > 5
+    if dtype == "float32":
+        for request in requests[:2]:
+            assert request.accepted == request.drafted
+    assert requests[2].accepted < requests[2].drafted
+
+
+def test_drafter_with_a_shorter_context_stops_drafting(llama: Family, small: Family) -> None:
+    """Rule 10: it proposes nothing where the sequence is longer than it can be; answers stay."""
+    for wanted in (
+        Speculation("draft_model", 3, str(llama.path), max_model_len=40),
+        msgspec.structs.replace(ngram(3), max_model_len=40),
+    ):
+        plain, driver = Driver(llama.path), Driver(llama.path, speculation=wanted)
+        prompt = [7, 8, 9] * 9
+        reference, request = plain.add(prompt), driver.add(prompt)
+        plain.generate([reference], 40)
+        driver.generate([request], 13)
+        driver.step([(request, 1)])
+        assert request.drafted > 0
+        drafted = request.drafted
+        driver.generate([request], 40)
+        assert request.output[:40] == reference.output
+        assert request.drafted <= drafted + 3
+
+
+def test_draft_model_of_another_vocabulary_is_refused(llama: Family, tmp_path: Path) -> None:
+    other = save(LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 99})), tmp_path)
+    with pytest.raises(
+        LoadError, match=r"has 99 tokens, but the model has 211; they must have the same vocabulary"
+    ):
+        Driver(llama.path, speculation=Speculation("draft_model", 2, str(other.path)))
+
+
+def test_drafter_that_nobody_has_is_refused(llama: Family) -> None:
+    with pytest.raises(LoadError, match="speculation by medusa is not supported"):
+        Driver(llama.path, speculation=Speculation("medusa", 2))
+
+
+# -- structured output -------------------------------------------------------------------------------------------
+
+
+def allowed(position: int) -> np.ndarray:
+    """int32[words]: another third of the vocabulary at every position."""
+    bits = np.zeros(-(-211 // 32) * 32, np.uint8)
+    bits[position % 3 : 211 : 3] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def constrained(
+    driver: Driver, request: Request, masks: Callable[[int], int] | None
+) -> Iterator[tuple[int, ...]]:
+    """Steps of one request whose every position has a mask; `masks(k')` are sent. Yields counts, drafted and drafts."""
+    while len(request.output) < TOKENS:
+        begin = request.computed
+        plan = driver.plan([(request, request.known - request.computed)])
+        plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+        driver.runner.execute_model(plan)
+        planned = ints(plan.drafts)[0] if plan.drafts else 0
+        count = masks(planned) if masks else 1
+        first = begin + ints(plan.counts)[0] - planned
+        words = np.concatenate([allowed(first + j) for j in range(count)])
+        grammar = GrammarOutput(
+            1, plan.step_id, i32(request.slot), words.tobytes(), i32(count) if masks else b""
+        )
+        result = driver.runner.sample_tokens(grammar).get()
+        got = ints(result.counts)[0]
+        request.output += ints(result.token_ids)
+        request.computed -= planned - (got - 1)
+        request.known -= planned - (got - 1)
+        assert len(ints(result.draft_token_ids)) == driver.k
+        yield got, ints(result.drafted)[0] if result.drafted else 0, *ints(result.draft_token_ids)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("params", [CROWD[0], CROWD[3], CROWD[4]], ids=["greedy", "penalties", "sampled"])
+def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> None:
+    """As many drafts are accepted as masks allow to be; where information is missing, none (spec 2(b) 14)."""
+    plain = Driver(llama.path)
+    reference = plain.add(prompts()[1], params)
+    assert all(step == (1, 0) for step in constrained(plain, reference, None))
+    for masks, most in (
+        (lambda planned: planned + 1, 3),
+        (lambda planned: min(2, planned + 1), 1),
+        (None, 0),
+    ):
+        driver = Driver(llama.path, speculation=Speculation("told", 3))
+        request = driver.add(prompts()[1], params)
+        driver.runner._drafter.told[request.slot] = reference.tokens
+        steps = list(constrained(driver, request, masks))
+        assert request.output[:TOKENS] == reference.output[:TOKENS]
+        assert max(step[0] for step in steps) == 1 + most
+        assert max(step[1] for step in steps) == most
+        assert any(NO_DRAFT not in step[2:] for step in steps)
+
+
+# -- what the device refuses and never does ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("told")
+def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
+    """The device's position is the true one; a plan may only be ahead of it (S2-5)."""
+    driver = Driver(llama.path, speculation=Speculation("told", 3))
+    request = driver.add(prompts()[0])
+    driver.runner._drafter.told[request.slot] = prompts()[0] + [1] * 40
+    driver.generate([request], 4)
+    driver.runner._drafts._frontier[request.slot] += 1
+    with pytest.raises(PlanError, match=f"slot {request.slot}: planned from .* on, but it is at"):
+        driver.step([(request, 1)])
+
+
+def test_drafts_without_speculation_are_refused(llama: Family) -> None:
+    driver = Driver(llama.path)
+    request = driver.add(prompts()[0])
+    driver.generate([request], 2)
+    driver.promised_drafts[request.slot] = 1
+    request.blocks += [0]
+    with pytest.raises(PlanError, match="was not told how they are proposed"):
+        driver.step([(request, 1)])
+
+
+class Waits(TorchDispatchMode):
+    """What would wait for a device, by name."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_to_host")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        masks = [a for arg in args[1:2] if isinstance(arg, list | tuple) for a in arg if torch.is_tensor(a)]
+        by_mask = name.startswith("index") and any(mask.dtype == torch.bool for mask in masks)
+        if name in self.WAITS or by_mask:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_a_decode_step_waits_for_no_device(
+    llama: Family, small: Family, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """S2-8. On this device memory is the host's, so what counts is that nothing asks torch for a value."""
+    wanted = ngram(3) if method == "ngram" else Speculation("draft_model", 3, str(small.path))
+    driver = Driver(llama.path, speculation=wanted)
+    requests = [driver.add([5] * 20), driver.add(prompts()[0], SamplingParams(1000, 1.0, seed=2))]
+    driver.generate(requests, 3)
+    asked: list[str] = []
+    for name in ("item", "tolist", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self, *args, name=name: asked.append(name))
+    with Waits() as waits:
+        torch.ones(2).nonzero()
+        assert waits.seen.pop() == "nonzero", "the mode sees what it looks for"
+        for _ in range(4):
+            plan = driver.plan([(request, 1) for request in requests])
+            driver.runner.execute_model(plan)
+            output = driver.runner.sample_tokens(None)
+            waits.seen.extend(asked)
+            seen = list(waits.seen)
+            result = output.get()
+            planned = zip(requests, ints(plan.drafts), ints(result.counts), strict=True)
+            for request, drafts, count in planned:
+                request.computed -= drafts - (count - 1)
+                request.known -= drafts - (count - 1)
+            assert seen == []
