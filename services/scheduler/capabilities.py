@@ -2,7 +2,7 @@
 
 A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend, a
 request with structured output among others). What is not listed in `REFUSED` works, and
-tests/integration/scheduler/test_capabilities.py runs every such cell.
+tests/integration/scheduler/test_capabilities.py runs every such cell (tests/vllm those of vLLM).
 """
 
 from collections.abc import Iterator
@@ -53,11 +53,16 @@ class Refused:
 
 
 POLICIES = ("chunked", "balanced", "phased")
-BACKENDS = ("native", "sim", "sim rigid")
+BACKENDS = ("native", "vllm", "sim", "sim rigid")
 _RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
 REFUSED: tuple[Refused, ...] = (
     Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
     Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
+    Refused(
+        "vLLM's stages learn sampled tokens from vLLM's own scheduler: use --pipeline-parallel-size 1",
+        pipeline=True,
+        backend="vllm",
+    ),
 )
 
 
