@@ -71,6 +71,8 @@ class Engine:
         self.config = _config(options, assignment)
         _check(self.config)
         torch.set_num_threads(options.threads)  # before vLLM: it takes the function away
+        if options.enforce_eager:
+            torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler all the same
         self._wrapper = names.WorkerWrapperBase(rpc_rank=assignment.rank)
         arguments: dict[str, Any] = {
             "vllm_config": self.config,
@@ -127,6 +129,13 @@ class Engine:
         wanted.kv_cache_layout = cache.kv_cache_layout
         self._wrapper.initialize_from_config([wanted] * self.config.parallel_config.world_size)
         self._wrapper.compile_or_warm_up_model()
+        self._warm_up_logprobs()
+
+    @torch.inference_mode()
+    def _warm_up_logprobs(self) -> None:
+        """What vLLM compiles only when a request asks for them, which would then wait for tens of seconds."""
+        logprobs = torch.zeros(2, self.vocab_size)
+        self.runner.sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64))
 
     def forget(self) -> None:
         """Drops the cache and the batch; the weights stay."""
@@ -153,7 +162,7 @@ def _config(options: Options, assignment: Assignment) -> Any:
         dtype=options.dtype,
         max_model_len=options.max_model_len or None,
         block_size=options.block_size,
-        max_num_seqs=options.num_slots,
+        max_num_seqs=min(options.num_slots, options.max_num_batched_tokens),  # rows of a step
         max_num_batched_tokens=options.max_num_batched_tokens,
         tensor_parallel_size=assignment.tensor_parallel_size,
         pipeline_parallel_size=assignment.pipeline_parallel_size,
