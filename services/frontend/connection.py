@@ -15,8 +15,6 @@ HEAD_SECONDS = 30.0
 """A client may take this long to send the head of a request."""
 STALL_SECONDS = 30.0
 """A client may leave its answer unread for this long, once buffers are full."""
-_SIZES = [b"%x\r\n" % size for size in range(1024)]
-"""How chunks begin."""
 
 
 class Connection(H11Protocol):
@@ -48,8 +46,7 @@ class Connection(H11Protocol):
         if self.cycle.disconnected:
             return
         if self.conn.their_http_version == b"1.1":
-            size = len(data)
-            data = (_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size) + data + b"\r\n"
+            data = b"%x\r\n%b\r\n" % (len(data), data)
         self.transport.write(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

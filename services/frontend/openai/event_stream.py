@@ -18,6 +18,8 @@ from services.frontend.openai.piece import Piece
 from services.frontend.openai.schemas import StreamOptions
 
 NOTHING: Mapping[str, Any] = {}
+_encode = msgspec.json.Encoder().encode
+
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
 """What JSON may contain as it is, but some clients take for the end of a line."""
@@ -65,27 +67,32 @@ class EventStream(Response):
 
     def _chunk(self, choice: dict[str, Any], more: Mapping[str, Any] = NOTHING) -> bytes:
         usage = {"usage": self._generation.usage()} if self._options.continuous_usage_stats else self._nothing
-        return _event(msgspec.json.encode({**self._head, **more, "choices": [choice], **usage}))
+        return _event(_encode({**self._head, **more, "choices": [choice], **usage}))
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in every event that holds only text: encoded once."""
         mark = uuid.uuid4().hex
         event = self._chunk(*self._dialect.deltas(index, Piece(mark)))
-        before, _, after = event.partition(msgspec.json.encode(mark))
+        before, _, after = event.partition(_encode(mark))
         return before, after
+
+    def _plain_event(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        before, after = self._plain[index]
+        encoded = _encode(text)
+        return before + (encoded if encoded.isascii() else _one_line(encoded)) + after
 
     def _grown(self, choice: Choice, piece: Piece) -> bytes:
         if self._plain and piece.is_plain:
-            before, after = self._plain[choice.index]
-            text = msgspec.json.encode(piece.text)
-            return before + (text if text.isascii() else _one_line(text)) + after
+            return self._plain_event(choice.index, piece.text)
         return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:
         if not self._options.include_usage:
             return DONE
         usage = {**self._head, "choices": [], "usage": self._generation.usage()}
-        return _event(msgspec.json.encode(usage)) + DONE
+        return _event(_encode(usage)) + DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         code = GONE  # if we are cancelled
@@ -109,28 +116,35 @@ class EventStream(Response):
             return body
         if body:
             connection.write_chunk(body)
+        generation, is_plain = self._generation, bool(self._plain)
         last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        def on_arrival() -> None:
-            if last.done() or connection.is_full:
-                return
+        def read() -> bytes:
+            if connection.is_full or last.done():
+                return b""
             try:
-                body = self._written(self._generation.take())
+                if is_plain and (token := generation.take_text()) is not None:
+                    return self._plain_event(*token)
+                body = self._written(generation.take())
             except Exception as error:
                 last.set_exception(error)
-                return
-            if self._generation.done:
-                last.set_result(body)
-            elif body:
+                return b""
+            if not generation.done:
+                return body
+            last.set_result(body)
+            return b""
+
+        def on_writable() -> None:
+            if body := read():
                 connection.write_chunk(body)
 
-        self._generation.read_by(on_arrival)
-        connection.on_writable = on_arrival
+        generation.read_by(read, connection.write_chunk)
+        connection.on_writable = on_writable
         try:
             return await last
         finally:
             connection.on_writable = None
-            self._generation.read_by(None)
+            generation.stop_reading()
 
     def _opening(self) -> bytes:
         """Events before any text."""
@@ -139,6 +153,4 @@ class EventStream(Response):
         return b"".join(self._chunk(o, {} if i else self._beginning) for i, o in enumerate(told))
 
     def _written(self, grown: list[tuple[Choice, Piece]]) -> bytes:
-        if len(grown) == 1:
-            return self._grown(*grown[0])
         return b"".join(self._grown(choice, piece) for choice, piece in grown)
