@@ -80,9 +80,17 @@ class Logits:
         if len(rows):
             noise = gumbel_pairs(scramble(hashes), np.full(len(hashes), ROW, np.uint32), rows, tokens)
             np.minimum(noise, self._ceiling, out=noise)
-            starts = np.flatnonzero(np.diff(rows, prepend=-1))
+            starts = _firsts(rows)
             best = np.repeat(np.maximum.reduceat(noise, starts), np.diff(starts, append=len(rows)))
             winners = np.flatnonzero(noise == best)
-            first = winners[np.flatnonzero(np.diff(rows[winners], prepend=-1))]  # of equal ones the lowest id
+            first = winners[_firsts(rows[winners])]  # of equal ones the lowest id
             found[rows[first]] = tokens[first]
         return found
+
+
+def _firsts(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each run of equal numbers begins, of which there is one."""
+    new = np.empty(len(rows), np.bool_)
+    new[0] = True
+    np.not_equal(rows[1:], rows[:-1], out=new[1:])
+    return np.flatnonzero(new)

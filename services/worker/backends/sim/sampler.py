@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import Oracle
-from services.worker.batch import I32, NONE, Rows, SlotTable
+from services.worker.batch import I32, Rows, SlotTable
 from services.worker.sampling import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
 
 
@@ -51,38 +50,6 @@ def wishes(rows: Rows, table: SlotTable) -> Wishes:
     }
 
 
-class Masks(NamedTuple):
-    """A step's grammar bitmasks."""
-
-    rows: NDArray[np.int64]
-    """int64[masks]: among the sampled rows."""
-    words: I32
-    """int32[masks, ceil(vocab / 32)]"""
-
-    @classmethod
-    def of(cls, grammar: GrammarOutput | None, slots: I32, vocab_size: int) -> Self:
-        """Those of `slots`, int32[sampled rows]."""
-        width = -(-vocab_size // 32)
-        if grammar is None:
-            return cls(np.empty(0, np.int64), np.empty((0, width), np.int32))
-        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        rows = np.array([row_of.get(slot, NONE) for slot in unpack(grammar.slots).tolist()], np.int64)
-        return cls(rows, unpack(grammar.bitmask).reshape(-1, width)).where(rows != NONE)
-
-    def where(self, chosen: NDArray[np.bool_]) -> Self:
-        return self if chosen.all() else type(self)(self.rows[chosen], self.words[chosen])
-
-    def allow(self, token_ids: I32) -> NDArray[np.bool_]:
-        """bool[masks]: whether each allows its own of int32[masks]."""
-        words = self.words[np.arange(len(token_ids)), token_ids >> 5]
-        return (words >> (token_ids & 31) & 1).astype(np.bool_)
-
-    def get(self, row: int) -> I32 | None:
-        """That of a sampled row, int32[ceil(vocab / 32)]; None: it has none."""
-        found = np.flatnonzero(self.rows == row)
-        return self.words[found[0]] if len(found) else None
-
-
 @dataclass(frozen=True)
 class Sampler:
     """Of one epoch; `inputs` are the device's columns, `oracle` has its tokens."""
@@ -97,8 +64,17 @@ class Sampler:
         """The work that samples a step, int32[sampled rows], for the device to run when `hashes` are there."""
         sampled = np.flatnonzero(rows.samples)
         slots, positions = rows.slots[sampled], rows.ends[sampled]
-        masks = Masks.of(grammar, slots, self.logits.vocab_size)
+        masks = self._masks(slots, grammar)
         return lambda: self._sample(hashes[sampled], sampled, slots, positions, wishes, masks)
+
+    def _masks(self, slots: I32, grammar: GrammarOutput | None) -> dict[int, I32]:
+        """Row among the sampled ones -> its grammar bitmask."""
+        if grammar is None:
+            return {}
+        words = unpack(grammar.bitmask).reshape(-1, -(-self.logits.vocab_size // 32))
+        row_of = {slot: row for row, slot in enumerate(slots.tolist())}
+        constrained = unpack(grammar.slots).tolist()
+        return {row_of[s]: mask for s, mask in zip(constrained, words, strict=True) if s in row_of}
 
     def _sample(
         self,
@@ -107,17 +83,20 @@ class Sampler:
         slots: I32,
         positions: I32,
         wishes: Wishes,
-        masks: Masks,
+        masks: dict[int, I32],
     ) -> I32:
         """Full logits rows only where the top token alone does not decide."""
         ids, inputs = self.logits.top(hashes), self.inputs
-        single = inputs.temperature[rows] >= GREEDY_BELOW
-        draws = single.copy()
-        single[[*wishes]] = True
-        together = masks.where(~(single[masks.rows] | masks.allow(ids[masks.rows])))
-        if len(together.rows):
-            ids[together.rows] = self.logits.greatest(hashes[together.rows], together.words)
-        for i in np.flatnonzero(single).tolist():
+        draws = inputs.temperature[rows] >= GREEDY_BELOW
+        greedy = [
+            i
+            for i, mask in masks.items()
+            if not draws[i] and i not in wishes and not _stays(int(ids[i]), None, mask)
+        ]
+        if greedy:
+            ids[greedy] = self.logits.greatest(hashes[greedy], np.stack([masks[i] for i in greedy]))
+        special = {*np.flatnonzero(draws).tolist(), *wishes, *masks} - set(greedy)
+        for i in sorted(special):
             wish, mask = wishes.get(i), masks.get(i)
             if not draws[i] and _stays(int(ids[i]), wish, mask):
                 continue
@@ -137,7 +116,7 @@ def _stays(top: int, wish: Wish | None, mask: I32 | None) -> bool:
     """Whether the row's top token is the greatest of those that are left."""
     if wish is not None and (wish.reshapes or top in wish.banned):
         return False
-    return mask is None or bool(mask[top // 32] >> top % 32 & 1)
+    return mask is None or bool(mask.item(top // 32) >> top % 32 & 1)
 
 
 def _only(mask: I32 | None, vocab_size: int) -> NDArray[np.int64] | None:
