@@ -75,8 +75,9 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
     step_id: StepId
     slots: bytes
     """int32: constrained rows, in the plan's order"""
-    bitmask: bytes
-    """int32[rows, ceil(vocab / 32)]: bit set = token allowed"""
+    bitmask: memoryview
+    """int32[rows, ceil(vocab / 32)]: bit set = token allowed. It may have megabytes: encoding copies it once, decoding
+    does not."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):

@@ -372,11 +372,14 @@ class Scheduler:
         counts = self.ledger.current(step)[rows] & np.isin(s.state.take(slots), (LIVE, DELIVER))
         if (counts & (s.placeholders.take(slots) > 1)).any():
             return None
-        masks = np.full((len(slots), -(-vocab_size // 32)), -1, np.int32)
+        masks = np.empty((len(slots), -(-vocab_size // 32)), np.int32)
+        masks[~counts] = -1
         for slot, mask, counts_for in zip(slots.tolist(), masks, counts.tolist(), strict=True):
             if counts_for:
                 self._grammar(s.request(slot)).fill(mask)
-        return GrammarOutput(self.epoch, step.step_id, pack(slots.astype(np.int32)), pack(masks))
+        return GrammarOutput(
+            self.epoch, step.step_id, pack(slots.astype(np.int32)), masks.view(np.uint8).reshape(-1).data
+        )
 
     @staticmethod
     def _grammar(request: Request) -> Grammar:
