@@ -1,5 +1,6 @@
 """vLLM's own Worker of one rank, brought up in the order in which vLLM's engine does it."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from protocol.membership import Assignment
 from services.config import WorkerConfig
-from services.worker.backends.vllm import names
+from services.worker.backends.vllm import group, names
 from services.worker.runner import LoadError
 
 CPU_BLOCK = 32
@@ -59,10 +60,15 @@ class Options:
 class Engine:
     """One worker of vLLM with its weights in memory.
 
-    Raises: LoadError, for a model that cannot be served this way.
+    Args:
+        listener: the socket that this worker registered with, given up here
+
+    Raises:
+        LoadError: the model cannot be served this way.
+        RanksLost: the other ranks cannot be reached.
     """
 
-    def __init__(self, options: Options, assignment: Assignment, init_method: str) -> None:
+    def __init__(self, options: Options, assignment: Assignment, listener: socket.socket | None) -> None:
         self.options = options
         if not names.current_platform.is_cpu():
             raise LoadError(
@@ -78,7 +84,7 @@ class Engine:
             "vllm_config": self.config,
             "local_rank": assignment.rank,
             "rank": assignment.rank,
-            "distributed_init_method": init_method,
+            "distributed_init_method": group.join(assignment, listener),
             "is_driver_worker": assignment.rank == 0,
         }
         self._wrapper.init_worker([arguments] * assignment.world_size)

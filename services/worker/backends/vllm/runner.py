@@ -17,7 +17,6 @@ from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.config import WorkerConfig
 from services.worker import machine
-from services.worker.backends.vllm import group
 from services.worker.backends.vllm.checkpoint import Facts
 from services.worker.backends.vllm.engine import Engine, Options
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
@@ -87,7 +86,7 @@ class VllmRunner:
             )
         if Facts.of(directory, config) != self._facts:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
-        self._engine = Engine(options, assignment, group.join(assignment, listener))
+        self._engine = Engine(options, assignment, listener)
         return self._engine
 
     def _threads(self) -> int:
