@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
@@ -39,12 +40,60 @@ AHEAD = 4
 """Steps that a stage computes before the next stage takes the first of them: as many activations are kept."""
 
 
+_Works = tuple[distributed.Work, ...]
+
+
+class _Waiter:
+    """Waits for messages on a thread of its own, so that `abort` frees whoever needs them, always.
+
+    A closed connection is not enough: a message that is half on its way when its connection breaks is neither completed
+    nor failed by gloo, and no later call ends that wait.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[_Works | None] = queue.SimpleQueue()
+        self._outcome: queue.SimpleQueue[RuntimeError | RanksLost | None] = queue.SimpleQueue()
+        self._aborted = threading.Event()
+        arguments = self._works, self._outcome
+        threading.Thread(target=_serve, args=arguments, name="messages", daemon=True).start()
+        weakref.finalize(self, self._works.put, None)
+
+    def wait(self, *works: distributed.Work) -> None:
+        """Raises: RanksLost"""
+        if self._aborted.is_set():
+            raise RanksLost("the epoch has ended")
+        self._works.put(works)
+        if (error := self._outcome.get()) is not None:
+            raise RanksLost(str(error)) from error
+
+    def abort(self) -> None:
+        """From any thread. From now on nothing can be waited for."""
+        self._aborted.set()
+        self._outcome.put(RanksLost("the epoch ended while ranks waited for one another"))
+
+
+def _serve(works: "queue.SimpleQueue[_Works | None]", outcome: "queue.SimpleQueue[Any]") -> None:
+    while (some := works.get()) is not None:
+        error = _failure(some)
+        del some  # it keeps tensors
+        outcome.put(error)
+
+
+def _failure(works: _Works) -> RuntimeError | None:
+    try:
+        for work in works:
+            work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
+    except RuntimeError as error:
+        return error
+    return None
+
+
 class _Peers:
     """Messages between the ranks of one group. All of gloo's collectives would do, but its plain messages leave on the
     calling thread: with few ranks they take a third of the time. They arrive in order per sender and tag."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self.rank = group, rank
+    def __init__(self, group: Any, rank: int, size: int, waiter: _Waiter) -> None:
+        self._group, self.rank, self.wait = group, rank, waiter.wait
         self.others = [other for other in range(size) if other != rank]
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> distributed.Work:
@@ -58,15 +107,6 @@ class _Peers:
         """Raises: RanksLost"""
         try:
             return self._group.recv([tensor], source, tag)
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
-
-    @staticmethod
-    def wait(*works: distributed.Work) -> None:
-        """Raises: RanksLost"""
-        try:
-            for work in works:
-                work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
         except RuntimeError as error:
             raise RanksLost(str(error)) from error
 
@@ -91,9 +131,8 @@ class Team:
             return [x]
         x, peers = x.contiguous(), self._peers
         parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        works = [peers.send(x, rank, TEAM) for rank in peers.others]
-        works += [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
-        peers.wait(*works)
+        sent = [peers.send(x, rank, TEAM) for rank in peers.others]
+        peers.wait(*(peers.receive(parts[rank], rank, TEAM) for rank in peers.others), *sent)
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,6 +272,7 @@ class Ranks:
         self._listener = listener
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._aborted = threading.Event()
+        self._waiter = _Waiter()
         self._others = _sockets()
         """Not ours. Until the ranks have joined, every other socket is."""
         self._ours: set[str] | None = None
@@ -312,19 +352,28 @@ class Ranks:
     def _team(self, store: Any, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
         name = f"tp{self.shard.pp_rank}"
-        return Team(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
+        return Team(self._peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
 
     def _stages(self, store: Any, address: str) -> Stages:
         rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
         name = f"pp{self.shard.tp_rank}"
-        return Stages(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Stages()
+        if size == 1:
+            return Stages()
+        return Stages(self._peers(_c10d.PrefixStore(name, store), rank, size, address))
+
+    def _peers(self, store: Any, rank: int, size: int, address: str) -> _Peers:
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = JOIN_TIMEOUT
+        return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size, self._waiter)
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.
 
-        gloo knows no way to interrupt a wait but a closed connection, so the connections are shut down under it.
+        The connections are shut down as well: gloo has no other way to end a wait, and the other ranks learn of it.
         """
         self._aborted.set()
+        self._waiter.abort()
         self._outcome.put(RanksLost("aborted"))
         ours = _sockets() - self._others if self._ours is None else self._ours & _sockets()
         for name in ours:
@@ -340,13 +389,6 @@ class _Joined(NamedTuple):
     stages: Stages
     on_this_machine: int
     store: Any
-
-
-def _peers(store: Any, rank: int, size: int, address: str) -> _Peers:
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = JOIN_TIMEOUT
-    return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size)
 
 
 def _sockets() -> set[str]:
