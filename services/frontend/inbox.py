@@ -14,7 +14,7 @@ log = logging.getLogger("runahead.frontend")
 
 MAX_TAKEN = 1024
 """Events of one inbox handled in one turn of the loop, a few milliseconds' worth."""
-MAX_UNWRITTEN = 64
+MAX_UNWRITTEN = 256
 """Answers whose bytes wait for those of others to be ready."""
 
 
@@ -41,7 +41,8 @@ class Turn:
     """The turn of the loop in which readers learn what a step brought, the same for all of them.
 
     First they say what is to be written, then all of it is written: with a handle of the loop for each, or with a
-    system call after each, the same work takes longer.
+    system call after each, the same work takes longer. So it does where a token has to look at much memory, as each
+    stream's was forgotten by the caches since the last step: hence `__slots__` along its way.
     """
 
     def __init__(self) -> None:
@@ -70,6 +71,8 @@ def _write_nowhere(data: bytes) -> None:
 
 class Inbox:
     """What has arrived for the choices of one HTTP request; its one reader is told once, however much that is."""
+
+    __slots__ = ("_events", "_is_idle", "_read", "_turn", "_wake", "write")
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn

@@ -52,6 +52,18 @@ class StopFilter:
 class Answer:
     """Assembles one choice."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_filter",
+        "_has_stops",
+        "_hidden",
+        "_min_tokens",
+        "duplicates",
+        "num_chars",
+        "num_tokens",
+        "stop_string",
+    )
+
     def __init__(
         self,
         detokenizer: Detokenizer,

@@ -72,7 +72,7 @@ class Asked:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Choice:
     """One answer, and what has come of it."""
 
