@@ -287,7 +287,7 @@ class Ranks:
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._aborted = threading.Event()
         self._waiter = _Waiter()
-        self._others = _sockets()
+        self._others = sockets()
         """Not ours. Until the ranks have joined, every other socket is."""
         self._ours: set[str] | None = None
 
@@ -326,14 +326,14 @@ class Ranks:
             outcome = error
         if listener is not None:
             listener.close()
-        self._ours = _sockets() - self._others
+        self._ours = sockets() - self._others
         self._outcome.put(outcome)
 
     def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
         if assignment.world_size == 1:
             return _Joined(Team(), Stages(), 1, None)
         store = self._meet(assignment, listener)
-        together = self._neighbours(store, assignment)
+        together = neighbours(store, assignment)
         address = local_address(assignment.rendezvous.rpartition(":")[0])
         return _Joined(self._team(store, address), self._stages(store, address), together, store)
 
@@ -356,12 +356,6 @@ class Ranks:
                 if last or self._aborted.is_set():
                     raise
         raise AssertionError("the last attempt returns or raises")
-
-    def _neighbours(self, store: Any, assignment: Assignment) -> int:
-        """How many ranks say that they run on this machine."""
-        machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
-        store.set(f"machine{assignment.rank}", machine)
-        return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
 
     def _team(self, store: Any, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
@@ -389,11 +383,7 @@ class Ranks:
         self._aborted.set()
         self._waiter.abort()
         self._outcome.put(RanksLost("aborted"))
-        ours = _sockets() - self._others if self._ours is None else self._ours & _sockets()
-        for name in ours:
-            with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
-                connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
-                connection.shutdown(socket.SHUT_RDWR)
+        shut_down(sockets() - self._others if self._ours is None else self._ours & sockets())
 
 
 class _Joined(NamedTuple):
@@ -405,7 +395,14 @@ class _Joined(NamedTuple):
     store: Any
 
 
-def _sockets() -> set[str]:
+def neighbours(store: Any, assignment: Assignment) -> int:
+    """How many ranks, which all ask this of their `store`, say that they run on this machine."""
+    machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
+    store.set(f"machine{assignment.rank}", machine)
+    return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
+
+
+def sockets() -> set[str]:
     """Open sockets of this process, as "FD INODE"."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -414,3 +411,11 @@ def _sockets() -> set[str]:
             if target.startswith("socket:"):
                 found.add(f"{fd} {target}")
     return found
+
+
+def shut_down(connections: set[str]) -> None:
+    """Whoever waits for one of them, as `sockets` names them, fails soon."""
+    for name in connections:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
+            connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
+            connection.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,5 @@
 """vLLM's own Worker of one rank, brought up in the order in which vLLM's engine does it."""
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,12 @@ import torch
 
 from protocol.membership import Assignment
 from services.config import WorkerConfig
-from services.worker.backends.vllm import group, names
+from services.worker import machine
+from services.worker.backends.vllm import names
+from services.worker.backends.vllm.group import Group
 from services.worker.runner import LoadError
 
+_set_num_threads = torch.set_num_threads  # vLLM takes the function away
 CPU_BLOCK = 32
 """Tokens: a block must be a multiple of it, by vLLM's attention on the CPU."""
 
@@ -23,6 +25,7 @@ class Options:
     directory: Path
     dtype: str
     threads: int
+    """0: this machine's cores, shared with the group's ranks on it."""
     block_size: int
     num_slots: int
     max_num_batched_tokens: int
@@ -33,9 +36,7 @@ class Options:
     enforce_eager: bool
 
     @classmethod
-    def of(
-        cls, directory: Path, dtype: str, threads: int, config: WorkerConfig, assignment: Assignment
-    ) -> "Options":
+    def of(cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment) -> "Options":
         """Raises: LoadError, for a block size that vLLM's attention does not take."""
         if assignment.block_size % CPU_BLOCK:
             above = -(-assignment.block_size // CPU_BLOCK) * CPU_BLOCK
@@ -46,7 +47,7 @@ class Options:
         return cls(
             directory=directory,
             dtype=dtype,
-            threads=threads,
+            threads=config.threads,
             block_size=assignment.block_size,
             num_slots=assignment.num_slots,
             max_num_batched_tokens=assignment.max_num_batched_tokens,
@@ -61,14 +62,14 @@ class Engine:
     """One worker of vLLM with its weights in memory.
 
     Args:
-        listener: the socket that this worker registered with, given up here
+        group: joined here, once the model is known to be one that can be served
 
     Raises:
         LoadError: the model cannot be served this way.
         RanksLost: the other ranks cannot be reached.
     """
 
-    def __init__(self, options: Options, assignment: Assignment, listener: socket.socket | None) -> None:
+    def __init__(self, options: Options, assignment: Assignment, group: Group) -> None:
         self.options = options
         if not names.current_platform.is_cpu():
             raise LoadError(
@@ -76,7 +77,6 @@ class Engine:
             )
         self.config = _config(options, assignment)
         _check(self.config)
-        torch.set_num_threads(options.threads)  # before vLLM: it takes the function away
         if options.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler all the same
         self._wrapper = names.WorkerWrapperBase(rpc_rank=assignment.rank)
@@ -84,9 +84,10 @@ class Engine:
             "vllm_config": self.config,
             "local_rank": assignment.rank,
             "rank": assignment.rank,
-            "distributed_init_method": group.join(assignment, listener),
+            "distributed_init_method": group.join(),
             "is_driver_worker": assignment.rank == 0,
         }
+        _set_num_threads(options.threads or max(1, machine.cores() // group.on_this_machine))
         self._wrapper.init_worker([arguments] * assignment.world_size)
         self._wrapper.init_device()
         self._wrapper.load_model()
@@ -152,6 +153,10 @@ class Engine:
             step.finished_req_ids = set(batch.requests)
             self.execute(step)
         batch._cleanup_profiling_kv_cache()
+
+    def close(self) -> None:
+        """Frees the weights too."""
+        self._wrapper.shutdown()
 
     def execute(self, step: names.SchedulerOutput) -> Any:
         return self._wrapper.execute_model(step)

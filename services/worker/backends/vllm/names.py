@@ -38,7 +38,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a worker tells nobody what 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is worth knowing, this worker says itself
 
 # What a model is, and how it is to be served.
-from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
@@ -70,8 +70,9 @@ __all__ = [
     "StructuredOutputsParams",
     "WorkerWrapperBase",
     "current_platform",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
     "resolve_kv_cache_layout",
-    "set_current_vllm_config",
 ]

@@ -81,7 +81,9 @@ class Plans:
 
     def grammar(self, grammar: GrammarOutput) -> names.GrammarOutput:
         slots = unpack(grammar.slots)
-        mask = unpack(grammar.bitmask).reshape(len(slots), -1).copy()  # torch wants what it reads to be writable
+        mask = (
+            unpack(grammar.bitmask).reshape(len(slots), -1).copy()
+        )  # torch wants what it reads to be writable
         return names.GrammarOutput(self.ids(slots), mask)
 
     def _left(self, slots: NDArray[np.int32]) -> set[str]:

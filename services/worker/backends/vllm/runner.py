@@ -19,10 +19,11 @@ from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.vllm.checkpoint import Facts
 from services.worker.backends.vllm.engine import Engine, Options
+from services.worker.backends.vllm.group import Group
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
 from services.worker.backends.vllm.result import Asked, Result
 from services.worker.batch import Rows, SlotTable
-from services.worker.runner import Identity, LoadError, Progress
+from services.worker.runner import Identity, LoadError, Output, Progress
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,14 @@ class _Pending:
     started: float
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """A step that another rank reports."""
+
+    def get(self) -> None:
+        return None
+
+
 class VllmRunner:
     """A `ModelRunner`. Models of vLLM that are one group of full attention, on its CPU build."""
 
@@ -43,6 +52,7 @@ class VllmRunner:
         self._config = config
         self._facts: Facts | None = None
         self._engine: Engine | None = None
+        self._group: Group | None = None
         self._pending: _Pending | None = None
 
     def identify(self) -> Identity:
@@ -60,10 +70,20 @@ class VllmRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """Threads are the user's number, or this process's cores."""
+        """A group of one keeps its weights from epoch to epoch; of more ranks they are read again, since vLLM's layers
+        hold on to the groups that they were made with."""
         self._assignment = assignment
-        digest, engine = self.identify().model_hash, self._weights(assignment, listener)
+        digest, options = self.identify().model_hash, self._options(assignment)
+        if self._engine is None or self._engine.options != options:
+            self._close()
+            progress("weights", 0.0)
+            self._group = Group(assignment, listener)
+            with self._group.watched():
+                self._engine = Engine(options, assignment, self._group)
+        elif listener is not None:
+            listener.close()
         progress("weights", 1.0)
+        engine = self._engine
         return Loaded(
             model_hash=digest,
             vocab_size=engine.vocab_size,
@@ -72,25 +92,11 @@ class VllmRunner:
             num_blocks=self._affordable(engine),
         )
 
-    def _weights(self, assignment: Assignment, listener: socket.socket | None) -> Engine:
-        """Read now, or kept from an epoch before."""
-        directory, config = self._directory(), self._config
-        options = Options.of(directory, self.identify().dtype, self._threads(), config, assignment)
-        if self._engine is not None and self._engine.options == options:
-            if listener is not None:
-                listener.close()
-            return self._engine
-        if self._engine is not None:
-            raise LoadError(
-                "the scheduler's limits have changed, and vLLM cannot follow: start this worker again"
-            )
-        if Facts.of(directory, config) != self._facts:
+    def _options(self, assignment: Assignment) -> Options:
+        directory = self._directory()
+        if Facts.of(directory, self._config) != self._facts:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
-        self._engine = Engine(options, assignment, listener)
-        return self._engine
-
-    def _threads(self) -> int:
-        return self._config.threads or machine.cores()
+        return Options.of(directory, self.identify().dtype, self._config, assignment)
 
     def _affordable(self, engine: Engine) -> int:
         """Blocks that fit; not more than all slots together could fill."""
@@ -106,8 +112,9 @@ class VllmRunner:
         return int(min(blocks, self._assignment.num_slots * per_request))
 
     def init_kv_cache(self, init: InitializeCache) -> None:
-        engine, assignment = self._loaded(), self._assignment
-        engine.allocate(init.num_blocks + RESERVED_BLOCKS)
+        (engine, group), assignment = self._parts(), self._assignment
+        with group.watched():
+            engine.allocate(init.num_blocks + RESERVED_BLOCKS)
         self._table = SlotTable(
             assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
         )
@@ -115,46 +122,62 @@ class VllmRunner:
         self._plans = Plans(self._table, engine.vocab_size, batch.requests, batch.num_prompt_logprobs)
         self._pending = None
 
-    def _loaded(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("no model is loaded")
-        return self._engine
+    def _parts(self) -> tuple[Engine, Group]:
+        if self._engine is None or self._group is None:
+            raise RuntimeError("no model is loaded in this epoch")
+        return self._engine, self._group
 
     def execute_model(self, step: SchedulerOutput) -> None:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
-        started, table = time.monotonic(), self._table
+        (engine, group), table, started = self._parts(), self._table, time.monotonic()
         rows = table.apply(step)
         theirs = self._plans.translated(step, rows)
         asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
-        self._loaded().execute(theirs)
+        with group.watched():
+            engine.execute(theirs)
         self._pending = _Pending(step, rows, self._plans.ids(rows.slots), asked, started)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> Result:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no step was executed that could be sampled")
         step = pending.step
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        theirs = self._loaded().sample(self._plans.grammar(grammar) if grammar is not None else None)
+        engine, group = self._parts()
+        with group.watched():
+            theirs = engine.sample(self._plans.grammar(grammar) if grammar is not None else None)
+        if self._assignment.rank != self._assignment.output_rank:
+            return _Passed()
         ended = time.monotonic()
         return Result(step, pending.rows, pending.ids, pending.asked, theirs, pending.started, ended)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
-        self._loaded().execute(self._plans.released(slots))
+        self._parts()[0].execute(self._plans.released(slots))
 
     def leave(self) -> None:
         self._pending = None
-        if self._engine is not None:
+        if self._group is not None and self._group.is_of_several:
+            self._close()
+        elif self._engine is not None:
             self._engine.forget()
         for name in ("_table", "_plans"):
             self.__dict__.pop(name, None)
 
+    def _close(self) -> None:
+        """Weights, cache, batch and groups are gone."""
+        engine, group, self._engine, self._group = self._engine, self._group, None, None
+        if engine is not None:
+            engine.close()
+        if group is not None:
+            group.leave()
+
     def abort(self) -> None:
-        """One rank waits for nobody."""
+        group = self._group
+        if group is not None:
+            group.abort()
 
     def shutdown(self) -> None:
-        self.leave()
-        self._engine = None
+        self._close()
