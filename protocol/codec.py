@@ -65,10 +65,10 @@ def pack(values: Sequence[int] | NDArray[Any]) -> bytes:
 
 
 @overload
-def unpack(data: bytes) -> NDArray[np.int32]: ...
+def unpack(data: bytes | memoryview) -> NDArray[np.int32]: ...
 @overload
-def unpack(data: bytes, dtype: type[S]) -> NDArray[S]: ...
-def unpack(data: bytes, dtype: type[Any] = np.int32) -> NDArray[Any]:
+def unpack(data: bytes | memoryview, dtype: type[S]) -> NDArray[S]: ...
+def unpack(data: bytes | memoryview, dtype: type[Any] = np.int32) -> NDArray[Any]:
     """A read-only view of a column: int32 unless the field's docstring names another `dtype`.
 
     Raises: ProtocolError, if the bytes are no whole number of elements.

@@ -83,8 +83,9 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
     step_id: StepId
     slots: bytes
     """int32: constrained rows, in the plan's order"""
-    bitmask: bytes
-    """int32[masks, ceil(vocab / 32)]: bit set = token allowed"""
+    bitmask: memoryview
+    """int32[masks, ceil(vocab / 32)]: bit set = token allowed. It may have megabytes: encoding copies it once, decoding
+    does not."""
     counts: bytes = b""
     """int32[rows]: masks of each row, for as many positions from its first sampled one; at most one less drafts may be
     accepted (spec 2(b) 14). b"": one each."""

@@ -182,8 +182,8 @@ class WorkerConfig(ServiceConfig):
     scheduler_endpoint: str = Field(
         "ipc:///tmp/runahead/workers", description="the scheduler's worker endpoint"
     )
-    backend: Literal["native", "sim"] = Field(
-        "native", description="native computes; sim verifies and sleeps"
+    backend: Literal["native", "sim", "vllm"] = Field(
+        "native", description="native computes; vllm lets vLLM compute; sim verifies and sleeps"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: the checkpoint's (demo model: float32)"
@@ -198,6 +198,13 @@ class WorkerConfig(ServiceConfig):
     )
     kv_cache_memory_bytes: int = Field(
         0, ge=0, description="bytes for the KV cache; 0: a share of free memory"
+    )
+    quantization: str | None = Field(
+        None, description="vllm: how the weights are quantised; default: what the checkpoint says"
+    )
+    load_format: str = Field("auto", description="vllm: how the weights are read")
+    enforce_eager: bool = Field(
+        False, description="vllm: do not compile the model: starts sooner, computes slower"
     )
     sim_step_ms: float = Field(5.0, ge=0, description="sim: base cost of a step, milliseconds")
     sim_prefill_token_us: float = Field(5.0, ge=0, description="sim: cost per prompt token, microseconds")

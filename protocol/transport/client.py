@@ -39,7 +39,7 @@ class Client:
         except BaseException:
             self.close()
             raise
-        self._connected = self._lost = self._welcome = self._gone = self._hopeless = False
+        self._connected = self._lost = self._welcome = self._broken = self._gone = self._hopeless = False
         self._greeting: Hello | None = None
         self._failure = ""
         self._poller = zmq.Poller()
@@ -69,7 +69,8 @@ class Client:
                 self.send(self._greeting, wait=False)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
-        """Raises: PeerSlow, without room in the queue (for 10 s, unless told not to wait); PeerGone"""
+        """Raises: PeerSlow, without room in the queue (for 10 s, unless told not to wait); PeerGone, once `receive` has
+        said so: what the server sent before it left is always read first"""
         if self._gone:
             raise PeerGone(f"{self.endpoint} closed the connection")
         try:
@@ -97,7 +98,8 @@ class Client:
         try:
             frame = self.socket.recv(zmq.DONTWAIT)
         except zmq.Again:
-            if self._gone:
+            if self._broken:
+                self._gone = True
                 raise PeerGone(f"{self.endpoint} closed the connection") from None
             if self._hopeless:
                 raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
@@ -110,7 +112,7 @@ class Client:
         """Takes the server's answer to a `Hello`. Raises: HandshakeRefused"""
         check_answer(answer)
         self._watch()  # the sign that we are connected came before the answer, perhaps only just before
-        self._welcome, self._gone = True, not self._connected
+        self._welcome, self._broken = True, not self._connected
 
     def _watch(self) -> None:
         for event in self._monitor.read():
@@ -124,7 +126,7 @@ class Client:
             else:
                 self._connected, self._lost = False, True
                 # For ever: on a new connection the server would not know us.
-                self._gone |= self._welcome
+                self._broken |= self._welcome
 
     def unanswered(self, timeout: float) -> HandshakeTimeout:
         text = f"no answer from {self.endpoint} within {timeout:g} s"

@@ -156,11 +156,12 @@ class Server:
         hello = self.peers.get(peer)
         return f"{hello.role} {hello.name!r}" if hello else f"peer {peer.hex()}"
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """What was sent last may take `linger_ms` milliseconds more to leave; the end of the context waits for that."""
         if self.socket.closed:
             return
         self._monitor.close()
-        self.socket.close()
+        self.socket.close(linger_ms)
         if self._authenticator is not None:
             self._authenticator.close()
         if (path := ipc_path(self.endpoint)) is not None:

@@ -15,8 +15,6 @@ HEAD_SECONDS = 30.0
 """A client may take this long to send the head of a request."""
 STALL_SECONDS = 30.0
 """A client may leave its answer unread for this long, once buffers are full."""
-_SIZES = [b"%x\r\n" % size for size in range(1024)]
-"""How chunks begin."""
 
 
 class Connection(H11Protocol):
@@ -24,10 +22,6 @@ class Connection(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
-    is_full = False
-    """Whoever writes should wait for `on_writable`, or find that the client has left."""
-    on_writable: Callable[[], None] | None = None
-    """Called when an answer's buffer has room again."""
 
     def __init__(
         self,
@@ -38,19 +32,26 @@ class Connection(H11Protocol):
     ) -> None:
         """Requests find this connection in their scope as `state.connection`."""
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        self.is_full = False
+        """Whoever writes should wait for `on_writable`, or find that the client has left."""
+        self.on_writable: Callable[[], None] | None = None
+        """Called when an answer's buffer has room again."""
+        self._is_lost = False
 
-    def write_chunk(self, data: bytes) -> None:
-        """Some bytes, not none, of the body of the answer whose head was sent and whose end was not.
+    def body_writer(self) -> Callable[[bytes], None]:
+        """Takes some bytes, not none, of the body of the answer whose head was sent and whose end was not.
 
         The same bytes on the wire as from ASGI's `send`, of which h11 knows nothing and need not: it keeps no count
         of a chunked body. On the way through middlewares and h11 a token would cost twice as much.
         """
-        if self.cycle.disconnected:
-            return
-        if self.conn.their_http_version == b"1.1":
-            size = len(data)
-            data = (_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size) + data + b"\r\n"
-        self.transport.write(data)
+        return self.write_chunk if self.conn.their_http_version == b"1.1" else self._write
+
+    def write_chunk(self, data: bytes) -> None:
+        self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _write(self, data: bytes) -> None:
+        if not self._is_lost:
+            self.transport.write(data)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,6 +86,7 @@ class Connection(H11Protocol):
         _cancel(self._stall_timer)
         super().connection_lost(exc)
         self.is_full = False
+        self._is_lost = True
         self.app_state.pop("connection", None)  # a circle that would keep all of it for a while
 
     def send_400_response(self, msg: str) -> None:

@@ -116,6 +116,8 @@ class BytePieces(dict[int, str | bytes]):
 
 
 class ByteLevelDetokenizer:
+    __slots__ = ("_decoder", "_is_inside", "_pieces")
+
     def __init__(self, pieces: BytePieces) -> None:
         """What a prompt left unfinished is not ours to complete, so it need not be known."""
         self._pieces = pieces

@@ -4,18 +4,14 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from starlette.types import Receive
 
 from protocol.codec import Decoder, ProtocolError, pack
 from protocol.logprobs import Logprobs
 from protocol.requests import (
     AbortRequest,
-    Embedding,
     EngineMessage,
     EnginePhase,
     EngineState,
@@ -28,7 +24,8 @@ from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
-from services.frontend.errors import GONE, APIError
+from services.frontend.errors import APIError
+from services.frontend.inbox import Inbox, Likely, Turn
 
 log = logging.getLogger("runahead.frontend")
 
@@ -40,27 +37,6 @@ REDIAL_INTERVAL = 0.2
 
 MAX_FRAMES = 64
 """Messages read in one turn of the loop, then others have theirs."""
-MAX_TAKEN = 1024
-"""Events handled in one turn of the loop, a few milliseconds' worth."""
-
-
-class Likely(NamedTuple):
-    """How likely the token at one position of a request's sequence was, and what was likeliest there."""
-
-    position: int
-    """Counted from the first token of the prompt."""
-    rank: int
-    """Of the token itself; 1 is the most likely."""
-    token_ids: list[int]
-    """The token itself, then the most likely ones, the most likely first."""
-    values: list[float]
-    """Their log-probabilities; minus infinity is possible."""
-
-
-Event = tuple[int, int] | Likely | Embedding | Finish | APIError
-"""Of one request: a token as (index in the output, id), what is known of a token (before the token itself), an
-embedding, or the request's end."""
-
 
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
 
@@ -73,77 +49,6 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     status = _STATUSES.get(finish.reason, 500)
     message = finish.message or "the request was not completed"
     return APIError(status, message, param if status == 400 else None)
-
-
-class Inbox:
-    """What has arrived for the choices of one HTTP request; its one reader is told once, however much that is."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[int, Event]] = []
-        self._wake: asyncio.Future[None] | None = None
-        self._reader: Callable[[], None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_told = False
-
-    def put(self, choice: int, event: Event) -> None:
-        self._events.append((choice, event))
-        if self._loop is not None:
-            self._tell_soon(self._loop)
-        elif self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    def put_first(self, event: APIError) -> None:
-        """For every choice; whatever else has arrived does not matter any more."""
-        self._events.clear()
-        self.put(0, event)
-
-    def watch(self, receive: Receive) -> asyncio.Task[None]:
-        """While the task runs, the reader hears of it when the client leaves."""
-
-        async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.put_first(APIError(GONE, "the client closed the connection"))
-
-        return asyncio.create_task(until_gone())
-
-    async def take(self) -> list[tuple[int, Event]]:
-        """What is there, at least one (choice, event), in order of arrival; no more than others can wait for."""
-        while not self._events:
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        return self.take_now()
-
-    def take_now(self) -> list[tuple[int, Event]]:
-        """`take` without waiting: perhaps nothing."""
-        if len(self._events) <= MAX_TAKEN:
-            taken, self._events = self._events, []
-            return taken
-        taken = self._events[:MAX_TAKEN]
-        del self._events[:MAX_TAKEN]
-        if self._loop is not None:
-            self._tell_soon(self._loop)  # of the rest
-        return taken
-
-    def read_by(self, reader: Callable[[], None] | None) -> None:
-        """From here on `reader` is called, in a turn of the loop of its own, when there is something to `take_now`.
-
-        A task that waits takes several times as long to wake. None: nobody reads any more.
-        """
-        self._reader = reader
-        self._loop = asyncio.get_running_loop() if reader is not None else None
-        if self._loop is not None and self._events:
-            self._tell_soon(self._loop)
-
-    def _tell_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._is_told:
-            self._is_told = True
-            loop.call_soon(self._tell)
-
-    def _tell(self) -> None:
-        self._is_told = False
-        if self._reader is not None:
-            self._reader()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +69,7 @@ class EngineClient:
         self._client: AsyncClient | None = None
         self._streams: dict[int, RequestStream] = {}
         self._numbers = itertools.count(1)
+        self.turn = Turn()
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
         self.state = NOT_CONNECTED
         self.draining = False
@@ -242,10 +148,10 @@ class EngineClient:
             log.warning("bad message from the scheduler: %s", error)
             return
         streams = self._streams
-        columns = rows.numbers.tolist(), rows.indices.tolist(), rows.token_ids.tolist()
-        for number, index, token in zip(*columns, strict=True):
+        tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
+        for number, token in zip(rows.numbers.tolist(), tokens, strict=True):
             if (stream := streams.get(number)) is not None:
-                stream.inbox.put(stream.choice, (index, token))
+                stream.inbox.put(stream.choice, token)
         for embedding in message.embeddings:
             if (stream := streams.get(embedding.number)) is not None:
                 stream.inbox.put(stream.choice, embedding)

@@ -52,6 +52,18 @@ class StopFilter:
 class Answer:
     """Assembles one choice."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_filter",
+        "_has_stops",
+        "_hidden",
+        "_min_tokens",
+        "duplicates",
+        "num_chars",
+        "num_tokens",
+        "stop_string",
+    )
+
     def __init__(
         self,
         detokenizer: Detokenizer,
@@ -71,32 +83,36 @@ class Answer:
         self.num_chars = 0
         """Of the text of all tokens so far, shown or not."""
         self.duplicates = 0
-
-    @property
-    def stop_string(self) -> str | None:
-        return self._filter.matched
+        self.stop_string: str | None = None
+        """The one that ended it."""
 
     def push(self, index: int, token_id: int) -> str:
         """Takes the token with this index; lower ones were delivered before and are dropped.
 
         Raises: OutOfOrder
         """
-        if self._filter.matched is not None:
-            return ""
-        if index < self.num_tokens:
-            self.duplicates += 1
-            return ""
-        if index > self.num_tokens:
-            raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
-        self.num_tokens += 1
+        if index != self.num_tokens or self.stop_string is not None:
+            return self._unexpected(index)
+        self.num_tokens = index + 1
         if token_id in self._hidden:
             return ""
         text = self._detokenizer.push(token_id)
         self.num_chars += len(text)
-        if not text or not self._has_stops or self.num_tokens <= self._min_tokens:
-            return text
-        return self._filter.push(text)
+        return self._filtered(text) if self._has_stops and self.num_tokens > self._min_tokens else text
+
+    def _unexpected(self, index: int) -> str:
+        """Raises: OutOfOrder"""
+        if self.stop_string is None:
+            if index > self.num_tokens:
+                raise OutOfOrder(f"token {index} arrived, {self.num_tokens} was expected")
+            self.duplicates += 1
+        return ""
+
+    def _filtered(self, text: str) -> str:
+        certain = self._filter.push(text)
+        self.stop_string = self._filter.matched
+        return certain
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""
-        return self._filter.push(self._detokenizer.flush()) + self._filter.flush()
+        return self._filtered(self._detokenizer.flush()) + self._filter.flush()

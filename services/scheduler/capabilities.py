@@ -2,7 +2,7 @@
 
 A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend,
 speculative decoding, a request with structured output among others). What is not listed in `REFUSED` works, and
-tests/integration/scheduler/test_capabilities.py runs every such cell.
+tests/integration/scheduler/test_capabilities.py runs every such cell (tests/vllm those of vLLM).
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ class Refused:
 
 
 POLICIES = ("chunked", "balanced", "phased")
-BACKENDS = ("native", "sim", "sim rigid")
+BACKENDS = ("native", "vllm", "sim", "sim rigid")
 _RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
 REFUSED: tuple[Refused, ...] = (
     Refused(
@@ -75,6 +75,16 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
     Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
+    Refused(
+        "vLLM's stages learn sampled tokens from vLLM's own scheduler: use --pipeline-parallel-size 1",
+        pipeline=True,
+        backend="vllm",
+    ),
+    Refused(
+        "vLLM's drafters are not driven by this scheduler yet: leave --speculative-config out",
+        backend="vllm",
+        speculation=True,
+    ),
 )
 
 

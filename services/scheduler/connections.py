@@ -105,5 +105,5 @@ class WorkerConnections:
         self._owner.pop(self._results.pop(worker, b""), None)
         self._by_name = {name: peer for name, peer in self._by_name.items() if peer != worker}
 
-    def close(self) -> None:
-        self._server.close()
+    def close(self, linger_ms: int) -> None:
+        self._server.close(linger_ms)

@@ -187,10 +187,11 @@ class EngineCore:
     def _finish(self, request: Request, finish: Finish | None) -> None:
         """Wherever the request is."""
         ticket = next((ticket for ticket, waits in self._compiling.items() if waits is request), None)
-        if ticket is None:
+        if ticket is None or self._compiler is None:
             self.scheduler.finish(request, finish)
         else:
             del self._compiling[ticket]
+            self._compiler.cancel(ticket)
             self._end_waiting(request, finish)
 
     def drop_client(self, client: int) -> None:

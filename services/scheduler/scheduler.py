@@ -276,20 +276,26 @@ class Scheduler(Results):
         counts = self.ledger.current(step)[rows] & np.isin(s.state.take(slots), (LIVE, DELIVER))
         if (counts & (s.sampling.take(slots) > 1)).any():
             return None
-        masks = np.full((len(slots) + int(drafts.sum()), -(-vocab_size // 32)), -1, np.int32)
+        masks = np.empty((len(slots) + int(drafts.sum()), -(-vocab_size // 32)), np.int32)
         widths, at = np.ones(len(slots), np.int32), 0
         for row, (slot, num_drafts, is_wanted) in enumerate(
             zip(slots.tolist(), drafts.tolist(), counts.tolist(), strict=True)
         ):
-            if is_wanted and not num_drafts:
+            if not is_wanted:
+                masks[at] = -1
+            elif not num_drafts:
                 self._grammar(s.request(slot)).fill(masks[at])
-            elif is_wanted:
-                request = s.request(slot)
-                known = request.draft_ids[:num_drafts].tolist()
-                widths[row] = self._grammar(request).look_ahead(known, masks[at:])
-            at += widths[row]
-        packed = pack(widths) if len(masks) > len(slots) else b""
-        return GrammarOutput(self.epoch, step.step_id, pack(slots.astype(np.int32)), pack(masks[:at]), packed)
+            else:
+                known = s.request(slot).draft_ids[:num_drafts].tolist()
+                widths[row] = self._grammar(s.request(slot)).look_ahead(known, masks[at:])
+            at += int(widths[row])
+        return GrammarOutput(
+            self.epoch,
+            step.step_id,
+            pack(slots.astype(np.int32)),
+            masks[:at].view(np.uint8).reshape(-1).data,
+            pack(widths) if drafts.any() else b"",
+        )
 
     @staticmethod
     def _grammar(request: Request) -> Grammar:

@@ -49,6 +49,8 @@ from services.scheduler.step_watch import StepWatch
 log = logging.getLogger("runahead.scheduler")
 
 EXIT_WORKER_LOST = 5
+LINGER_MS = 1000
+"""What was said last, to frontends and workers, may take so long to leave."""
 PROBE_MS = 50
 """Milliseconds between two looks at connections while one is known to be broken."""
 STATE_INTERVAL = 1.0
@@ -108,8 +110,8 @@ class Service:
         finally:
             if self.compiler is not None:
                 self.compiler.close()
-            self.clients.close()
-            self.workers.close()
+            self.clients.close(LINGER_MS)
+            self.workers.close(LINGER_MS)
             if self._trace is not None:
                 self._trace.close()
 
@@ -364,7 +366,7 @@ class Service:
 
     def _tell_workers(self, message: Shutdown) -> None:
         for worker in list(self.group.members):
-            self.workers.send(worker, message)
+            self.workers.send(worker, message, everywhere=True)
 
     def _record(self, event: str, step_id: int) -> None:
         """One line per event in the file of `--step-trace`: what shows that the scheduler runs ahead."""
@@ -401,4 +403,6 @@ def _signals() -> Iterator[socket.socket]:
 
 def run(config: SchedulerConfig) -> int:
     """One scheduler process until it is told to stop. Returns the exit status: 0, or 5 when the workers were lost."""
-    return Service(config).run()
+    status = Service(config).run()
+    zmq.Context.instance().term()  # waits until the last words have left
+    return status

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
@@ -35,16 +36,76 @@ STEP_TIMEOUT = timedelta(minutes=30)
 _c10d: Any = distributed  # its stubs lack most of what is used here
 ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
 """Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
+SMALL = 1 << 16
+"""Bytes that a connection takes and gives at once. Who waits for as little to arrive can wait on its own thread, two
+switches faster, and layers do that twice: until it begins to arrive it fails with its connection."""
 AHEAD = 4
 """Steps that a stage computes before the next stage takes the first of them: as many activations are kept."""
+
+
+_Works = tuple[distributed.Work, ...]
+
+
+class _Waiter:
+    """Waits for messages on a thread of its own, so that `abort` frees whoever needs them, always.
+
+    A closed connection is not enough: a message that is half on its way when its connection breaks is neither completed
+    nor failed by gloo, and no later call ends that wait.
+    """
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[_Works | None] = queue.SimpleQueue()
+        self._outcome: queue.SimpleQueue[RuntimeError | RanksLost | None] = queue.SimpleQueue()
+        self._aborted = threading.Event()
+        arguments = self._works, self._outcome
+        threading.Thread(target=_serve, args=arguments, name="messages", daemon=True).start()
+        weakref.finalize(self, self._works.put, None)
+
+    def wait(self, *works: distributed.Work) -> None:
+        """Raises: RanksLost"""
+        if self._aborted.is_set():
+            raise RanksLost("the epoch has ended")
+        self._works.put(works)
+        _raise(self._outcome.get())
+
+    def abort(self) -> None:
+        """From any thread. From now on nothing can be waited for."""
+        self._aborted.set()
+        self._outcome.put(RanksLost("the epoch ended while ranks waited for one another"))
+
+
+def _serve(works: "queue.SimpleQueue[_Works | None]", outcome: "queue.SimpleQueue[Any]") -> None:
+    while (some := works.get()) is not None:
+        error = _failure(some)
+        del some  # it keeps tensors
+        outcome.put(error)
+
+
+def _wait(*works: distributed.Work) -> None:
+    """Raises: RanksLost"""
+    _raise(_failure(works))
+
+
+def _raise(error: RuntimeError | RanksLost | None) -> None:
+    if error is not None:
+        raise RanksLost(str(error)) from error
+
+
+def _failure(works: _Works) -> RuntimeError | None:
+    try:
+        for work in works:
+            work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
+    except RuntimeError as error:
+        return error
+    return None
 
 
 class _Peers:
     """Messages between the ranks of one group. All of gloo's collectives would do, but its plain messages leave on the
     calling thread: with few ranks they take a third of the time. They arrive in order per sender and tag."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self.rank = group, rank
+    def __init__(self, group: Any, rank: int, size: int, waiter: _Waiter) -> None:
+        self._group, self.rank, self.wait = group, rank, waiter.wait
         self.others = [other for other in range(size) if other != rank]
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> distributed.Work:
@@ -58,15 +119,6 @@ class _Peers:
         """Raises: RanksLost"""
         try:
             return self._group.recv([tensor], source, tag)
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
-
-    @staticmethod
-    def wait(*works: distributed.Work) -> None:
-        """Raises: RanksLost"""
-        try:
-            for work in works:
-                work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
         except RuntimeError as error:
             raise RanksLost(str(error)) from error
 
@@ -91,9 +143,10 @@ class Team:
             return [x]
         x, peers = x.contiguous(), self._peers
         parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        works = [peers.send(x, rank, TEAM) for rank in peers.others]
-        works += [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
-        peers.wait(*works)
+        sent = [peers.send(x, rank, TEAM) for rank in peers.others]
+        received = [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
+        wait = peers.wait if x.nbytes > SMALL else _wait
+        wait(*received, *sent)
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +286,8 @@ class Ranks:
         self._listener = listener
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._aborted = threading.Event()
-        self._others = _sockets()
+        self._waiter = _Waiter()
+        self._others = sockets()
         """Not ours. Until the ranks have joined, every other socket is."""
         self._ours: set[str] | None = None
 
@@ -272,14 +326,14 @@ class Ranks:
             outcome = error
         if listener is not None:
             listener.close()
-        self._ours = _sockets() - self._others
+        self._ours = sockets() - self._others
         self._outcome.put(outcome)
 
     def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
         if assignment.world_size == 1:
             return _Joined(Team(), Stages(), 1, None)
         store = self._meet(assignment, listener)
-        together = self._neighbours(store, assignment)
+        together = neighbours(store, assignment)
         address = local_address(assignment.rendezvous.rpartition(":")[0])
         return _Joined(self._team(store, address), self._stages(store, address), together, store)
 
@@ -303,34 +357,33 @@ class Ranks:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def _neighbours(self, store: Any, assignment: Assignment) -> int:
-        """How many ranks say that they run on this machine."""
-        machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
-        store.set(f"machine{assignment.rank}", machine)
-        return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
-
     def _team(self, store: Any, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
         name = f"tp{self.shard.pp_rank}"
-        return Team(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
+        return Team(self._peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
 
     def _stages(self, store: Any, address: str) -> Stages:
         rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
         name = f"pp{self.shard.tp_rank}"
-        return Stages(_peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Stages()
+        if size == 1:
+            return Stages()
+        return Stages(self._peers(_c10d.PrefixStore(name, store), rank, size, address))
+
+    def _peers(self, store: Any, rank: int, size: int, address: str) -> _Peers:
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = JOIN_TIMEOUT
+        return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size, self._waiter)
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.
 
-        gloo knows no way to interrupt a wait but a closed connection, so the connections are shut down under it.
+        The connections are shut down as well: gloo has no other way to end a wait, and the other ranks learn of it.
         """
         self._aborted.set()
+        self._waiter.abort()
         self._outcome.put(RanksLost("aborted"))
-        ours = _sockets() - self._others if self._ours is None else self._ours & _sockets()
-        for name in ours:
-            with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
-                connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
-                connection.shutdown(socket.SHUT_RDWR)
+        shut_down(sockets() - self._others if self._ours is None else self._ours & sockets())
 
 
 class _Joined(NamedTuple):
@@ -342,14 +395,14 @@ class _Joined(NamedTuple):
     store: Any
 
 
-def _peers(store: Any, rank: int, size: int, address: str) -> _Peers:
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = JOIN_TIMEOUT
-    return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size)
+def neighbours(store: Any, assignment: Assignment) -> int:
+    """How many ranks, which all ask this of their `store`, say that they run on this machine."""
+    machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
+    store.set(f"machine{assignment.rank}", machine)
+    return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
 
 
-def _sockets() -> set[str]:
+def sockets() -> set[str]:
     """Open sockets of this process, as "FD INODE"."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
@@ -358,3 +411,11 @@ def _sockets() -> set[str]:
             if target.startswith("socket:"):
                 found.add(f"{fd} {target}")
     return found
+
+
+def shut_down(connections: set[str]) -> None:
+    """Whoever waits for one of them, as `sockets` names them, fails soon."""
+    for name in connections:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
+            connection.getpeername()  # listening sockets stay: gloo ends the process when one fails
+            connection.shutdown(socket.SHUT_RDWR)

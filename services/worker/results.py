@@ -2,8 +2,8 @@
 
 Results, faults and repetitions go through one queue, so they leave in the order of launch (S3-2). The executing thread
 never waits for a host copy; the output thread does. Both threads share one connection under a lock, so a heartbeat
-leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, or that nobody is
-left to say so, when the executing thread hangs in a collective and hears nothing.
+leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, that this worker must
+leave, or that nobody is left to say so, when the executing thread hangs in a collective and hears nothing.
 """
 
 import logging
@@ -19,7 +19,7 @@ import msgspec.structs
 
 from protocol.codec import Decoder, ProtocolError
 from protocol.fields import MAX_TEXT
-from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost
+from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost, Shutdown
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.worker.runner import Output, RanksLost
@@ -81,6 +81,8 @@ class Results:
         """It is in a step, which must not take much longer than the epoch."""
         self._ended = 0
         """The last epoch of which this connection said that it is over."""
+        self._dismissed = False
+        """It said that this worker must leave: the scheduler goes next, and its going is no loss."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
         self._closing = threading.Event()
         self.failed = threading.Event()
@@ -174,6 +176,10 @@ class Results:
             with self._lock:
                 self._client.send(message)
         except (PeerGone, PeerSlow) as error:
+            self._on_lost(error)
+
+    def _on_lost(self, error: PeerGone | PeerSlow | HandshakeRefused) -> None:
+        if not self._dismissed:
             self.lost = error
             self.failed.set()
 
@@ -182,7 +188,7 @@ class Results:
     def _tend(self) -> None:
         next_beat = deadline = 0.0
         while not self._closing.wait(LISTEN_INTERVAL):
-            if not self.failed.is_set():
+            if not self.failed.is_set() and not self._dismissed:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL
                     self._send(self._heartbeat())
@@ -202,7 +208,7 @@ class Results:
         No epoch can begin meanwhile, or its ranks would be woken too.
         """
         with self._state:
-            is_over = self.failed.is_set() or self._ended >= self._epoch > 0
+            is_over = self.failed.is_set() or self._dismissed or self._ended >= self._epoch > 0
             if self.waits_for_ranks and is_over:
                 self._abort()
                 return True
@@ -213,16 +219,16 @@ class Results:
             return Heartbeat(self._epoch, self._last_step, self._rank)
 
     def _listen(self) -> None:
-        """Takes what the scheduler says on this connection: that an epoch has ended."""
+        """Takes what the scheduler says on this connection: that an epoch has ended, or that it stops."""
         try:
             with self._lock:
                 frame = self._client.take()
             message = self._group.decode(frame) if frame is not None else None
         except (PeerGone, HandshakeRefused) as error:
-            self.lost = error
-            self.failed.set()
+            self._on_lost(error)
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
         else:
             if isinstance(message, EndEpoch):
                 self._ended = message.epoch
+            self._dismissed |= isinstance(message, Shutdown)

@@ -292,7 +292,11 @@ def run(config: WorkerConfig) -> int:
     5, the scheduler is gone; 6, a step failed. 7 is the end of a process that cannot be freed from its last step."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    worker = Worker(config, create(config))
+    try:
+        worker = Worker(config, create(config))
+    except LoadError as error:  # the backend itself is missing
+        log.error("%s", error)
+        return EXIT_MODEL
     try:
         return worker.run()
     except LoadError as error:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.report import report
@@ -60,6 +61,9 @@ def measure(
             message = client.receive()
             if message is not None:
                 now = time.monotonic()
+                for finish in message.finished:
+                    if finish.reason is not FinishReason.LENGTH:
+                        raise SystemExit(f"request {finish.number}: {finish.reason.name} {finish.message}")
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
     if any(len(times) < 100 for times in arrivals):

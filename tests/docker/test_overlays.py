@@ -1,13 +1,14 @@
-"""Overlays that need no special machine, brought up together."""
+"""Overlays that need no special machine, brought up together; of the others, that Compose can read them."""
 
 import shutil
 from pathlib import Path
 
 import openai
 import pytest
+import yaml
 
 from tests.docker.engine import ROOT, Engine
-from tests.docker.stack import free_ports, running, streamed
+from tests.docker.stack import Stack, free_ports, running, streamed
 
 
 def test_two_frontends_with_keys_serve_a_mounted_model(engine: Engine, tmp_path: Path) -> None:
@@ -40,3 +41,15 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: Engine, tmp_path:
                 stranger.models.list()
             assert key not in str(frontend.facts["Config"])
         assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("overlay", "image"), [("gpu", "worker-cuda"), ("vllm", "worker-vllm-cpu")])
+def test_overlay_changes_what_workers_run(engine: Engine, overlay: str, image: str) -> None:
+    name = "runahead-test-config"
+    plain, changed = (
+        yaml.safe_load(Stack(engine, name, overlays).compose("config"))["services"]["worker"]
+        for overlays in ((), (overlay,))
+    )
+    assert changed["image"].startswith(f"runahead-{image}:")
+    assert changed["environment"].items() > plain["environment"].items() - {("RUNAHEAD_BACKEND", "native")}
+    assert changed["read_only"] is plain["read_only"] is True

@@ -148,7 +148,7 @@ HUGE: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": [[-1]] * 1_000_000}, "prompt"),
     (CHAT, {"messages": [{}] * 1_000_000}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}] * 1000}] * 150}, "messages"),
-    (COMPLETIONS, {"logit_bias": {str(i): "x" for i in range(300_000)}}, None),
+    (COMPLETIONS, {"logit_bias": {str(i): "x" for i in range(300_000)}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {str(i): 1.0 for i in range(100_000)}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {"99999999": 1}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {"1": 1e30}}, "logit_bias"),

@@ -2,7 +2,10 @@
 
 import select
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -131,6 +134,61 @@ def test_abort_frees_stages_that_wait_for_activations_and_for_ids(tied: Family, 
     assert group.progress == [0] * 4
     driver.generate(requests, 16, depth=5)
     assert [request.output for request in requests] == expected
+
+
+HALF_WAY = """
+import os, signal, sys, threading, torch
+from protocol.membership import Assignment
+from services.worker.ranks import TEAM, Ranks
+from services.worker.rendezvous import listen
+
+rank, listener = int(sys.argv[1]), listen("127.0.0.1")
+print("%s:%d" % listener.getsockname(), flush=True)
+ranks = Ranks(Assignment(1, rank, 2, 16, 4, 64, 0, 2, 1, input()), listener).join()
+peers, x = ranks.team._peers, torch.zeros(16 << 20)
+if rank:
+    work = peers.receive(x, 0, TEAM)
+    print("receiving", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+input()
+work = peers.send(x, 1, TEAM)
+print("sending", flush=True)
+threading.Thread(target=lambda: input() or ranks.abort(), daemon=True).start()
+try:
+    peers.wait(work)
+except Exception as error:
+    print(type(error).__name__, flush=True)
+os._exit(0)
+"""
+"""Two ranks, the second of which takes a message of 64 MiB and stops at once: more than a connection holds."""
+
+
+@pytest.fixture
+def half_sent() -> Iterator[list[subprocess.Popen[str]]]:
+    with ExitStack() as stack:
+        command, pipe = [sys.executable, "-c", HALF_WAY], subprocess.PIPE
+        ranks = [subprocess.Popen([*command, rank], stdin=pipe, stdout=pipe, text=True) for rank in "01"]
+        for rank in ranks:
+            stack.enter_context(rank)
+            stack.callback(rank.kill)
+        rendezvous, _ = (rank.stdout.readline() for rank in ranks)
+        for rank in ranks:
+            rank.stdin.write(rendezvous)
+            rank.stdin.flush()
+        assert ranks[1].stdout.readline() == "receiving\n"
+        yield ranks
+
+
+def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(
+    half_sent: list[subprocess.Popen[str]],
+) -> None:
+    """gloo says of such a message neither that it has left nor that it is lost."""
+    sender, receiver = half_sent
+    for word in ("sending", "RanksLost"):
+        sender.stdin.write("\n")
+        sender.stdin.flush()
+        assert sender.stdout.readline() == f"{word}\n"
+        receiver.kill()
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -83,11 +83,17 @@ class Compilation:
 
     def __init__(self, vocab: int) -> None:
         self.waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = {}
+        self.cancelled: set[int] = set()
         self._vocab = vocab
 
     def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
         assert ticket not in self.waiting
         self.waiting[ticket] = params, eos_token_ids
+
+    def cancel(self, ticket: int) -> None:
+        """Its answer is on its way: it comes all the same."""
+        assert ticket in self.waiting
+        self.cancelled.add(ticket)
 
     def finish(self, ticket: int) -> Automaton | str:
         params, eos = self.waiting.pop(ticket)

@@ -13,8 +13,9 @@ from starlette.types import Receive
 
 from protocol.requests import Embedding, Finish
 from protocol.sampling import Pooling, SamplingParams
-from services.frontend.engine_client import EngineClient, Event, Inbox, RequestStream, failure
+from services.frontend.engine_client import EngineClient, RequestStream, failure
 from services.frontend.errors import APIError, invalid
+from services.frontend.inbox import Event, Inbox
 from services.frontend.metrics import Metrics
 from services.frontend.openai.parameters import too_long
 from services.frontend.openai.prompts import Prompts, checked_ids, least_tokens, several_of
@@ -93,7 +94,7 @@ class Embedder:
 
     def __init__(self, engine: EngineClient, metrics: Metrics, pooling: Pooling, form: Form) -> None:
         self._engine, self._metrics, self._pooling, self._form = engine, metrics, pooling, form
-        self._inbox = Inbox()
+        self._inbox = Inbox(engine.turn)
         self._open: dict[int, RequestStream] = {}
         self._watcher: asyncio.Task[None] | None = None
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,8 @@ from services.frontend.openai.piece import Piece
 from services.frontend.openai.schemas import StreamOptions
 
 NOTHING: Mapping[str, Any] = {}
+_encode = msgspec.json.Encoder().encode
+
 DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
 """What JSON may contain as it is, but some clients take for the end of a line."""
@@ -31,6 +33,16 @@ def _one_line(encoded: bytes) -> bytes:
 
 def _event(content: bytes) -> bytes:
     return b"data: " + _one_line(content) + b"\n\n"
+
+
+Around = tuple[bytes, bytes]
+"""What stands before and after the text in every event that holds only text."""
+
+
+def _with_text(around: Around, text: str) -> bytes:
+    before, after = around
+    encoded = _encode(text)
+    return before + (encoded if encoded.isascii() else _one_line(encoded)) + after
 
 
 class EventStream(Response):
@@ -61,31 +73,30 @@ class EventStream(Response):
         self._metrics = metrics
         self._beginning = beginning or {}
         all_alike = dialect.text_is_plain and not options.continuous_usage_stats
-        self._plain = [self._around_text(c.index) for c in generation.choices if all_alike]
+        self.plain = [self._around_text(c.index) for c in generation.choices if all_alike]
+        """For each choice, if all its events of text alone differ only in the text."""
 
     def _chunk(self, choice: dict[str, Any], more: Mapping[str, Any] = NOTHING) -> bytes:
         usage = {"usage": self._generation.usage()} if self._options.continuous_usage_stats else self._nothing
-        return _event(msgspec.json.encode({**self._head, **more, "choices": [choice], **usage}))
+        return _event(_encode({**self._head, **more, "choices": [choice], **usage}))
 
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in every event that holds only text: encoded once."""
+    def _around_text(self, index: int) -> Around:
+        """Of a choice, encoded once."""
         mark = uuid.uuid4().hex
         event = self._chunk(*self._dialect.deltas(index, Piece(mark)))
-        before, _, after = event.partition(msgspec.json.encode(mark))
+        before, _, after = event.partition(_encode(mark))
         return before, after
 
     def _grown(self, choice: Choice, piece: Piece) -> bytes:
-        if self._plain and piece.is_plain:
-            before, after = self._plain[choice.index]
-            text = msgspec.json.encode(piece.text)
-            return before + (text if text.isascii() else _one_line(text)) + after
+        if self.plain and piece.is_plain:
+            return _with_text(self.plain[choice.index], piece.text)
         return b"".join(map(self._chunk, self._dialect.deltas(choice.index, piece)))
 
     def _last(self) -> bytes:
         if not self._options.include_usage:
             return DONE
         usage = {**self._head, "choices": [], "usage": self._generation.usage()}
-        return _event(msgspec.json.encode(usage)) + DONE
+        return _event(_encode(usage)) + DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         code = GONE  # if we are cancelled
@@ -104,33 +115,20 @@ class EventStream(Response):
     async def _write_text(self, connection: Connection) -> bytes:
         """All but what belongs into the last write, which it returns. Raises: APIError"""
         body = self._opening()
-        body += self._written(self._first)
+        body += self.written(self._first)
         if self._generation.done:
             return body
+        write = connection.body_writer()
         if body:
-            connection.write_chunk(body)
-        last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-        def on_arrival() -> None:
-            if last.done() or connection.is_full:
-                return
-            try:
-                body = self._written(self._generation.take())
-            except Exception as error:
-                last.set_exception(error)
-                return
-            if self._generation.done:
-                last.set_result(body)
-            elif body:
-                connection.write_chunk(body)
-
-        self._generation.read_by(on_arrival)
-        connection.on_writable = on_arrival
+            write(body)
+        reader = _Reader(self, connection, self._generation, write)
+        self._generation.read_by(reader.read, write)
+        connection.on_writable = reader.on_writable
         try:
-            return await last
+            return await reader.last
         finally:
             connection.on_writable = None
-            self._generation.read_by(None)
+            self._generation.stop_reading()
 
     def _opening(self) -> bytes:
         """Events before any text."""
@@ -138,7 +136,47 @@ class EventStream(Response):
         told = [opening for opening in openings if opening is not None]
         return b"".join(self._chunk(o, {} if i else self._beginning) for i, o in enumerate(told))
 
-    def _written(self, grown: list[tuple[Choice, Piece]]) -> bytes:
-        if len(grown) == 1:
-            return self._grown(*grown[0])
+    def written(self, grown: list[tuple[Choice, Piece]]) -> bytes:
         return b"".join(self._grown(choice, piece) for choice, piece in grown)
+
+
+class _Reader:
+    """Makes events of what has arrived, one write for all of it, until the last."""
+
+    __slots__ = ("_connection", "_generation", "_plain", "_stream", "_write", "last")
+
+    def __init__(
+        self,
+        stream: EventStream,
+        connection: Connection,
+        generation: Generation,
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._stream = stream
+        self._plain = stream.plain
+        self._connection = connection
+        self._generation = generation
+        self._write = write
+        self.last: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """What belongs into the last write, or why it does not come to that."""
+
+    def read(self) -> bytes:
+        """Nothing while the connection is full."""
+        if self._connection.is_full or self.last.done():
+            return b""
+        try:
+            if self._plain and (token := self._generation.take_text()) is not None:
+                index, text = token
+                return _with_text(self._plain[index], text) if text else b""
+            body = self._stream.written(self._generation.take())
+        except Exception as error:
+            self.last.set_exception(error)
+            return b""
+        if not self._generation.done:
+            return body
+        self.last.set_result(body)
+        return b""
+
+    def on_writable(self) -> None:
+        if body := self.read():
+            self._write(body)

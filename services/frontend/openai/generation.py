@@ -11,8 +11,9 @@ from starlette.types import Receive
 
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.sampling import SamplingParams, StructuredOutputParams
-from services.frontend.engine_client import EngineClient, Event, Inbox, Likely, RequestStream, failure
+from services.frontend.engine_client import EngineClient, RequestStream, failure
 from services.frontend.errors import APIError
+from services.frontend.inbox import Event, Inbox, Likely
 from services.frontend.metrics import Metrics
 from services.frontend.openai.logprobs import LogprobWriter, Trace
 from services.frontend.openai.piece import Piece
@@ -71,7 +72,7 @@ class Asked:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Choice:
     """One answer, and what has come of it."""
 
@@ -88,7 +89,7 @@ class Choice:
     echoes: bool
     """Whether the prompt still has to be shown."""
     num_shown: int = 0
-    """Characters."""
+    """Characters, where there is a trace."""
     whole: Piece = field(default_factory=Piece)
     """What has come so far, where the answer is given as a whole."""
     finish: str | None = None
@@ -115,11 +116,11 @@ class Generation:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._writer = writer
-        self._inbox = Inbox()
+        self._inbox = Inbox(engine.turn)
         self._started = time.monotonic()
         self._num_open = 0
         self._waiting: dict[int, None] = {}
-        """Choices that have something to give, but must show their prompt first."""
+        """Choices that have something to give, but not in the turn that brought it."""
         self._watcher: asyncio.Task[None] | None = None
         self._is_plain = asked.generates and not (asked.echo or asked.token_ids)
         """Whether text is all that is asked for."""
@@ -175,28 +176,34 @@ class Generation:
         """
         return self._grow(await self._inbox.take())
 
-    def read_by(self, reader: Callable[[], None] | None) -> None:
-        """From here on `reader` is called when there is something to `take`. None: nobody reads any more."""
-        self._inbox.read_by(reader)
+    def read_by(self, read: Callable[[], bytes], write: Callable[[bytes], None]) -> None:
+        """From here on `read` is called when there is something to `take`; what it returns goes to `write`."""
+        self._inbox.read_by(read, write)
+
+    def stop_reading(self) -> None:
+        self._inbox.stop_reading()
 
     def take(self) -> list[tuple[Choice, Piece]]:
         """`advance` without waiting: perhaps nothing. Raises: APIError"""
-        events = self._inbox.take_now()
-        if len(events) == 1 and self._is_plain and type(events[0][1]) is tuple:
-            return self._take_token(events[0][0], *events[0][1])
-        return self._grow(events)
+        return self._grow(self._inbox.take_now())
 
-    def _take_token(self, index: int, token_index: int, token_id: int) -> list[tuple[Choice, Piece]]:
-        """`_grow` for what almost every turn of a stream brings: a token of an answer that is text alone."""
+    def take_text(self) -> tuple[int, str] | None:
+        """`take` for what almost every turn of a stream brings: a token of an answer that is text alone.
+
+        Its choice and its text, perhaps none yet. None: there is something else to `take`. Raises: APIError
+        """
+        if not self._is_plain or (token := self._inbox.take_token()) is None:
+            return None
+        index, (place, token_id) = token
         choice = self.choices[index]
         if choice.finish is not None:
-            return []
-        self._on_token(choice, token_index, token_id)
-        piece = choice.growing
-        if not piece.text and piece.finish is None:
-            return []
-        choice.growing = Piece()
-        return [(choice, piece)]
+            return index, ""
+        text = self._push(choice, place, token_id)
+        if choice.answer.stop_string is None:
+            return index, text
+        choice.growing.text = text
+        self._waiting[index] = None
+        return None
 
     def _grow(self, events: list[tuple[int, Event]]) -> list[tuple[Choice, Piece]]:
         grown = self._waiting
@@ -249,18 +256,27 @@ class Generation:
             raise event
 
     def _on_token(self, choice: Choice, index: int, token_id: int) -> None:
-        answer, now = choice.answer, time.monotonic()
+        answer = choice.answer
         offset, is_next = answer.num_chars, index == answer.num_tokens
-        try:
-            text = answer.push(index, token_id)
-        except OutOfOrder as error:
-            raise APIError(500, "a token of this answer was lost") from error
+        text = self._push(choice, index, token_id)
         if is_next:
             if choice.growing.token_ids is not None:
                 choice.growing.token_ids.append(token_id)
             if choice.trace is not None:
                 self._trace(choice, choice.trace, offset)
         self._show(choice, text)
+
+    def _push(self, choice: Choice, index: int, token_id: int) -> str:
+        """The text that became certain with a token. Perhaps the answer's last: a stop string ends it.
+
+        Raises: APIError
+        """
+        answer = choice.answer
+        try:
+            text = answer.push(index, token_id)
+        except OutOfOrder as error:
+            raise APIError(500, "a token of this answer was lost") from error
+        now = time.monotonic()
         if choice.last_token is None:
             self._metrics.ttft.observe(now - self._started)
         else:
@@ -269,6 +285,7 @@ class Generation:
         if answer.stop_string is not None:
             self._engine.abort([choice.stream])
             self._end(choice, "stop", answer.stop_string, now)
+        return text
 
     def _trace(self, choice: Choice, trace: Trace, offset: int) -> None:
         try:
@@ -277,11 +294,10 @@ class Generation:
             raise APIError(500, "a log-probability of this answer was lost") from None
 
     def _show(self, choice: Choice, text: str) -> None:
-        if text:
-            choice.growing.text += text
+        choice.growing.text += text
+        if text and choice.trace is not None:
             choice.num_shown += len(text)
-            if choice.trace is not None:
-                choice.growing.logprobs += choice.trace.shown(len(choice.prompt.text) + choice.num_shown)
+            choice.growing.logprobs += choice.trace.shown(len(choice.prompt.text) + choice.num_shown)
 
     def _on_finish(self, choice: Choice, event: Finish) -> None:
         if (error := failure(event, self.asked.constraint)) is not None:

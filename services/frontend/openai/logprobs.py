@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from services.frontend.engine_client import Likely
+from services.frontend.inbox import Likely
 from services.frontend.openai.piece import PositionLogprobs, TokenLogprob
 from services.frontend.openai.prompt import Prompt
 from services.frontend.vocabulary import Vocabulary

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.frontend.engine_client import Likely
+from services.frontend.inbox import Likely
 
 
 @dataclass(slots=True)

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
+MAX_BIASES = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
@@ -27,6 +29,17 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=T
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
 """`parameters` refuses others and names the token."""
+
+
+def _few(given: object) -> object:
+    """A mapping is counted before its items are looked at: by itself it checks, and tells of, every one first."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        context = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(given)}
+        raise PydanticKnownError("too_long", context)
+    return given
+
+
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
 
 
 class StreamOptions(BaseModel):
@@ -100,7 +113,7 @@ class Request(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Biases | None = None
     bad_words: Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None

@@ -35,3 +35,7 @@ class Compiler(Protocol):
     def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
         """`ticket` is never used twice. `eos_token_ids` may be sampled where the grammar may end."""
         ...
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for it any more; an answer that is on its way may come all the same."""
+        ...

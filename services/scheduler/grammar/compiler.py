@@ -41,14 +41,14 @@ OVERLOADED = "too many grammars are waiting to be compiled; try again later"
 SHUT_DOWN = "the engine is shutting down"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """One grammar, and all who wait for it."""
 
     key: Key
     since: float
-    waiting: list[tuple[int, StructuredOutputParams, tuple[int, ...]]] = field(default_factory=list)
-    """(ticket, what it asks for, the request's EOS ids)."""
+    waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = field(default_factory=dict)
+    """By ticket: what it asks for, the request's EOS ids. Of the scheduler's thread alone."""
 
 
 class GrammarCompiler:
@@ -125,7 +125,20 @@ class GrammarCompiler:
                 self._changed.notify()
                 if len(self._queue) > self._idle and len(self._lanes) < self._max_lanes:
                     self._lanes.append(_Lane(self))
-            job.waiting.append((ticket, params, eos_token_ids))
+            job.waiting[ticket] = params, eos_token_ids
+
+    def cancel(self, ticket: int) -> None:
+        """A grammar that nobody waits for is not begun. One that was begun is bounded in time: it is brought to its
+        end and kept, which costs less than another trial process."""
+        self._ready = [answer for answer in self._ready if answer[0] != ticket]
+        job = next((job for job in self._jobs.values() if ticket in job.waiting), None)
+        if job is None:
+            return
+        del job.waiting[ticket]
+        with self._changed:
+            if not job.waiting and job in self._queue:
+                self._queue.remove(job)
+                del self._jobs[job.key]
 
     def _cached(self, key: Key) -> LLMatcher | None:
         matcher = self._cache.copy(key)
@@ -159,10 +172,10 @@ class GrammarCompiler:
                 del self._jobs[job.key]
             if isinstance(result, str):
                 self.counters["refused"] += 1
-                self._ready.extend((ticket, result) for ticket, _, _ in job.waiting)
+                self._ready.extend((ticket, result) for ticket in job.waiting)
                 continue
             self.counters["compiled"] += 1
-            for ticket, params, eos_token_ids in job.waiting:
+            for ticket, (params, eos_token_ids) in job.waiting.items():
                 self._ready.append((ticket, self._grammar(result.matcher.deep_copy(), params, eos_token_ids)))
             self._cache.put(job.key, result)
         taken, self._ready = self._ready, []
@@ -182,7 +195,7 @@ class GrammarCompiler:
             lane.kill()
         for lane in lanes:
             lane.thread.join()
-        self._ready.extend((ticket, SHUT_DOWN) for job in self._jobs.values() for ticket, _, _ in job.waiting)
+        self._ready.extend((ticket, SHUT_DOWN) for job in self._jobs.values() for ticket in job.waiting)
         self._jobs.clear()
         self._queue.clear()
         self._done.clear()

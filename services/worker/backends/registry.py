@@ -5,7 +5,10 @@ from services.worker.runner import ModelRunner
 
 
 def create(config: WorkerConfig) -> ModelRunner:
-    """The runner of `config.backend`, nothing loaded yet."""
+    """The runner of `config.backend`, nothing loaded yet.
+
+    Raises: LoadError, when the backend itself is missing.
+    """
     match config.backend:
         case "sim":
             from services.worker.backends.sim import SimRunner
@@ -15,4 +18,8 @@ def create(config: WorkerConfig) -> ModelRunner:
             from services.worker.backends.native import NativeRunner
 
             return NativeRunner(config)
-    raise ValueError(f"unknown backend {config.backend!r}: native or sim")
+        case "vllm":
+            from services.worker.backends.vllm import VllmRunner
+
+            return VllmRunner(config)
+    raise ValueError(f"unknown backend {config.backend!r}: native, vllm or sim")

@@ -13,8 +13,8 @@ from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.runner import LoadError
+from services.worker.weights import Checkpoint
 from tests.integration.native.conftest import Family
 
 HIDDEN, LAYERS = 64, 3

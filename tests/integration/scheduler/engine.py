@@ -23,7 +23,6 @@ from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.config import SchedulerConfig, WorkerConfig
-from services.worker.service import EXIT_LOST
 
 PATIENCE = 120.0
 """Seconds after which a silent engine fails a test."""
@@ -154,12 +153,9 @@ class Engine:
         return self.workers[-1]
 
     def stop(self) -> tuple[int, ...]:
-        """Drains and waits. Returns the exit statuses, the scheduler's first. A worker that found its scheduler gone
-        before it read the goodbye says so by its status; here that is as good as 0."""
+        """Drains and waits. Returns the exit statuses, the scheduler's first."""
         self.scheduler.send_signal(signal.SIGTERM)
-        scheduler = self.scheduler.wait(PATIENCE)
-        workers = [process.wait(PATIENCE) for process in self.workers]
-        return scheduler, *(0 if status == EXIT_LOST else status for status in workers)
+        return tuple(process.wait(PATIENCE) for process in (self.scheduler, *self.workers))
 
     def kill(self) -> None:
         for process in (self.scheduler, *self.workers):

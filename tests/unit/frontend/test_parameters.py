@@ -87,6 +87,15 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
     assert refused.value.param in {*body, "prompt"}
 
 
+@pytest.mark.parametrize("bias", [1, "x"])
+def test_biases_are_counted_before_any_is_looked_at(bias: object) -> None:
+    with pytest.raises(pydantic.ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "x", "logit_bias": {str(i): bias for i in range(1025)}})
+    (error,) = refused.value.errors()
+    assert (error["loc"], error["type"], error["ctx"]["actual_length"]) == (("logit_bias",), "too_long", 1025)
+    assert len(params({"logit_bias": {str(i): 1 for i in range(1000)}}).logit_bias) == 1000
+
+
 def test_every_parameter_reaches_the_sampler() -> None:
     """Each value differs from the default, and each field of what is sent was asked for by one of them."""
     asked = {

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.requests import Finish, FinishReason
 from services.checkpoint import DEMO_MODEL
-from services.frontend import engine_client
-from services.frontend.engine_client import Event, Inbox
+from services.frontend import inbox as inboxes
 from services.frontend.errors import GONE, APIError
+from services.frontend.inbox import Event, Inbox, Likely, Turn
 from services.frontend.streams import Answer, OutOfOrder, StopFilter
 from services.frontend.tokenizer import Tokenizer
 
@@ -115,14 +116,18 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
 
 
 class Reader:
-    """Reads an inbox whenever it is told."""
+    """Reads an inbox whenever it is told; `writes` is what was written, by whom."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, name: bytes = b"", writes: list[bytes] | None = None) -> None:
         self.inbox = inbox
+        self.name = name
         self.taken: list[list[tuple[int, Event]]] = []
+        self.writes = [] if writes is None else writes
+        inbox.read_by(self.read, self.writes.append)
 
-    def __call__(self) -> None:
+    def read(self) -> bytes:
         self.taken.append(self.inbox.take_now())
+        return self.name
 
 
 async def turns(count: int = 1) -> None:
@@ -132,10 +137,9 @@ async def turns(count: int = 1) -> None:
 
 def test_reader_is_told_once_in_a_turn_of_all_that_came() -> None:
     async def main() -> None:
-        inbox = Inbox()
-        reader = Reader(inbox)
+        inbox = Inbox(Turn())
         inbox.put(0, (0, 7))
-        inbox.read_by(reader)
+        reader = Reader(inbox)
         inbox.put(1, (0, 8))
         assert reader.taken == [], "not inside of put: others put as well"
         await turns()
@@ -145,14 +149,59 @@ def test_reader_is_told_once_in_a_turn_of_all_that_came() -> None:
         inbox.put(0, (1, 9))
         await turns()
         assert reader.taken[1:] == [[(0, (1, 9))]]
+        assert reader.writes == [], "it had nothing to say"
 
     asyncio.run(main())
 
 
+def test_all_readers_of_a_turn_say_something_before_it_is_written() -> None:
+    async def main() -> None:
+        turn, order = Turn(), []
+
+        def join(name: str, said: bytes) -> None:
+            def read() -> bytes:
+                order.append(f"{name} reads")
+                return said
+
+            inbox = Inbox(turn)
+            inbox.read_by(read, lambda data: order.append(f"{name} writes {data.decode()}"))
+            inbox.put(0, (0, 7))
+
+        join("a", b"1")
+        join("b", b"")
+        join("c", b"3")
+        await turns()
+        assert order == ["a reads", "b reads", "c reads", "a writes 1", "c writes 3"]
+
+    asyncio.run(main())
+
+
+def test_writer_that_fails_leaves_those_of_others_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(data: bytes) -> None:
+        raise OSError("no socket")
+
+    async def main() -> None:
+        turn = Turn()
+        first, second = Inbox(turn), Reader(Inbox(turn), b"b")
+        first.read_by(lambda: b"a", fail)
+        for inbox in (first, second.inbox):
+            inbox.put(0, (0, 7))
+        await turns()
+        assert second.writes == [b"b"]
+
+    asyncio.run(main())
+    assert "an answer was not written" in caplog.text
+
+
 def test_reader_that_takes_nothing_is_told_of_what_comes_next_and_then_has_all() -> None:
     async def main() -> None:
-        inbox, told = Inbox(), []
-        inbox.read_by(lambda: told.append(None))
+        inbox, told = Inbox(Turn()), []
+
+        def read() -> bytes:
+            told.append(None)
+            return b""
+
+        inbox.read_by(read, lambda data: None)
         for index in range(3):
             inbox.put(0, (index, 7))
             await turns()
@@ -162,13 +211,27 @@ def test_reader_that_takes_nothing_is_told_of_what_comes_next_and_then_has_all()
     asyncio.run(main())
 
 
+def test_single_token_is_taken_alone_and_nothing_else() -> None:
+    inbox = Inbox(Turn())
+    assert inbox.take_token() is None
+    inbox.put(3, (0, 7))
+    assert inbox.take_token() == (3, (0, 7))
+    assert inbox.take_now() == []
+    finish = Finish(1, FinishReason.LENGTH)
+    likely = Likely(4, 1, [7], [-0.5])
+    for events in ([(0, (0, 7)), (1, (0, 8))], [(0, finish)], [(0, likely)], [(0, APIError(500, "x"))]):
+        for event in events:
+            inbox.put(*event)
+        assert inbox.take_token() is None
+        assert inbox.take_now() == events
+
+
 def test_more_than_a_turn_may_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "MAX_TAKEN", 2)
+    monkeypatch.setattr(inboxes, "MAX_TAKEN", 2)
 
     async def main() -> None:
-        inbox = Inbox()
+        inbox = Inbox(Turn())
         reader = Reader(inbox)
-        inbox.read_by(reader)
         for index in range(5):
             inbox.put(0, (index, 7))
         await turns(5)
@@ -180,16 +243,15 @@ def test_more_than_a_turn_may_take_is_told_again(monkeypatch: pytest.MonkeyPatch
 
 def test_end_overtakes_what_waits_and_nobody_is_told_after_the_reader_left() -> None:
     async def main() -> None:
-        inbox = Inbox()
+        inbox = Inbox(Turn())
         reader = Reader(inbox)
-        inbox.read_by(reader)
         inbox.put(0, (0, 7))
         gone = APIError(GONE, "it left")
         inbox.put_first(gone)
         await turns()
         assert reader.taken == [[(0, gone)]]
         inbox.put(0, (1, 7))
-        inbox.read_by(None)
+        inbox.stop_reading()
         inbox.put(0, (2, 7))
         await turns(3)
         assert len(reader.taken) == 1

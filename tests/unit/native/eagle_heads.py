@@ -17,8 +17,8 @@ from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
 from services.worker.backends.native.state import TokenHistory
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import SlotTable
+from services.worker.weights import Checkpoint
 
 VOCAB, HIDDEN, WIDE, HEADS, KV_HEADS, DIM, LAYERS = 211, 64, 104, 4, 2, 16, 5
 CONTEXT, BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 96, 4, 4, 120

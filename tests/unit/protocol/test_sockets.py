@@ -122,6 +122,22 @@ def test_a_server_that_leaves_is_gone_after_its_last_message(endpoint: str) -> N
     client.close()
 
 
+def test_last_words_arrive_although_the_server_closes_at_once(endpoint: str) -> None:
+    server = Server(endpoint, {"worker"})
+    client, peer = connect(server)
+    for i in range(1000):
+        server.send(peer, Heartbeat(1, i))
+    server.close(1000 * int(PATIENCE))
+    assert client.receive(PATIENCE) == encode(Heartbeat(1, 0))
+    client.send(Heartbeat(2, 1))  # who has not read the end does not hear of it elsewhere
+    assert [client.receive(PATIENCE) for _ in range(999)] == [encode(Heartbeat(1, i)) for i in range(1, 1000)]
+    with pytest.raises(PeerGone):
+        client.receive(PATIENCE)
+    with pytest.raises(PeerGone):
+        client.send(Heartbeat(2, 2))
+    client.close()
+
+
 def test_a_server_that_comes_back_is_not_mistaken_for_the_one_that_left(endpoint: str) -> None:
     first = Server(endpoint, {"worker"})
     client, _ = connect(first)

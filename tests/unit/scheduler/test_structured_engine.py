@@ -147,6 +147,8 @@ def test_abort_while_it_is_compiled() -> None:
     core.abort(0, [0])
     core.drop_client(1)
     assert not core.requests
+    assert isinstance(core._compiler, Compilation)
+    assert core._compiler.cancelled == {1, 2}
     core.on_grammar(1, Counting())
     core.on_grammar(2, "too late")
     assert not core.has_requests

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import Decoder, pack
 from protocol.handshake import Hello
-from protocol.membership import EndEpoch, Heartbeat, RankLost, WorkerMessage
+from protocol.membership import EndEpoch, Heartbeat, RankLost, Shutdown, WorkerMessage
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
 from protocol.transport import Client, PeerGone, Server
 from services.worker.results import RESULTS_KEPT, Launched, Repeat, Results
@@ -173,3 +173,18 @@ def test_who_waits_for_ranks_is_woken_when_the_scheduler_is_gone(worker: Worker)
     assert worker.aborted.wait(PATIENCE)
     assert worker.results.failed.is_set()
     assert isinstance(worker.results.lost, PeerGone)
+
+
+def test_scheduler_that_says_goodbye_and_goes_is_not_lost(worker: Worker) -> None:
+    """Who waits for ranks is woken; what still ends has nobody to go to, and that is no failure."""
+    worker.hears(Heartbeat)
+    worker.results.waits_for_ranks = True
+    worker.says(Shutdown("enough"))
+    worker.server.close(1000 * int(PATIENCE))
+    assert worker.aborted.wait(PATIENCE)
+    late = Copy(result(1, 1))
+    late.ended.set()
+    worker.results.put(Launched(1, 1, late, 0.0))
+    assert late.begun.wait(PATIENCE)
+    assert worker.results.lost is None
+    assert not worker.results.failed.is_set()

@@ -16,9 +16,9 @@ from services.worker.backends.native.linear import Linear, activation_dtype
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
 from services.worker.backends.native.pooling import PooledRows
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.ranks import Ranks, Team
 from services.worker.runner import Progress
+from services.worker.weights import Checkpoint
 
 FINAL = -1
 """In place of a layer's number: after the final norm."""

@@ -19,7 +19,7 @@ from protocol.rows import LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
 from services.config import WorkerConfig
-from services.worker.backends.native import machine
+from services.worker import machine
 from services.worker.backends.native.acceptance import Places
 from services.worker.backends.native.attention import Context
 from services.worker.backends.native.batch import Batch
@@ -36,14 +36,11 @@ from services.worker.backends.native.partition import Part, tensor_parallel_size
 from services.worker.backends.native.pooling import PooledRows, Pooler
 from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import Rows, SlotTable
 from services.worker.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
 from services.worker.staging import MAX_STEPS_IN_FLIGHT
-
-MEMORY_SHARE = 0.25
-"""Of free memory for the KV cache, unless `kv_cache_memory_bytes` says it. Pages are taken when first used."""
+from services.worker.weights import Checkpoint
 
 NO_DRAFTS = np.empty((0, 0), np.int32)
 
@@ -219,7 +216,7 @@ class NativeRunner:
 
     def _affordable(self, bytes_per_block: int, max_model_len: int) -> int:
         """Blocks that fit; not more than all slots together could fill."""
-        budget = self._config.kv_cache_memory_bytes or int(machine.free_memory() * MEMORY_SHARE)
+        budget = machine.cache_budget(self._config.kv_cache_memory_bytes)
         blocks = budget // bytes_per_block
         if blocks < 1:
             raise LoadError(

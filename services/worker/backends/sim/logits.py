@@ -24,6 +24,16 @@ def scramble(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
+def set_bits(masks: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and bit numbers, int64[bits set] each, row after row, ascending; of int32[rows, words]. A word without any
+    is looked at once, not 32 times."""
+    words = np.flatnonzero(masks)
+    octets = masks.reshape(-1)[words].view(np.uint8)
+    at = np.flatnonzero(np.unpackbits(octets, bitorder="little").view(np.bool_))
+    rows, word = np.divmod(words, masks.shape[1])
+    return rows[at >> 5], word[at >> 5] * 32 + (at & 31)
+
+
 class Logits:
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
@@ -59,18 +69,28 @@ class Logits:
             row[top] = self._ceiling + np.float32(0.5)
         return row
 
-    def greatest(self, hashes: U64, allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
-        """int32[rows]: the argmax of each row among its own `allowed` tokens, bool[rows, vocab], none of which is the
-        row's top token; 0 where nothing is allowed. Rows of few tokens together cost what one of them does."""
-        # Much faster than nonzero of two axes.
-        rows, tokens = np.divmod(np.flatnonzero(allowed), self.vocab_size)
+    def greatest(self, hashes: U64, masks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32[rows]: the argmax of each row among the tokens whose bit is set in int32[rows, ceil(vocab / 32)], none
+        of which is the row's top token; 0 where none is set. Rows of few tokens together cost what one of them does."""
+        rows, tokens = set_bits(masks)
+        if self.vocab_size % 32:
+            inside = tokens < self.vocab_size
+            rows, tokens = rows[inside], tokens[inside]
         found = np.zeros(len(hashes), np.int32)
         if len(rows):
             noise = gumbel_pairs(scramble(hashes), np.full(len(hashes), ROW, np.uint32), rows, tokens)
             np.minimum(noise, self._ceiling, out=noise)
-            starts = np.flatnonzero(np.diff(rows, prepend=-1))
+            starts = _firsts(rows)
             best = np.repeat(np.maximum.reduceat(noise, starts), np.diff(starts, append=len(rows)))
             winners = np.flatnonzero(noise == best)
-            first = winners[np.flatnonzero(np.diff(rows[winners], prepend=-1))]  # of equal ones the lowest id
+            first = winners[_firsts(rows[winners])]  # of equal ones the lowest id
             found[rows[first]] = tokens[first]
         return found
+
+
+def _firsts(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each run of equal numbers begins, of which there is one."""
+    new = np.empty(len(rows), np.bool_)
+    new[0] = True
+    np.not_equal(rows[1:], rows[:-1], out=new[1:])
+    return np.flatnonzero(new)

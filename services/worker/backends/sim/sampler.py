@@ -126,8 +126,7 @@ class Sampler:
             if not draws[i] and i not in wished and not _stays(int(ids[i]), None, mask, 0)
         ]
         if greedy:
-            allowed = np.stack([allowed_by(masks[i], self.logits.vocab_size) for i in greedy])
-            ids[greedy] = self.logits.greatest(at.hashes[greedy], allowed)
+            ids[greedy] = self.logits.greatest(at.hashes[greedy], np.stack([masks[i] for i in greedy]))
         special = {*np.flatnonzero(draws).tolist(), *wished, *masks} - set(greedy)
         for i in sorted(special):
             wish, mask = wished.get(i), masks.get(i)
@@ -155,7 +154,7 @@ def _stays(top: int, wish: Wish | None, mask: I32 | None, position: int) -> bool
     """Whether the row's top token is the greatest of those that are left."""
     if wish is not None and (wish.reshapes or (position < wish.banned_until and top in wish.banned)):
         return False
-    return mask is None or bool(mask[top // 32] >> top % 32 & 1)
+    return mask is None or bool(mask.item(top // 32) >> top % 32 & 1)
 
 
 def _only(mask: I32 | None, vocab_size: int) -> NDArray[np.int64] | None:

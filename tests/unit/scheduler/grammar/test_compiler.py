@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -119,6 +120,50 @@ def test_more_than_may_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
         refused = desk.compiler.take()
         assert len(refused) >= 12 - 4 - 2
         assert {result for _, result in refused} == {OVERLOADED}
+    finally:
+        desk.compiler.close()
+
+
+def begun(desk: Desk) -> None:
+    """Waits until a lane has taken what there is."""
+    while desk.compiler._queue:
+        time.sleep(0.01)
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILPOINT, "60")
+    monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
+    desk = opened(lanes=1)
+    try:
+        desk.submit(REGEX, "slow")
+        begun(desk)
+        alone, first, second = (desk.submit(REGEX, text) for text in ("alone", "shared", "shared"))
+        assert desk.compiler.stats()["grammars_compiling"] == 3
+        desk.compiler.cancel(first)
+        assert desk.compiler.stats()["grammars_compiling"] == 3, "another one waits for it"
+        desk.compiler.cancel(alone)
+        assert desk.compiler.stats()["grammars_compiling"] == 2
+        desk.submit(REGEX, "alone")
+        assert desk.compiler.take() == [], "there is room in the queue again"
+        desk.compiler.cancel(second)
+        assert [job.key[1] for job in desk.compiler._queue] == ["alone"]
+    finally:
+        desk.compiler.close()
+
+
+def test_what_was_begun_is_brought_to_its_end_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILPOINT, "0.2")
+    desk = opened(lanes=1)
+    try:
+        ticket = desk.submit(REGEX, "begun")
+        begun(desk)
+        desk.compiler.cancel(ticket)
+        assert select.select([desk.compiler.fileno()], [], [], 60)[0]
+        assert desk.compiler.take() == []
+        known = desk.submit(REGEX, "begun")
+        desk.compiler.cancel(known)
+        assert desk.compiler.take() == []
+        assert (desk.compiler.counters["compiled"], desk.compiler.counters["hits"]) == (1, 1)
     finally:
         desk.compiler.close()
 

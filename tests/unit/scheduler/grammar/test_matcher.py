@@ -122,7 +122,7 @@ def test_logits_wider_than_the_vocabulary(extra: int) -> None:
     width = N_VOCAB + extra
     tokenizer = VOCABULARY.library_tokenizer(width)
     grammar = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("(.|\n)*"), log_level=0), (EOS,))
-    mask = np.zeros(-(-width // 32), np.int32)
+    mask = np.full(-(-width // 32), -1, np.int32)  # whatever was there
     grammar.fill(mask)
     found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert 0 < len(found)

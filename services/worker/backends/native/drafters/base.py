@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from protocol.membership import Speculation
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.state import TokenHistory
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import SlotTable
+from services.worker.weights import Checkpoint
 
 I32 = NDArray[np.int32]
 

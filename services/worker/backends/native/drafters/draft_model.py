@@ -19,10 +19,10 @@ from services.worker.backends.native.kernels.sampling import greedy_kernel
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.batch import EMPTY, Rows
 from services.worker.ranks import Ranks
 from services.worker.runner import LoadError
+from services.worker.weights import Checkpoint
 
 BEHIND = 16
 """Tokens of a request that are left for later at most while nobody asks for drafts."""

@@ -65,7 +65,7 @@ class EagleDrafter(Drafter):
         for number in range(k):
             going = room[at] > number
             if not going.all():
-                at, hidden = at[going], hidden[torch.from_numpy(going)]
+                at, hidden = at[going], hidden[torch.from_numpy(np.flatnonzero(going))]
             if not len(at):
                 break
             if number:
@@ -76,8 +76,8 @@ class EagleDrafter(Drafter):
         return proposed
 
     def _room(self, slots: I32, ends: I32, k: int) -> I32:
-        """int32[rows]: drafts that are inside of both contexts, at ends + 1, ends + 2 ..., and whose computation is
-        inside of the slot's blocks, which the second one's begins at `ends`."""
+        """int32[rows]: how many of the drafts, at ends + 1, ends + 2 ..., are inside of both contexts, and those whose
+        computation, from the second one on at `ends`, is inside of the blocks of the slot."""
         blocks = self._slots.table.num_blocks[slots] * np.int32(self._block_size)
         return np.minimum(np.minimum(self._limit - 1 - ends, blocks - ends + 1), k).astype(np.int32)
 
@@ -90,11 +90,9 @@ class EagleDrafter(Drafter):
         last, states = (first + counts - 1)[drafting], advance.states
         inside = positions < self._limit
         if not inside.all():
-            positions, slots, states = (
-                positions[inside],
-                slots[inside],
-                [s[torch.from_numpy(inside)] for s in states],
-            )
+            stay = np.flatnonzero(inside)
+            positions, slots = positions[stay], slots[stay]
+            states = [s[torch.from_numpy(stay)] for s in states]
             last = (np.cumsum(inside) - 1)[last]
         tiles = np.stack((slots[last], positions[last], last, np.ones_like(last)), 1).astype(np.int32)
         batch = _batch(slots, positions, tiles)

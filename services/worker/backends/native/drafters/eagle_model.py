@@ -18,8 +18,8 @@ from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.sampling import greedy_kernel
 from services.worker.backends.native.product import Product
-from services.worker.backends.native.weights import Checkpoint
 from services.worker.runner import LoadError
+from services.worker.weights import Checkpoint
 
 
 class Inputs(NamedTuple):
@@ -233,6 +233,10 @@ class _Loader:
         tokens = offsets + torch.arange(size)
         if int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
             raise LoadError(f"tensor d2t names tokens outside of the vocabulary of {vocab}")
+        if "t2d" in self._checkpoint:
+            known = torch.zeros(vocab, dtype=torch.int64).index_fill_(0, tokens, 1)
+            if not torch.equal(self._checkpoint.integers("t2d"), known):
+                raise LoadError("tensors d2t and t2d do not name the same tokens; download the model again")
         return np.asarray(tokens.to(torch.int32).numpy())
 
     def head(self, tokens: I32 | None) -> Product:

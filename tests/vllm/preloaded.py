@@ -1,0 +1,31 @@
+"""Processes that have vLLM imported when they begin: that takes longer than anything the tests do with it."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine and worker are one process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@contextmanager
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Runs two functions at a time, each in a process of its own with one compute thread."""
+    before = dict(os.environ)
+    os.environ |= ENVIRONMENT  # the server of forks takes them with it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
+    try:
+        with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
+            yield pool
+    finally:
+        os.environ.clear()
+        os.environ |= before

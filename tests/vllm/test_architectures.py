@@ -1,0 +1,145 @@
+"""Every architecture: tokens under our scheduler are those of vLLM's own `LLM.generate`, however the work is cut."""
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.sampling import SamplingParams
+from services.checkpoint import DEMO_MODEL
+from tests.vllm import checkpoints
+from tests.vllm.driver import Run, Stream, Worker
+from tests.vllm.preloaded import processes
+from tests.vllm.reference import Answers, Ask, answers
+
+DEMO = "demo"
+MODELS = (DEMO, *checkpoints.ARCHITECTURES)
+LENGTHS = (5, 150, 33, 70, 64, 96)
+"""Of prompts, in tokens: shorter and longer than a block (32) and than what a step may hold (64)."""
+OUTPUT = 24
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9},
+)
+FEW = 13
+"""Blocks of which the longer half of the requests takes all."""
+
+
+def asks() -> list[Ask]:
+    return [
+        Ask([(number * 389 + i * 31) % 4000 + 10 for i in range(length)], {"max_tokens": OUTPUT, **kind})
+        for number, length in enumerate(LENGTHS)
+        for kind in KINDS
+    ]
+
+
+class Ours(msgspec.Struct):
+    """What came out under our scheduler."""
+
+    alone: list[list[int]]
+    together: dict[str, list[list[int]]]
+    """By depth and prefix cache."""
+    again: list[list[int]]
+    """The same requests once more, their prompts in the prefix cache."""
+    tight: list[list[int]]
+    """With few blocks."""
+    cached_tokens: float
+    preemptions: float
+
+
+def ours(model: str) -> Ours:
+    """Takes a process of its own: vLLM is built in it."""
+    worker = Worker(model=model, dtype="float32")
+
+    def streams() -> list[Stream]:
+        return [Stream(ask.prompt, SamplingParams(**ask.params)) for ask in asks()]
+
+    def tokens(run: Run, asked: list[Stream]) -> list[list[int]]:
+        return [stream.tokens for stream in run.serve(*asked)]
+
+    with Run(worker, 2, prefix_caching=False) as run:
+        alone = [tokens(run, [stream])[0] for stream in streams()]
+    together = {}
+    for depth in (1, 2, 3):
+        for caching in (False, True):
+            with Run(worker, depth, prefix_caching=caching) as run:
+                together[f"depth {depth}, {caching=}"] = tokens(run, streams())
+                if caching:
+                    again = tokens(run, streams())
+                    cached = run.core.stats()["prefix_cache_hits"]
+    with Run(worker, 3, num_blocks=FEW) as run:
+        tight = tokens(run, streams())
+        preemptions = run.core.stats()["num_preemptions"]
+    return Ours(alone, together, again, tight, cached, preemptions)
+
+
+def theirs(model: str, **engine: Any) -> Answers:
+    """Each request alone, then all together."""
+    everything = asks()
+    for ask in everything:
+        ask.params["ignore_eos"] = True  # ours names no tokens that end the text
+    return answers(model, [*([ask] for ask in everything), everything], **engine)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with processes() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    made = {name: checkpoints.make(name, directory / name) for name in checkpoints.ARCHITECTURES}
+    return {name: str(path) for name, path in {DEMO: DEMO_MODEL, **made}.items()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(
+    request: pytest.FixtureRequest, pool: ProcessPoolExecutor, models: dict[str, str]
+) -> tuple[Ours, Answers]:
+    """What a model said under our scheduler, and under vLLM's."""
+    mine, reference = (pool.submit(side, models[request.param]) for side in (ours, theirs))
+    return mine.result(), reference.result()
+
+
+def test_tokens_are_vllms_alone_and_together(both: tuple[Ours, Answers]) -> None:
+    mine, reference = both
+    expected = [batch[0] for batch in reference.tokens[:-1]]
+    assert reference.tokens[-1] == expected, "vLLM itself answers a batch as it answers each alone"
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert mine.alone == expected
+    assert mine.together == dict.fromkeys(mine.together, expected)
+
+
+def test_prompts_that_the_cache_has_change_nothing(both: tuple[Ours, Answers]) -> None:
+    mine, reference = both
+    assert mine.again == reference.tokens[-1]
+    assert mine.cached_tokens > 0
+    assert reference.cached_tokens > 0
+
+
+def test_preemption_changes_nothing(both: tuple[Ours, Answers]) -> None:
+    mine, reference = both
+    assert mine.tight == reference.tokens[-1]
+    assert mine.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "preempts"),
+    [
+        ({"enable_prefix_caching": False}, False),
+        ({"max_num_batched_tokens": 64}, False),
+        ({"num_gpu_blocks_override": FEW}, True),
+    ],
+    ids=["no prefix cache", "chunks", "few blocks"],
+)
+def test_vllm_itself_says_the_same(engine: dict[str, Any], preempts: bool, pool: ProcessPoolExecutor) -> None:
+    """So that what others are compared with is no accident of its settings."""
+    plain, other = (pool.submit(theirs, str(DEMO_MODEL), **settings) for settings in ({}, engine))
+    assert other.result().tokens == plain.result().tokens
+    assert (other.result().preemptions > 0) == preempts
+    assert (other.result().cached_tokens > 0) == engine.get("enable_prefix_caching", True)

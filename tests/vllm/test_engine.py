@@ -1,0 +1,287 @@
+"""vLLM under the scheduler: steps ahead, preemption, aborts and every parameter change no answer (spec S1)."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import pytest
+
+from protocol.codec import pack
+from protocol.membership import Assignment
+from protocol.requests import FinishReason
+from protocol.sampling import SamplingParams, StructuredOutputParams
+from services.config import WorkerConfig
+from services.worker.backends.vllm import VllmRunner
+from services.worker.runner import LoadError
+from tests.simulation.grammar import Automaton, structured
+from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
+
+DEPTHS = (1, 2, 3)
+FEW = 14
+"""Blocks that four of the longer requests fill."""
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.runner.shutdown()
+
+
+def text(number: int, length: int = 0) -> list[int]:
+    return [(number * 37 + i * 11) % 4000 for i in range(length or 5 + 21 * number)]
+
+
+GRAMMAR = structured(5)
+ASKED: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
+    name: (msgspec.structs.replace(base, **changes), grammar)
+    for name, base, changes, grammar in (
+        ("greedy", GREEDY, {}, None),
+        ("drawn", DRAWN, {}, None),
+        ("another seed", DRAWN, {"seed": 2**64 - 1}, None),
+        ("temperature", DRAWN, {"temperature": 3.0}, None),
+        ("top_k", DRAWN, {"temperature": 3.0, "top_k": 2}, None),
+        ("top_p", DRAWN, {"temperature": 3.0, "top_p": 0.2}, None),
+        ("min_p", DRAWN, {"temperature": 3.0, "min_p": 0.3}, None),
+        ("presence_penalty", GREEDY, {"presence_penalty": 2.0}, None),
+        ("frequency_penalty", GREEDY, {"frequency_penalty": 2.0}, None),
+        ("repetition_penalty", GREEDY, {"repetition_penalty": 2.0}, None),
+        ("logit_bias", GREEDY, {"logit_bias": ((77, 100.0), (78, 100.0))}, None),
+        ("bad_words", GREEDY, {"bad_words": ((19,), (204, 204), (292, 271), (271,))}, None),
+        ("allowed_token_ids", GREEDY, {"allowed_token_ids": pack(range(100, 200))}, None),
+        ("min_tokens", GREEDY, {"min_tokens": 12, "stop_token_ids": tuple(range(16, 1024))}, None),
+        ("logprobs", GREEDY, {"logprobs": 3}, None),
+        ("prompt_logprobs", DRAWN, {"prompt_logprobs": 2, "logprobs": 0}, None),
+        ("grammar", GREEDY, {}, GRAMMAR),
+        ("grammar, drawn, penalties", DRAWN, {"repetition_penalty": 1.5, "logprobs": 1}, GRAMMAR),
+    )
+}
+
+
+def everything() -> list[Stream]:
+    """A request for each thing that can be asked for, with prompts of one chunk and of several."""
+    return [
+        Stream(text(number % 9, 40 + 17 * (number % 6)), params, grammar)
+        for number, (params, grammar) in enumerate(ASKED.values())
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(worker: Worker) -> dict[str, Stream]:
+    """The answers of requests that nobody runs beside, one step at a time."""
+    streams = dict(zip(ASKED, everything(), strict=True))
+    for stream in streams.values():
+        with Run(worker, 1, prefix_caching=False) as run:
+            run.serve(stream)
+    return streams
+
+
+def assert_equal(got: Stream, expected: Stream) -> None:
+    assert got.tokens == expected.tokens
+    assert got.finish is not None
+    assert expected.finish is not None
+    assert got.finish.reason == expected.finish.reason
+    assert got.scores.keys() == expected.scores.keys()
+    for position, (rank, ids, values) in got.scores.items():
+        wanted = expected.scores[position]
+        assert (rank, ids) == wanted[:2], position
+        assert values == pytest.approx(wanted[2], abs=1e-4)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_answers_are_those_of_requests_alone(
+    depth: int, prefix_caching: bool, worker: Worker, alone: dict[str, Stream]
+) -> None:
+    with Run(worker, depth, prefix_caching=prefix_caching) as run:
+        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+            assert_equal(got, expected)
+        assert run.core.stats()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
+    """What a preempted request said stays output: penalties, noise, and log-probabilities go on where they were."""
+    with Run(worker, depth, num_blocks=FEW) as run:
+        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+            assert_equal(got, expected)
+        assert run.core.stats()["num_preemptions"] >= 3
+
+
+def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
+    stopped = alone["min_tokens"]
+    assert stopped.finish is not None
+    assert stopped.finish.reason is FinishReason.STOP
+    assert len(stopped.tokens) > 12
+    assert [t in stopped.params.stop_token_ids for t in stopped.tokens] == [False] * (
+        len(stopped.tokens) - 1
+    ) + [True]
+    assert not set(alone["bad_words"].tokens) & {19, 271}
+    assert set(alone["allowed_token_ids"].tokens) <= set(range(100, 200))
+    assert set(alone["logit_bias"].tokens) <= {77, 78}
+    assert len(set(alone["frequency_penalty"].tokens)) > len(set(alone["greedy"].tokens))
+    for name in ("grammar", "grammar, drawn, penalties"):
+        automaton = Automaton.of(GRAMMAR, VOCAB, ())
+        assert all(map(automaton.accept, alone[name].tokens)), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "min_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ],
+)
+def test_parameter_alone_makes_another_answer(name: str, worker: Worker) -> None:
+    params, _ = ASKED[name]
+    base = DRAWN if params.temperature else GREEDY
+    if name in ("top_k", "top_p", "min_p"):
+        base = ASKED["temperature"][0]
+    if name == "min_tokens":
+        base = msgspec.structs.replace(params, min_tokens=0)
+    with Run(worker, 2) as run:
+        plain, changed = run.serve(Stream(text(6), base), Stream(text(6), params))
+    assert plain.tokens != changed.tokens
+
+
+def test_logprobs_are_of_the_models_own_row(alone: dict[str, Stream]) -> None:
+    stream = alone["logprobs"]
+    first = len(stream.prompt)
+    assert sorted(stream.scores) == list(range(first, first + len(stream.tokens)))
+    for index, token in enumerate(stream.tokens):
+        rank, ids, values = stream.scores[first + index]
+        assert (rank, ids[0], ids[1], len(ids)) == (1, token, token, 4)
+        assert values[0] == values[1] > values[2] >= values[3]
+
+
+def test_prompt_logprobs_stand_at_every_token_but_the_first(alone: dict[str, Stream]) -> None:
+    """The prompt comes in several chunks; vLLM returns the whole at its end."""
+    stream = alone["prompt_logprobs"]
+    assert len(stream.prompt) > CHUNK
+    assert sorted(stream.scores) == list(range(1, len(stream.prompt) + len(stream.tokens)))
+    for position in range(1, len(stream.prompt)):
+        rank, ids, values = stream.scores[position]
+        assert ids[0] == stream.prompt[position]
+        assert len(ids) == 3
+        assert (rank == 1) == (ids[0] == ids[1])
+        assert values[0] <= values[1]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
+    names = ("greedy", "drawn", "another seed")
+    with Run(worker, depth, prefix_caching=False) as run:
+        streams = [run.add(n, s) for n, s in enumerate(everything()[:3])]
+        victim = run.add(9, Stream(text(3, 250), GREEDY))
+        while victim.tokens == [] and not len(run.core.scheduler.running) > 3:
+            run.turn()
+        run.turn()
+        assert victim.tokens == []
+        run.abort(9)
+        run.finish()
+        for name, stream in zip(names, streams, strict=True):
+            assert_equal(stream, alone[name])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_number_used_again_while_steps_of_the_first_are_in_flight(
+    depth: int, worker: Worker, alone: dict[str, Stream]
+) -> None:
+    """Spec S2: a late row is matched by slot and generation, never taken for its successor's."""
+    with Run(worker, depth) as run:
+        for turns in (2, 3, 5):
+            first = run.add(1, Stream(text(2, 70), DRAWN))
+            for _ in range(turns):
+                run.turn()
+            run.dispatch()
+            run.abort(1)
+            assert first.aborted
+            again = run.add(1, everything()[0])
+            run.finish()
+            assert_equal(again, alone["greedy"])
+
+
+def test_more_requests_than_slots_reuse_them(worker: Worker) -> None:
+    with Run(worker, 1) as run:
+        expected = [
+            s.tokens for s in run.serve(*(Stream(text(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
+        ]
+    with Run(worker, 3) as run:
+        got = [s.tokens for s in run.serve(*(Stream(text(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))]
+    assert got == expected
+
+
+@pytest.mark.parametrize("name", ["greedy", "drawn", "repetition_penalty", "grammar, drawn, penalties"])
+def test_request_goes_on_in_the_next_epoch(name: str, worker: Worker, alone: dict[str, Stream]) -> None:
+    """Other workers know nothing of it but its tokens: what was delivered stays output, and its noise goes on."""
+    stream = everything()[list(ASKED).index(name)]
+    expected = alone[name]
+    stream.tokens = expected.tokens[:10]
+    with Run(worker, 2) as run:
+        run.add(0, stream)
+        run.finish()
+    assert stream.tokens == expected.tokens
+    assert {p: s[:2] for p, s in stream.scores.items()}.items() <= {
+        p: s[:2] for p, s in expected.scores.items()
+    }.items()
+
+
+def test_epoch_that_ends_between_forward_pass_and_sampling_leaves_nothing(
+    worker: Worker, alone: dict[str, Stream]
+) -> None:
+    engine = worker.runner._engine
+    with Run(worker, 2) as run:
+        for number, stream in enumerate(everything()[:6]):
+            run.add(number, stream)
+        run.turn()
+        sample, worker.runner.sample_tokens = worker.runner.sample_tokens, partial(_fail)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="lost here"):
+            run.turn()
+        worker.runner.sample_tokens = sample  # type: ignore[method-assign]
+    with Run(worker, 2) as run:
+        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+            assert_equal(got, expected)
+    assert worker.runner._engine is engine, "the weights are read once"
+
+
+def _fail(grammar: object) -> None:
+    raise RuntimeError("lost here")
+
+
+def test_block_size_that_attention_does_not_take_is_refused() -> None:
+    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    with pytest.raises(LoadError, match=r"--block-size 48 is not a multiple of 32.*--block-size 64"):
+        runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
+
+
+def test_context_longer_than_the_models_is_refused() -> None:
+    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    with pytest.raises(LoadError, match="vLLM cannot serve this model"):
+        runner.load(Assignment(1, 0, 1, BLOCK, 8, 64, 10**6), lambda phase, fraction: None)
+
+
+def test_memory_for_no_block_is_refused(worker: Worker) -> None:
+    """One block is vLLM's own."""
+    config = worker.runner._config
+    worker.runner._config = config.model_copy(update={"kv_cache_memory_bytes": 131072})
+    try:
+        with pytest.raises(LoadError, match="raise --kv-cache-memory-bytes to 262144"):
+            worker.enter(1)
+    finally:
+        worker.runner._config = config
+
+
+def test_what_is_loaded_says_what_it_holds(worker: Worker) -> None:
+    with Run(worker, 1):
+        loaded = worker.loaded
+    assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
+    assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
+    assert loaded.hidden_size == 0, "no embeddings so far"

@@ -1,0 +1,330 @@
+"""Both directions of the translation, field by field; nothing is computed."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from protocol.codec import pack, unpack
+from protocol.rows import LogprobRows, ResultRows
+from protocol.sampling import SamplingParams
+from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
+from services.worker.backends.vllm import names
+from services.worker.backends.vllm.parameters import Generator, translated
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
+from services.worker.backends.vllm.result import Asked, Result
+from services.worker.batch import NONE, SlotTable
+
+VOCAB = 100
+BLOCK = 32
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
+
+# -- parameters --------------------------------------------------------------------------------------------------
+
+CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "max_tokens": (5, {"max_tokens": 5}),
+    "temperature": (0.7, {"temperature": 0.7}),
+    "top_p": (0.5, {"top_p": 0.5}),
+    "top_k": (3, {"top_k": 3}),
+    "min_p": (0.25, {"min_p": 0.25}),
+    "seed": (2**64 - 1, {"seed": 2**64 - 1}),
+    "min_tokens": (9, {"min_tokens": 9}),
+    "eos_token_ids": ((2, VOCAB), {"all_stop_token_ids": {2}}),
+    "stop_token_ids": ((4,), {"all_stop_token_ids": {4}}),
+    "presence_penalty": (0.5, {"presence_penalty": 0.5}),
+    "frequency_penalty": (-0.5, {"frequency_penalty": -0.5}),
+    "repetition_penalty": (1.5, {"repetition_penalty": 1.5}),
+    "logit_bias": (((3, -2.0), (VOCAB, 1.0)), {"logit_bias": {3: -2.0}}),
+    "bad_words": (((5, 6), (7,), (VOCAB,)), {"bad_words_token_ids": [[5, 6], [7]]}),
+    "allowed_token_ids": (pack([1, 3, VOCAB]), {"allowed_token_ids": [1, 3]}),
+    "logprobs": (4, {"logprobs": 4}),
+    "prompt_logprobs": (0, {"prompt_logprobs": 0}),
+}
+"""Of each field a value that is not its default, and what vLLM's sampler then reads."""
+READ = sorted({name for _, expected in CHANGED.values() for name in expected})
+
+
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_each_field_arrives_and_changes_nothing_else(field: str) -> None:
+    value, expected = CHANGED[field]
+    default, changed = SamplingParams(max_tokens=16), SamplingParams(**{"max_tokens": 16, field: value})
+    before, after = translated(default, VOCAB), translated(changed, VOCAB)
+    for name in READ:
+        wanted = expected.get(name, getattr(before, name))
+        assert getattr(after, name) == wanted, name
+        assert name not in expected or getattr(before, name) != wanted
+
+
+def test_values_that_only_the_frontend_of_vllm_refuses_reach_its_sampler() -> None:
+    params = translated(SamplingParams(max_tokens=2, temperature=50.0, min_tokens=9), VOCAB)
+    assert (params.temperature, params.min_tokens) == (50.0, 9)
+
+
+def test_allowed_ids_outside_the_vocabulary_leave_the_lowest_token() -> None:
+    params = translated(SamplingParams(max_tokens=2, allowed_token_ids=pack([VOCAB])), VOCAB)
+    assert params.allowed_token_ids == [0]
+
+
+def test_no_more_alternatives_than_tokens() -> None:
+    params = translated(SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=20), 5)
+    assert (params.logprobs, params.prompt_logprobs) == (5, 5)
+
+
+def draws(generator: torch.Generator, count: int) -> list[int]:
+    return [int(torch.randint(0, 2**31, (1,), generator=generator)) for _ in range(count)]
+
+
+def test_noise_goes_on_after_the_tokens_a_request_brings() -> None:
+    whole = draws(Generator.after(2**64 - 1, 0), 9)
+    assert draws(Generator.after(2**64 - 1, 4), 5) == whole[4:]
+
+
+def test_a_draw_for_an_incomplete_prompt_is_taken_back() -> None:
+    expected = draws(Generator.after(3, 2), 2)
+    generator = Generator.after(3, 2)
+    for _ in range(3):
+        draws(generator, 1)
+        generator.set_offset(generator.get_offset() - 4)  # as vLLM does
+    assert draws(generator, 2) == expected
+
+
+# -- plans -------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """A slot table and what vLLM would keep."""
+
+    def __init__(self) -> None:
+        self.table = SlotTable(4, BLOCK, 20, 256)
+        self.requests: dict[str, Any] = {}
+        self.prompt_logprobs: dict[str, int] = {}
+        self.plans = Plans(self.table, VOCAB, self.requests, self.prompt_logprobs)
+
+    def step(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> names.SchedulerOutput:
+        """`rows` are (slot, generation, start, count, samples)."""
+        slots, generations, starts, counts, samples = zip(*rows, strict=True) if rows else ((),) * 5
+        columns = {name: pack(v) if name != "new" else v for name, v in columns.items()}
+        plan = SchedulerOutput(
+            1, 1, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), **columns
+        )
+        return self.plans.translated(plan, self.table.apply(plan))
+
+
+def new(
+    slot: int,
+    generation: int,
+    tokens: range,
+    blocks: list[int],
+    num_prompt: int = 0,
+    params: SamplingParams = GREEDY,
+) -> NewRequest:
+    return NewRequest(slot, generation, pack(tokens), num_prompt or len(tokens), pack(blocks), params)
+
+
+def test_new_request_enters_with_its_prompt_and_blocks() -> None:
+    world = World()
+    step = world.step([(2, 5, 0, 40, True)], new=[new(2, 5, range(40), [3, 8])])
+    state = world.requests["2.5"]
+    assert (state.prompt_token_ids, state.output_token_ids) == (list(range(40)), [])
+    assert state.generator is None
+    cached = step.scheduled_cached_reqs
+    assert (cached.req_ids, cached.resumed_req_ids) == (["2.5"], {"2.5"})
+    assert cached.new_block_ids == [([3 + RESERVED_BLOCKS, 8 + RESERVED_BLOCKS],)]
+    assert (cached.num_computed_tokens, cached.num_output_tokens) == ([0], [0])
+    assert (step.num_scheduled_tokens, step.total_num_scheduled_tokens) == ({"2.5": 40}, 40)
+    assert (step.finished_req_ids, step.scheduled_new_reqs) == (set(), [])
+
+
+def test_prefix_hit_starts_behind_what_is_cached() -> None:
+    world = World()
+    step = world.step([(0, 1, 32, 8, True)], new=[new(0, 1, range(40), [3, 8])])
+    assert world.requests["0.1"].num_computed_tokens == 32
+    assert step.scheduled_cached_reqs.num_computed_tokens == [32]
+
+
+def test_steps_ahead_count_promised_tokens_as_output() -> None:
+    """Spec S1: scheduled is not committed; the worker sampled, in order, all that the scheduler was promised."""
+    world = World()
+    world.step([(0, 1, 0, 31, True)], new=[new(0, 1, range(31), [3])])
+    ahead = world.step([(0, 1, 31, 1, True)])
+    assert ahead.scheduled_cached_reqs.num_output_tokens == [1]
+    assert ahead.scheduled_cached_reqs.new_block_ids == [None]
+    further = world.step([(0, 1, 32, 1, True)], block_slots=[0], block_ids=[9])
+    assert further.scheduled_cached_reqs.num_output_tokens == [2]
+    assert further.scheduled_cached_reqs.new_block_ids == [([9 + RESERVED_BLOCKS],)]
+    assert further.scheduled_cached_reqs.resumed_req_ids == set()
+
+
+def test_chunk_of_a_prompt_has_no_output() -> None:
+    world = World()
+    world.step([(0, 1, 0, 16, False)], new=[new(0, 1, range(40), [3, 8])])
+    step = world.step([(0, 1, 16, 16, False)])
+    assert step.scheduled_cached_reqs.num_output_tokens == [0]
+    assert step.scheduled_cached_reqs.num_computed_tokens == [16]
+
+
+def test_blocks_of_a_slot_that_is_skipped_are_told_with_its_next_row() -> None:
+    world = World()
+    world.step(
+        [(0, 1, 0, 20, True), (1, 1, 0, 4, True)], new=[new(0, 1, range(20), [3]), new(1, 1, range(4), [4])]
+    )
+    skipping = world.step([(1, 1, 4, 1, True)], block_slots=[0], block_ids=[7])
+    assert skipping.scheduled_cached_reqs.req_ids == ["1.1"]
+    back = world.step([(0, 1, 20, 1, True), (1, 1, 5, 1, True)])
+    assert back.scheduled_cached_reqs.new_block_ids == [([7 + RESERVED_BLOCKS],), None]
+    assert back.scheduled_cached_reqs.resumed_req_ids == set()
+
+
+def test_preempted_request_comes_back_with_all_it_had() -> None:
+    """As another generation, in any slot: prompt and output stay apart, and its noise is where it was."""
+    world = World()
+    world.step([(0, 1, 0, 3, True)], new=[new(0, 1, range(3), [3], params=DRAWN)])
+    step = world.step([(1, 4, 0, 5, True)], released=[0], new=[new(1, 4, range(5), [6], 3, DRAWN)])
+    assert step.finished_req_ids == {"0.1"}
+    state = world.requests["1.4"]
+    assert (state.prompt_token_ids, state.output_token_ids) == ([0, 1, 2], [3, 4])
+    assert draws(state.generator, 1) == draws(Generator.after(7, 2), 1)
+    assert step.scheduled_cached_reqs.num_output_tokens == [2]
+
+
+def test_slot_given_away_in_the_same_step_is_another_request() -> None:
+    world = World()
+    world.step([(0, 1, 0, 40, True)], new=[new(0, 1, range(40), [3, 4])])
+    step = world.step([(0, 2, 0, 2, True)], released=[0], new=[new(0, 2, range(2), [5])])
+    assert (step.finished_req_ids, step.scheduled_cached_reqs.req_ids) == ({"0.1"}, ["0.2"])
+    assert step.scheduled_cached_reqs.new_block_ids == [([5 + RESERVED_BLOCKS],)]
+
+
+def test_request_released_before_its_first_row_never_enters() -> None:
+    world = World()
+    world.step([(1, 1, 0, 2, True)], new=[new(0, 1, range(4), [3]), new(1, 1, range(2), [4])])
+    assert set(world.requests) == {"1.1"}
+    world.step([(1, 1, 2, 1, True)], released=[0])
+    assert set(world.requests) == {"1.1"}
+
+
+def test_release_without_a_step_names_who_left() -> None:
+    world = World()
+    world.step([(3, 1, 0, 2, True)], new=[new(3, 1, range(2), [3])])
+    world.table.release(np.array([3], np.int32))
+    step = world.plans.released(np.array([3], np.int32))
+    assert (step.finished_req_ids, step.total_num_scheduled_tokens) == ({"3.1"}, 0)
+
+
+def test_prompt_logprobs_are_asked_for_by_request() -> None:
+    world = World()
+    params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
+    world.step([(0, 1, 0, 4, True)], new=[new(0, 1, range(4), [3], params=params)])
+    assert world.prompt_logprobs == {"0.1": 2}
+
+
+def test_grammar_rows_keep_their_order_and_bits() -> None:
+    world = World()
+    rows = [(slot, 1, 0, 2, True) for slot in (0, 1, 2)]
+    world.step(rows, new=[new(slot, 1, range(2), [slot]) for slot in (0, 1, 2)])
+    mask = np.arange(8, dtype=np.int32).reshape(2, 4)
+    grammar = world.plans.grammar(GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()))
+    assert grammar.structured_output_request_ids == ["2.1", "0.1"]
+    assert (grammar.grammar_bitmask == mask).all()
+
+
+# -- results -----------------------------------------------------------------------------------------------------
+
+
+class Lists:
+    """vLLM's log-probabilities of a batch of three rows, two alternatives wide."""
+
+    logprob_token_ids = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
+    logprobs = -logprob_token_ids / np.float32(10)
+    sampled_token_ranks = np.array([1, 2, 3])
+
+
+def result(rows: list[tuple[int, int, int, int, bool]], theirs: Any, asked: Asked) -> Any:
+    """`rows` as of `World.step`; vLLM's row of a slot is the slot's id."""
+    world = World()
+    new_ones = [
+        new(slot, 1, range(start + count + (not samples)), [slot]) for slot, _, start, count, samples in rows
+    ]
+    slots, generations, starts, counts, samples = zip(*rows, strict=True)
+    plan = SchedulerOutput(
+        3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones
+    )
+    applied = world.table.apply(plan)
+    world.plans.translated(plan, applied)
+    return Result(plan, applied, world.plans.ids(applied.slots), asked, theirs, 1.0, 2.0).get()
+
+
+def output(order: list[str], tokens: list[list[int]], **more: Any) -> names.ModelRunnerOutput:
+    return names.ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens, **more)
+
+
+def nothing(count: int) -> Asked:
+    none = np.full(count, NONE, np.int32)
+    return Asked(none, none)
+
+
+def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> None:
+    theirs = output(["3.1", "0.1", "1.1"], [[33], [], [11]])
+    ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], theirs, nothing(3))
+    rows = ResultRows.of(ours)
+    assert (rows.slots.tolist(), rows.generations.tolist()) == ([1, 3], [1, 1])
+    assert (rows.counts.tolist(), rows.token_ids.tolist()) == ([1, 1], [11, 33])
+    assert (ours.epoch, ours.step_id, ours.started, ours.ended, ours.logprobs) == (3, 9, 1.0, 2.0, None)
+
+
+def test_a_step_that_samples_nothing_has_no_rows() -> None:
+    ours = result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), nothing(1))
+    assert (ours.slots, ours.counts, ours.token_ids) == (b"", b"", b"")
+
+
+def test_logprobs_are_those_asked_for_at_absolute_positions() -> None:
+    theirs = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
+    asked = Asked(np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32))
+    ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, True), (2, 1, 0, 3, True)], theirs, asked)
+    rows = LogprobRows.of(ours.logprobs)
+    assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 0], [4, 2])
+    assert (rows.counts.tolist(), rows.ranks.tolist()) == ([3, 1], [3, 1])
+    assert rows.token_ids.tolist() == [30, 31, 32, 10]
+    assert rows.values == pytest.approx([-3.0, -3.1, -3.2, -1.0])
+
+
+class Tensors:
+    """vLLM's log-probabilities of a prompt of three tokens."""
+
+    logprob_token_ids = torch.tensor([[1, 5], [2, 6]], dtype=torch.int32)
+    logprobs = torch.tensor([[-1.0, -0.5], [-2.0, -0.25]])
+    selected_token_ranks = torch.tensor([4, 3])
+
+
+def test_prompt_logprobs_begin_with_the_second_token() -> None:
+    theirs = output(["0.1", "1.1"], [[10], [20]], prompt_logprobs_dict={"1.1": Tensors()})
+    asked = Asked(np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32))
+    ours = result([(0, 1, 0, 4, True), (1, 1, 0, 3, True)], theirs, asked)
+    rows = LogprobRows.of(ours.logprobs)
+    assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 1], [1, 2])
+    assert (rows.ranks.tolist(), rows.token_ids.tolist()) == ([4, 3], [1, 5, 2, 6])
+    assert rows.values.tolist() == [-1.0, -0.5, -2.0, -0.25]
+
+
+def test_prompt_that_is_not_complete_has_no_logprobs_yet() -> None:
+    asked = Asked(np.array([NONE], np.int32), np.array([1], np.int32))
+    assert result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), asked).logprobs is None
+
+
+def test_result_is_untouched_by_what_follows() -> None:
+    """Spec S3-1: a result depends on nothing that a later step may change."""
+    world = World()
+    plan = SchedulerOutput(
+        1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])]
+    )
+    applied = world.table.apply(plan)
+    world.plans.translated(plan, applied)
+    kept = Result(
+        plan, applied, world.plans.ids(applied.slots), nothing(1), output(["0.1"], [[42]]), 1.0, 2.0
+    )
+    world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
+    late = kept.get()
+    assert (unpack(late.generations).tolist(), unpack(late.token_ids).tolist()) == ([1], [42])
