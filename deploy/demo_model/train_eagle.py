@@ -52,7 +52,7 @@ def load_target(directory: Path) -> tuple[Llama, Shape, Tokenizer]:
 
 @torch.no_grad()
 def ends(model: Llama, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """What goes into the first layer and what comes out of the last: [batch, length, hidden] for ids [batch, length]."""
+    """What goes into the first layer and what comes out of the last; [batch, length, hidden] each."""
     x = embedded = model.embed_tokens(ids)
     for layer in model.layers:
         x = layer(x, model.cos[: ids.shape[1]], model.sin[: ids.shape[1]])
