@@ -167,6 +167,50 @@ def test_penalised_requests_join_and_leave_a_running_batch() -> None:
     assert said["b"] != plain
 
 
+def test_rules_hold_at_every_draft() -> None:
+    """Rule 16: history is what is confirmed and the drafts before; what rejected ones counted is taken back."""
+    rng, batch = np.random.default_rng(8), Batch()
+    for slot, wanted in enumerate(CASES.values()):
+        batch.add(slot, [0, LAST, 5, 0, 3], wanted)
+    accepted = 0
+    for _ in range(12):
+        slots = rng.permutation(len(CASES)).tolist()
+        drafts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in slots]
+        number = np.array([len(row) for row in drafts], np.int32)
+        logits = torch.tensor(rng.normal(0, 1.5, (len(slots) + sum(number), VOCAB)), dtype=torch.float32)
+        logits[:, :9] += 3  # so that drafts hold at times, and tokens come again
+        expected, counts = [], []
+        for slot, row in zip(slots, drafts, strict=True):
+            said, first = batch.outputs[slot], len(expected)
+            for j in range(len(row) + 1):
+                before = [*said, *row[:j]]
+                expected.append(
+                    expected_row(
+                        logits[len(expected)], list(CASES.values())[slot], batch.prompts[slot], before
+                    )
+                )
+            chosen = [int(each.argmax()) for each in expected[first:]]
+            holds = [a == b for a, b in zip(chosen, row, strict=False)]
+            counts.append(holds.index(False) + 1 if False in holds else len(chosen))
+            for j, token in enumerate(row):
+                batch.history._tokens[slot, 5 + len(said) + j] = token
+            batch.outputs[slot] = [*said, *chosen[: counts[-1]]]
+        at = np.array(
+            [5 + len(batch.outputs[slot]) - n for slot, n in zip(slots, counts, strict=True)], np.int32
+        )
+        left = logits.clone()
+        result = batch.sampler.sample(left, np.array(slots, np.int32), at, drafts=number)
+        assert torch.equal(left, torch.from_numpy(np.stack(expected)))
+        assert result.counts.tolist() == counts
+        tokens = [t for slot, n in zip(slots, counts, strict=True) for t in batch.outputs[slot][-n:]]
+        assert result.ids.tolist() == tokens
+        for slot in slots:
+            tokens = np.array(batch.outputs[slot], np.int32)
+            batch.history._tokens.numpy()[slot, 5 : 5 + len(tokens)] = tokens
+        accepted += sum(counts) - len(counts)
+    assert accepted > 10
+
+
 def test_a_slot_never_inherits_counts() -> None:
     batch, row = Batch(), torch.zeros(1, VOCAB)
     row[0, 7] = 1.0
