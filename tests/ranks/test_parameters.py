@@ -1,4 +1,4 @@
-"""The permutation matrix (spec 2(e) 2, without speculation) on real ranks: a crowd in which every request asks for
+"""The permutation matrix (spec 2(e) 2) on real ranks, with drafts and without: a crowd in which every request asks for
 something else, under preemption, chunked prefill and arrivals in each step, gives the tokens and log-probabilities that
 each request gets alone, synchronously, on one rank. In float32 the native backend gives a row the same bits in every
 batch, so all of it is compared byte for byte (S3-7, S3-9)."""
@@ -13,6 +13,7 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from services.checkpoint import DEMO_MODEL
 from tests.integration.scheduler.engine import EngineClient, engine
 
 TOKENS, EOS = 24, (2,)
@@ -50,12 +51,19 @@ CROWD = {  # blocks for a few requests only, prompts in several chunks, requests
     "max_num_seqs": 8,
     "max_model_len": 128,
 }
+DRAFTS = {"num_speculative_tokens": 3, "adaptive": False}
+OWN = DRAFTS | {"method": "draft_model", "model": str(DEMO_MODEL)}
+"""The model drafts for itself: much is accepted, and where something is sampled or ruled out much is not."""
+LOOKUP = DRAFTS | {"method": "ngram", "prompt_lookup_min": 1}
 LAYOUTS = {
     "depth 1": {"batch_queue_depth": 1},
     "depth 2": {"batch_queue_depth": 2},
     "depth 3": {"batch_queue_depth": 3},
     "TP=2": {"tensor_parallel_size": 2},
     "PP=2": {"pipeline_parallel_size": 2},
+    "drafts, depth 1": {"batch_queue_depth": 1, "speculative_config": LOOKUP},
+    "drafts, depth 3": {"batch_queue_depth": 3, "speculative_config": OWN},
+    "drafts, TP=2": {"tensor_parallel_size": 2, "speculative_config": OWN},
 }
 Logprobs = dict[int, tuple[int, bytes, bytes]]
 """By position: rank, ids and values; see EngineClient."""
@@ -116,15 +124,18 @@ def test_a_crowd_answers_as_each_of_it_alone(layout: str, alone: dict[int, Answe
             if number % 2:
                 client.receive()  # the others come while these are served
         client.wait_finished(*range(len(REQUESTS)))
+        drafted = sum(finish.num_draft_tokens for finish in client.finished.values())
+        accepted = sum(finish.num_accepted_tokens for finish in client.finished.values())
         preemptions = sum(finish.num_preemptions for finish in client.finished.values())
         for number, request in enumerate(REQUESTS):
             tokens, logprobs = alone[number]
             assert client.tokens[number] == tokens, request
-            if layout == "TP=2":  # sums in another order
+            if layout.endswith("TP=2"):  # sums in another order
                 assert_close(client.logprobs[number], logprobs)
             else:
                 assert client.logprobs[number] == logprobs, request
         assert preemptions > 0
+        assert bool(accepted) == bool(drafted) == ("drafts" in layout)
         client.close()
 
 
