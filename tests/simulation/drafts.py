@@ -54,11 +54,11 @@ class Speculating:
         ahead = self.most if self.looks_ahead else 0
         return replace(limits, lookahead=ahead, drafts_in_flight=self.most * depth)
 
-    def draft(self, future: list[int], identity: int, first: int, count: int, vocab: int) -> list[int]:
-        """`count` drafts from position `first` on, for a request of that `identity` in whatever slot and step it is."""
+    def draft(self, right: list[int], identity: int, first: int, vocab: int) -> list[int]:
+        """Drafts in place of the `right` tokens from position `first` on, for a request of that `identity` in whatever
+        slot and step it is."""
         period = PERIODS.get(self.acceptance, OF_REQUESTS[identity % len(OF_REQUESTS)])
-        drafts = []
-        for position in range(first, first + count):
-            right = future[position] if position < len(future) else position % vocab
-            drafts.append((right + 1) % vocab if period and position % period == 0 else right)
-        return drafts
+        return [
+            (token + 1) % vocab if period and position % period == 0 else token
+            for position, token in enumerate(right, first)
+        ]

@@ -401,8 +401,8 @@ class OracleWorker:
         scored: list[tuple[int, int, TokenLogprobs]],
     ) -> list[int]:
         """What the row samples, token by token as without drafts, until one is another than the draft at its place."""
-        s = self.slots[slot]
-        known = len(s.tokens) - len(s.drafts)
+        s, had = self.slots[slot], len(self.slots[slot].drafts)
+        known = len(s.tokens) - had
         del s.tokens[known:], s.prefixes[known:]
         row: list[int] = []
         for j in range(acceptable + 1):
@@ -420,6 +420,8 @@ class OracleWorker:
         planned, s.drafts, s.computed = self._planned_drafts.get(slot, 0), [], known + len(row) - 1
         s.rejected.append((self._last_step, planned + 1 - len(row)))
         self.verified["planned"] += planned
+        self.verified["fewer than planned"] += had < planned
+        self.verified["refused by a grammar"] += acceptable < had
         self.verified["verified"] += acceptable
         self.verified["accepted"] += len(row) - 1
         return row
@@ -433,8 +435,21 @@ class OracleWorker:
             return
         fits = not how.longest or first + s.asked <= how.longest
         count = min(s.asked, self._max_model_len - first) if fits else 0
-        identity = extend(s.prefixes[s.num_prompt - 1], s.params.seed)
-        s.proposed = how.draft(self._foresight(slot), identity, first, count, self.vocab) if count > 0 else []
+        if count > 0:
+            right = self._foreseen(s, self._foresight(slot), first + count)[first:]
+            identity = extend(s.prefixes[s.num_prompt - 1], s.params.seed)
+            s.proposed = how.draft(right, identity, first, self.vocab)
+
+    def _foreseen(self, s: _Slot, future: list[int], end: int) -> list[int]:
+        """The slot's tokens up to `end`; behind its answer those that would follow if nothing ended it."""
+        known, prefix = s.tokens + future[len(s.tokens) :], s.prefixes[-1]
+        for token in known[len(s.tokens) :]:
+            prefix = extend(prefix, token)
+        while len(known) < end:
+            token = choose(prefix, s.params, known[: s.num_prompt], known[s.num_prompt :], self.vocab)
+            known.append(token)
+            prefix = extend(prefix, token)
+        return known[:end]
 
     def _masks(
         self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None

@@ -500,14 +500,18 @@ FAULTS: list[Fault] = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
-def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch, speculates: bool = False) -> None:
     owner, name, broken = fault
     monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
     for seed in range(SEEDS):
-        for depth in draw(seed).depths[1:3]:
+        for depth in draw(seed, speculates).depths[1:3]:
             try:
-                play(seed, depth)
+                play(seed, depth, speculates=speculates)
             except Exception:
                 return
     pytest.fail(f"{SEEDS} seeds did not notice: {broken.__name__}")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
+def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(fault, monkeypatch)

@@ -85,23 +85,64 @@ MUST_HAPPEN = [
 ]
 
 
-@pytest.mark.timeout(3600 if SOAK else 300)
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_any_workload_at_any_depth_answers_as_the_reference(first: int) -> None:
+def played(seeds: range, speculates: bool = False) -> Counter[str]:
+    """What happened in the seeds' workloads at every depth worth playing."""
     happened: Counter[str] = Counter()
-    for seed in range(first, first + CHUNK):
-        depths = draw(seed).depths
+    for seed in seeds:
+        depths = draw(seed, speculates).depths
         for depth in depths if seed % 16 else {*depths, 8}:
             try:
-                world = play(seed, depth)
+                world = play(seed, depth, speculates=speculates)
             except Exception as error:
                 command = f".venv/bin/python -m tests.simulation.replay --seed {seed} --depth {depth}"
+                command += " --speculates" * speculates
                 pytest.fail(f"{type(error).__name__}: {error}\nreplay: {command}")
             happened += world.coverage
             happened["preemptions"] += world.scheduler.counters["preemptions"]
+    return happened
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_any_workload_at_any_depth_answers_as_the_reference(first: int) -> None:
+    happened = played(range(first, first + CHUNK))
     assert [name for name in MUST_HAPPEN if not happened[name]] == [], (
         "the simulator stopped exercising these"
     )
+
+
+MUST_HAPPEN_TO_DRAFTS = [
+    "preemptions",
+    "displacements",
+    "stale deliveries",
+    "stops while preempted",
+    "resumed in another epoch",
+    "stops: EOS",
+    "stops: stop token",
+    "stops: max_tokens",
+    "stops: context",
+    "stops: matched by a grammar",
+    "stops: grammar failed",
+    "embeddings: LAST",
+    "log-probabilities",
+    "sampling: waits for tokens in flight",
+    "aborts: sampling deferred",
+    "drafts: planned",
+    "drafts: verified",
+    "drafts: accepted",
+    "drafts: rows cut by a stop",
+    "drafts: fewer than planned",
+    "drafts: refused by a grammar",
+    "drafts: stale rows of several tokens",
+]
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+@pytest.mark.parametrize("first", range(0, SEEDS // 8, CHUNK))
+def test_any_workload_with_any_drafts_answers_as_without(first: int) -> None:
+    """S2-1, S2-3 to S2-7"""
+    happened = played(range(first, first + min(CHUNK, SEEDS // 8)), speculates=True)
+    assert [name for name in MUST_HAPPEN_TO_DRAFTS if not happened[name]] == []
 
 
 def test_a_run_replays_exactly() -> None:

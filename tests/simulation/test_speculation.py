@@ -219,6 +219,21 @@ def test_a_drafter_with_a_shorter_context(depth: int) -> None:
     assert world.coverage["drafts: planned"] > 3 * world.coverage["drafts: verified"]
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refused(depth: int) -> None:
+    """S2-5: drafts in flight need blocks behind the last token; nobody waits for blocks that there never are."""
+    how, sampling = Speculating("never", (3,)), params(20, eos=False)
+    needed = 12 + 20 - 1 + 3 * depth
+    for blocks, fits in ((-(-needed // 4), True), (-(-needed // 4) - 1, False)):
+        world = World(
+            replace(ROOMY, max_model_len=256, num_blocks=blocks, block_size=4), depth, speculating=how
+        )
+        stream = world.add(prompt_of(12), sampling)
+        world.drain()
+        assert stream.finish is not None
+        assert (stream.finish.reason is FinishReason.LENGTH, len(stream.tokens)) == (fits, 20 if fits else 0)
+
+
 # -- 2(e) 8: grammars --------------------------------------------------------------------------------------------
 
 

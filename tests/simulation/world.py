@@ -137,6 +137,7 @@ class _Watched(Scheduler):
         owner = self.slots.request(slot)
         super()._deliver_stale(slot, token_ids, sampled)
         self.world.coverage["stale deliveries"] += 1
+        self.world.coverage["drafts: stale rows of several tokens"] += len(token_ids) > 1
         self.world.coverage["stops while preempted"] += owner.status is RequestStatus.FINISHED
 
 

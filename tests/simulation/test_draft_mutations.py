@@ -1,0 +1,324 @@
+"""Faults in what the scheduler does with drafts, put there on purpose: the simulator must notice each of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from services.scheduler.kv_cache import KVCacheManager
+from services.scheduler.ledger import Ledger
+from services.scheduler.request import Request
+from services.scheduler.results import Results
+from services.scheduler.scheduler import Scheduler
+from services.scheduler.slots import DELIVER, LIVE, SlotTable
+from tests.simulation.drafts import Speculating
+from tests.simulation.grammar import structured
+from tests.simulation.oracle import reference
+from tests.simulation.test_mutations import Fault, assert_caught
+from tests.simulation.test_speculation import ROOMY, prompt_of
+from tests.simulation.world import World, params
+
+
+def rejected_drafts_stay_computed(settle: Any) -> Any:
+    """P is not reduced (2(b) 3)."""
+
+    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        before = self.slots.computed.copy()
+        settle(self, rows, drafts, sampled, live)
+        self.slots.computed[:] = before
+
+    return broken
+
+
+def rejected_drafts_are_settled_twice(settle: Any) -> Any:
+    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        before = self.slots.computed.copy()
+        settle(self, rows, drafts, sampled, live)
+        self.slots.computed -= before - self.slots.computed
+
+    return broken
+
+
+def one_rejected_draft_too_few(settle: Any) -> Any:
+    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        settle(self, rows, drafts, sampled, live)
+        mine = live & (drafts - sampled.counts + 1 > 1)
+        self.slots.computed[rows[mine]] += 1
+
+    return broken
+
+
+def drafts_survive_a_skipped_step(wanted: Any) -> Any:
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        before = self.sampled_step[rows].copy()
+        self.sampled_step[rows] = next_step - 1
+        try:
+            return wanted(self, rows, next_step, stages)
+        finally:
+            self.sampled_step[rows] = before
+
+    return broken
+
+
+def one_draft_more_than_was_asked_for(wanted: Any) -> Any:
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        self.proposed[rows] += self.proposed[rows] > 0
+        try:
+            return wanted(self, rows, next_step, stages)
+        finally:
+            self.proposed[rows] -= self.proposed[rows] > 0
+
+    return broken
+
+
+def more_drafts_than_the_context_has_room_for(wanted: Any) -> Any:
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        history, self.history = self.history, np.empty((len(self.history), 1 << 20), np.int8)
+        try:
+            return wanted(self, rows, next_step, stages)
+        finally:
+            self.history = history
+
+    return broken
+
+
+def drafts_count_as_certain_tokens(wanted: Any) -> Any:
+    """A request counts as certainly finished as soon as its drafts might finish it."""
+
+    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+        sampling, self.sampling = self.sampling, self.placeholders
+        try:
+            return wanted(self, rows, next_step, stages)
+        finally:
+            self.sampling = sampling
+
+    return broken
+
+
+def drafts_are_not_reserved(add: Any) -> Any:
+    """H counts one token for each row (2(b) 2)."""
+
+    def broken(self: Ledger, step: Any) -> None:
+        add(self, step)
+        self._slots.placeholders[step.slots] -= step.drafts
+
+    return broken
+
+
+def tokens_after_a_stop_are_delivered(until: Any) -> Any:
+    """2(b) 12"""
+
+    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+        return until(self, rows, token_ids, first, counts)._replace(counts=counts)
+
+    return broken
+
+
+def a_stop_counts_at_the_end_of_a_row_only(until: Any) -> Any:
+    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+        tokens = until(self, rows, token_ids, first, counts)
+        early = tokens.counts < counts
+        return tokens._replace(counts=counts, ends=tokens.ends & ~early, stops=tokens.stops & ~early)
+
+    return broken
+
+
+def min_tokens_hold_for_rows_of_one_token(until: Any) -> Any:
+    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+        before = self.slots.stops_from.copy()
+        self.slots.stops_from[rows[counts > 1]] = 0
+        try:
+            return until(self, rows, token_ids, first, counts)
+        finally:
+            self.slots.stops_from[:] = before
+
+    return broken
+
+
+def drafts_enter_the_prefix_cache_at_dispatch(register: Any) -> Any:
+    """0.7: eager registration is for tokens that are known."""
+
+    def broken(self: Scheduler, rows: Any, counts: Any) -> None:
+        register(self, rows, counts)
+        self.kv.register(rows, self.slots.computed[rows] + counts)
+
+    return broken
+
+
+def drafts_enter_the_prefix_cache_with_their_result(commit: Any) -> Any:
+    """Everything that was computed, whether it is in flight still or not."""
+
+    def broken(self: KVCacheManager, rows: Any) -> None:
+        self.register(rows, self._slots.computed[rows])
+
+    return broken
+
+
+def what_a_stop_cut_off_enters_the_prefix_cache(commit: Any) -> Any:
+    def broken(self: KVCacheManager, rows: Any) -> None:
+        self.register(rows, self._slots.committed(rows))
+
+    return broken
+
+
+def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
+    def broken(self: Results, slot: int, token_ids: list[int], sampled: Any) -> None:
+        deliver(self, slot, token_ids, sampled)
+        request = self.slots.request(slot)
+        if request.finished and len(token_ids) > 1:
+            self.outputs.token(
+                request, int(self.slots.tokens[slot]) - request.num_prompt_tokens, token_ids[-1]
+            )
+
+    return broken
+
+
+def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
+    """One stale row for each token that may come, and not for each row."""
+
+    def broken(self: Scheduler, slot: int, stale: int = DELIVER) -> None:
+        sampling = self.slots.sampling[slot]
+        self.slots.sampling[slot] = self.slots.placeholders[slot]
+        preempt(self, slot, stale)
+        self.slots.sampling[slot] = sampling
+
+    return broken
+
+
+def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
+    """2(b) 13: tagged with the producing step."""
+
+    def broken(self: Results, rows: Any, draft_ids: Any) -> None:
+        owners = [self.slots.request(int(row)) for row in rows]
+        before = [owner.draft_ids for owner in owners]
+        remember(self, rows, draft_ids)
+        for owner, ids in zip(owners, before, strict=True):
+            if len(ids) == len(owner.draft_ids):
+                owner.draft_ids = ids
+
+    return broken
+
+
+def every_position_has_its_rows_first_mask(output: Any) -> Any:
+    def broken(self: Scheduler, step: Any, vocab_size: int) -> Any:
+        grammar = output(self, step, vocab_size)
+        if grammar is None or not grammar.counts:
+            return grammar
+        counts = np.frombuffer(grammar.counts, np.int32)
+        masks = np.frombuffer(grammar.bitmask, np.int32).reshape(int(counts.sum()), -1)
+        first = np.repeat(masks[np.cumsum(counts) - counts], counts, axis=0)
+        return msgspec.structs.replace(grammar, bitmask=first.tobytes())
+
+    return broken
+
+
+def a_grammar_takes_the_rows_last_token_only(matching: Any) -> Any:
+    def broken(self: Request, token_ids: list[int]) -> int:
+        return len(token_ids) if matching(self, token_ids[-1:]) else 0
+
+    return broken
+
+
+def logprobs_of_what_a_stop_cut_off(publish: Any) -> Any:
+    def broken(self: Results, logprobs: Any) -> None:
+        tokens, self.slots.tokens = self.slots.tokens, np.full_like(self.slots.tokens, 1 << 20)
+        publish(self, logprobs)
+        self.slots.tokens = tokens
+
+    return broken
+
+
+def drafts_are_counted_twice(settle: Any) -> Any:
+    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        settle(self, rows, drafts, sampled, live)
+        self.slots.drafted[rows] += sampled.drafted
+
+    return broken
+
+
+def a_preempted_request_forgets_its_drafts(give: Any) -> Any:
+    def broken(self: SlotTable, slot: int) -> None:
+        if self.state[slot] != LIVE:
+            self.drafted[slot] = self.accepted[slot] = 0
+        give(self, slot)
+
+    return broken
+
+
+def blocks_for_what_is_computed_only(ahead: Any) -> Any:
+    """The drafter's look-ahead has none."""
+    return lambda self, ends: ends
+
+
+FAULTS: list[Fault] = [
+    (Results, "_settle", rejected_drafts_stay_computed),
+    (Results, "_settle", rejected_drafts_are_settled_twice),
+    (Results, "_settle", one_rejected_draft_too_few),
+    (Results, "_settle", drafts_are_counted_twice),
+    (SlotTable, "wanted", drafts_survive_a_skipped_step),
+    (SlotTable, "wanted", one_draft_more_than_was_asked_for),
+    (SlotTable, "wanted", more_drafts_than_the_context_has_room_for),
+    (SlotTable, "wanted", drafts_count_as_certain_tokens),
+    (SlotTable, "give_draft_counts", a_preempted_request_forgets_its_drafts),
+    (Ledger, "add", drafts_are_not_reserved),
+    (Results, "_until_the_end", tokens_after_a_stop_are_delivered),
+    (Results, "_until_the_end", a_stop_counts_at_the_end_of_a_row_only),
+    (Scheduler, "_register_known", drafts_enter_the_prefix_cache_at_dispatch),
+    (KVCacheManager, "commit", drafts_enter_the_prefix_cache_with_their_result),
+    (Scheduler, "preempt", a_preempted_request_waits_for_its_drafts),
+    (Scheduler, "_ahead", blocks_for_what_is_computed_only),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
+def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(fault, monkeypatch, speculates=True)
+
+
+RARE_FAULTS: list[Fault] = [
+    (Results, "_remember_drafts", a_grammar_looks_at_drafts_of_a_step_before),
+    (Scheduler, "grammar_output", every_position_has_its_rows_first_mask),
+    (Request, "matching", a_grammar_takes_the_rows_last_token_only),
+    (Results, "_publish_logprobs", logprobs_of_what_a_stop_cut_off),
+    (Results, "_until_the_end", min_tokens_hold_for_rows_of_one_token),
+    (KVCacheManager, "commit", what_a_stop_cut_off_enters_the_prefix_cache),
+    (Results, "_deliver_stale", a_stale_row_delivers_behind_its_stop),
+]
+"""Of what random workloads have few: grammars, log-probabilities, rows that go on behind a stop."""
+
+
+def many_stops_and_grammars() -> None:
+    world = World(replace(ROOMY, block_size=4), 2, speculating=Speculating("by request", (5,)))
+    for i in range(18):
+        stops = range(i, 64, 9 if i % 3 else 4)
+        sampling = params(14, *stops, eos=False, min_tokens=4)
+        grammar = structured(i) if i % 3 else None
+        world.add(prompt_of(5 + i, i), msgspec.structs.replace(sampling, logprobs=1), structured=grammar)
+    world.drain()
+
+
+def displaced_within_a_row_that_stops() -> None:
+    answer = reference(prompt_of(9), params(9, eos=False), 512, 64).tokens
+    world = World(
+        replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (5,))
+    )
+    world.add(prompt_of(9), params(9, answer[3], eos=False), priority=1)
+    world.dispatch()
+    world.add(prompt_of(5, 1), params(3, eos=False))
+    world.drain()
+    assert world.coverage["stops while preempted"]
+
+
+def test_without_a_fault_nothing_is_caught() -> None:
+    many_stops_and_grammars()
+    displaced_within_a_row_that_stops()
+
+
+@pytest.mark.parametrize("fault", RARE_FAULTS, ids=lambda fault: fault[2].__name__)
+def test_rare_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken = fault
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    with pytest.raises(Exception, match=r"."):
+        test_without_a_fault_nothing_is_caught()
