@@ -1,19 +1,20 @@
 """The permutation matrix with the worker that is shipped: core, scheduler, session and the simulator backend, checked
-against the plain reference sampler (spec 2(e) 2, without speculation)."""
+against the plain reference sampler (spec 2(e) 2)."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
 import pytest
 
 from protocol.codec import Decoder, encode, pack, unpack
-from protocol.membership import Assignment, InitializeCache
+from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
+from services.scheduler.drafting import Fixed
 from services.scheduler.engine import EngineCore
 from services.scheduler.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
@@ -44,18 +45,20 @@ class Client:
 
 
 class Engine:
-    """Every message crosses the codec; results are read as late as the depth allows."""
+    """Every message crosses the codec; results are read as late as the depth allows; up to `drafts` are proposed."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, drafts: int = 0) -> None:
         self.compilation = Compilation(VOCAB)
+        limits = replace(STORM, drafts_in_flight=depth * drafts)
         self.core = EngineCore(
-            Scheduler(STORM, ChunkedPolicy()),
+            Scheduler(limits, ChunkedPolicy(), drafting=Fixed(drafts) if drafts else None),
             depth,
             VOCAB,
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
         )
-        self.runner, self.session = sim_runner(), Session()
+        how = Speculation("ngram", drafts) if drafts else None
+        self.runner, self.session = sim_runner(speculation=how), Session()
         self.session.on(Assignment(1, 0, 1, BLOCK, SLOTS, 512))
         self.session.loaded()
         self.session.on(InitializeCache(STORM.num_blocks, CONTEXT))
@@ -140,11 +143,12 @@ def assert_answered(client: Client) -> None:
         assert_scored(entry, everything[:position], everything[position], count or 0)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(("drafts", "depth"), [(0, 1), (0, 2), (0, 3), (1, 2), (3, 1), (3, 3), (5, 2)])
 @pytest.mark.parametrize("name", MATRIX)
-def test_the_permutation_matrix_on_the_simulator_backend(name: str, depth: int) -> None:
-    """Requests join and leave in every step, three of four with the parameter, and blocks never suffice."""
-    rng, engine = Random(name), Engine(depth)
+def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int, depth: int) -> None:
+    """Requests join and leave in every step, three of four with the parameter, and blocks never suffice; with drafts
+    (spec 2(e) 2) and without."""
+    rng, engine = Random(name), Engine(depth, drafts)
     names = (name, name, name, rng.choice(MATRIX))
     while len(engine.clients) < 16 or engine.core.requests:
         for _ in range(min(rng.choice((1, 1, 2)), 16 - len(engine.clients))):
@@ -158,6 +162,9 @@ def test_the_permutation_matrix_on_the_simulator_backend(name: str, depth: int) 
     engine.runner.shutdown()
     assert engine.core.scheduler.counters["preemptions"] > 0
     assert bool(engine.deferred) == (STRUCTURED in name and depth > 1)
+    counters = engine.core.scheduler.counters
+    if drafts:
+        assert 0 < counters["spec_decode_num_accepted_tokens"] < counters["spec_decode_num_draft_tokens"]
     for client in engine.clients:
         assert_answered(client)
     bare = [
