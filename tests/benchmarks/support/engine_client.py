@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.codec import Decoder, pack
-from protocol.requests import EngineMessage, EnginePhase, EngineState, GenerateRequest, RequestOutputs
+from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, GenerateRequest, RequestOutputs
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 
@@ -85,6 +85,7 @@ class EngineClient:
         self.state: EngineState | None = None
         self.tokens = 0
         self.finished = 0
+        self.finishes: list[Finish] = []
         self.samples: list[Sample] = []
 
     def wait_ready(self) -> None:
@@ -97,9 +98,10 @@ class EngineClient:
         number: int,
         max_tokens: int,
         structured: StructuredOutputParams | None = None,
+        params: SamplingParams | None = None,
     ) -> None:
-        """Asks for `max_tokens` greedy tokens after `prompt`, token ids."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        """Asks for `max_tokens` greedy tokens after `prompt`, token ids; or for what `params` say."""
+        params = params or SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params, structured=structured))
 
     def receive(self, timeout: float | None = None) -> RequestOutputs | None:
@@ -113,6 +115,7 @@ class EngineClient:
         if isinstance(message, RequestOutputs):
             self.tokens += len(message.token_ids) // 4
             self.finished += len(message.finished)
+            self.finishes += message.finished
             return message
         self.state = message
         if "worker_idle_seconds_total" in message.stats:

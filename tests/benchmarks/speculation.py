@@ -1,0 +1,195 @@
+"""What drafts are worth: tokens/s of the demo model with and without them, greedy, at concurrency 1 and 8.
+
+The prompts are pieces of a text that lies beside this file, ordinary prose and code; answers end where the model ends
+them. Then where drafts fail: random prompts whose answers are sampled so hot that nobody can foresee them. Then whether
+acceptance depends on running ahead; and on `sim`, with 5 ms steps and 256 requests, whether running ahead gains as much
+with drafts as without. Engines of one comparison run at the same time and are asked in turn, so that a noisy minute
+meets all.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from protocol.sampling import SamplingParams
+from services.checkpoint import DEMO_MODEL
+from tests.benchmarks.run_ahead import measure
+from tests.benchmarks.support.engine_client import EngineClient, engine
+from tests.benchmarks.support.report import report
+
+TEXT = Path(__file__).parent / "prose_and_code.txt"
+EOS = 2
+CONCURRENCY = (1, 8)
+PLAIN = "none"
+Prompts = Sequence[np.ndarray]
+Figures = dict[str, float]
+
+
+def text_prompts(number: int, size: int) -> list[np.ndarray]:
+    """Pieces of `size` tokens, evenly spread over the text; int32 each."""
+    ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(TEXT.read_text()).ids
+    starts = np.linspace(0, len(ids) - size, number).astype(int)
+    return [np.array(ids[start : start + size], np.int32) for start in starts]
+
+
+def random_prompts(number: int, size: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(300, 4096, size).astype(np.int32) for _ in range(number)]
+
+
+def speculative(methods: Mapping[str, int], adaptive: bool) -> dict[str, dict[str, object]]:
+    """The scheduler's settings by method; `methods` say how many drafts."""
+    heads = {"eagle": {"model": str(DEMO_MODEL / "eagle")}}
+    configs = {
+        method: {"method": method, "num_speculative_tokens": k, "adaptive": adaptive, **heads.get(method, {})}
+        for method, k in methods.items()
+    }
+    return {method: {"speculative_config": json.dumps(config)} for method, config in configs.items()}
+
+
+def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: SamplingParams) -> Figures:
+    """All prompts, so many at a time."""
+    done, tokens, before = client.finished, client.tokens, len(client.finishes)
+    began, sent = time.monotonic(), 0
+    while client.finished - done < len(prompts):
+        while sent < len(prompts) and sent - (client.finished - done) < concurrency:
+            client.generate(prompts[sent], sent, 0, params=params)
+            sent += 1
+        client.receive()
+    seconds, finishes = time.monotonic() - began, client.finishes[before:]
+    tokens = client.tokens - tokens
+    drafted, accepted = (
+        sum(getattr(finish, f"num_{what}_tokens") for finish in finishes) for what in ("draft", "accepted")
+    )
+    return {
+        "tokens_per_s": tokens / seconds,
+        "acceptance": accepted / drafted if drafted else 0.0,
+        "tokens_per_row": tokens / (tokens - accepted),
+        "drafted": float(drafted),
+        "tokens": float(tokens),
+    }
+
+
+def compared(
+    engines: Mapping[str, Mapping[str, object]],
+    prompts: Prompts,
+    params: SamplingParams,
+    args: argparse.Namespace,
+) -> dict[int, dict[str, list[Figures]]]:
+    """Runs by concurrency and method; each run of one method has its neighbours of all others."""
+    runs: dict[int, dict[str, list[Figures]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
+    worker = {"threads": args.threads, "log_level": "warning", "kv_cache_memory_bytes": 256 << 20}
+    with ExitStack() as stack:
+        clients = {
+            name: stack.enter_context(engine({"log_level": "warning", **settings}, worker))
+            for name, settings in engines.items()
+        }
+        for client in clients.values():  # what was measured of it adapts the number of drafts
+            answer(client, prompts[:4], 4, params)
+        for _ in range(args.repeats):
+            for concurrency in CONCURRENCY:
+                for name, client in clients.items():
+                    runs[concurrency][name].append(answer(client, prompts, concurrency, params))
+    return runs
+
+
+def over_none(runs: Mapping[str, Sequence[Figures]], method: str) -> float:
+    """The median over pairs of neighbouring runs."""
+    pairs = zip(runs[method], runs[PLAIN], strict=True)
+    return statistics.median(ours["tokens_per_s"] / none["tokens_per_s"] for ours, none in pairs)
+
+
+def acceptance_equal(
+    methods: Mapping[str, int], prompts: Prompts, params: SamplingParams, threads: int
+) -> bool:
+    """Whether drafted and accepted of each request are the same at depth 1 and 2 (S2-2)."""
+    for method, settings in speculative(methods, adaptive=False).items():
+        counts = []
+        for depth in (1, 2):
+            limits = {"batch_queue_depth": depth, "log_level": "warning", "enable_prefix_caching": False}
+            with engine({**limits, **settings}, {"threads": threads, "log_level": "warning"}) as client:
+                answer(client, prompts, len(prompts), params)
+                finishes = sorted(client.finishes, key=lambda finish: finish.number)
+                counts.append([(each.num_draft_tokens, each.num_accepted_tokens) for each in finishes])
+        if counts[0] != counts[1]:
+            print(f"{method}: {[pair for pair in zip(*counts, strict=True) if pair[0] != pair[1]]}")
+            return False
+    return True
+
+
+def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
+    """Tokens/s at depth 2 over depth 1 on `sim`, without drafts and with three."""
+    memory = args.sim_requests * (args.sim_output + 256) * 8
+    worker = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    gains: dict[str, list[float]] = {"without": [], "with_3_drafts": []}
+    for _ in range(args.repeats):
+        for name, settings, output in (
+            ("without", {}, args.sim_output // 2),
+            ("with_3_drafts", {"speculative_config": json.dumps(drafts)}, args.sim_output),
+        ):
+            limits = {"max_model_len": args.sim_output + 256, **settings}
+            rates = [
+                measure(d, args.sim_requests, 64, output, limits, worker)["tokens_per_s"] for d in (1, 2)
+            ]
+            gains[name].append(rates[1] / rates[0])
+    return {name: statistics.median(values) for name, values in gains.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (
+        ("threads", 1), ("repeats", 3), ("prompts", 16), ("input-len", 96), ("output-len", 128), ("eagle", 3),
+        ("ngram", 3), ("sim-requests", 256), ("sim-output", 1200),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--skip-sim", action="store_true")
+    args = parser.parse_args()
+    methods = {"eagle": args.eagle, "ngram": args.ngram}
+    engines = {PLAIN: {}, **speculative(methods, adaptive=True)}
+    greedy = SamplingParams(args.output_len, temperature=0.0, eos_token_ids=(EOS,))
+    hot = SamplingParams(args.output_len, temperature=1.5, seed=1)
+    text = text_prompts(args.prompts, args.input_len)
+    good = compared(engines, text, greedy, args)
+    bad = compared(engines, random_prompts(args.prompts, args.input_len), hot, args)
+    speedup = {m: {str(c): over_none(good[c], m) for c in CONCURRENCY} for m in methods}
+    floor = {m: {str(c): over_none(bad[c], m) for c in CONCURRENCY} for m in methods}
+    rows = [
+        {
+            "prompts": kind,
+            "concurrency": concurrency,
+            "drafts by": f"{name}, k={methods[name]}" if name in methods else name,
+            **{key: statistics.median(run[key] for run in runs[concurrency][name]) for key in
+               ("tokens_per_s", "acceptance", "tokens_per_row")},
+            "over none": over_none(runs[concurrency], name),
+        }
+        for kind, runs in (("text", good), ("random, sampled", bad))
+        for concurrency in CONCURRENCY
+        for name in engines
+    ]  # fmt: skip
+    report(
+        "speculation",
+        title=f"demo model, {args.threads} threads: medians of {args.repeats}",
+        rows=rows,
+        figures={
+            "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
+            "speedup": {method: min(speedup[method].values()) for method in methods},
+            "speedup_by_concurrency": speedup,
+            "adaptive_floor": min(value for by in floor.values() for value in by.values()),
+            "adaptive_floor_by_method": floor,
+            **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),
+        },
+        settings={"drafts": methods, "adaptive": True, **vars(args)},
+        repeats={"text": good, "random": bad},
+    )
+
+
+if __name__ == "__main__":
+    main()
