@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.codec import encode
-from protocol.membership import Assignment, InitializeCache
+from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.ranks import sim_rank
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
@@ -71,9 +71,15 @@ class SimGroup:
     """`tp` * `pp` of the processes; `config` are settings of the worker, `frozen`: time stands still."""
 
     def __init__(
-        self, processes: Sequence[RankProcess], tp: int, pp: int, frozen: bool = False, **config: Any
+        self,
+        processes: Sequence[RankProcess],
+        tp: int,
+        pp: int,
+        frozen: bool = False,
+        speculation: Speculation | None = None,
+        **config: Any,
     ) -> None:
-        self.tp, self.pp = tp, pp
+        self.tp, self.pp, self._speculation = tp, pp, speculation
         self.ranks = list(processes[: tp * pp])
         for rank in self.ranks:
             rank.call("start", {"sim_vocab_size": VOCAB, **COST, **config}, frozen)
@@ -84,8 +90,9 @@ class SimGroup:
         rendezvous = self.ranks[0].call("listen")
         for number, rank in enumerate(self.ranks):
             assignment = Assignment(
-                epoch, number, tp * pp, BLOCK, SLOTS, 512, CONTEXT, tp, pp, rendezvous if tp * pp > 1 else ""
-            )
+                epoch, number, tp * pp, BLOCK, SLOTS, 512, CONTEXT, tp, pp, rendezvous if tp * pp > 1 else "",
+                self._speculation,
+            )  # fmt: skip
             rank.ask("load", assignment, InitializeCache(BLOCKS, CONTEXT))
         for rank in self.ranks:
             rank.last_answer()

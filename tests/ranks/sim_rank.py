@@ -96,6 +96,10 @@ class Rank:
 
     # -- mutations -----------------------------------------------------------------------------------------------
 
+    def another_draft(self, slot: int) -> None:
+        """The drafter of this rank has come to something else."""
+        self._runner._drafts._tokens[slot, 0] += 1
+
     @property
     def _stage(self) -> Any:
         return self._runner._place

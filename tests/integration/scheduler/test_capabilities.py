@@ -20,9 +20,15 @@ WORKERS: dict[str, dict[str, object]] = {
     "sim": {"backend": "sim", "sim_step_ms": 1.0},
     "sim rigid": {"backend": "sim", "sim_step_ms": 1.0, "sim_rigid": True},
 }
-CELLS = {cell: reason for cell, reason in table() if cell.backend in WORKERS}
-"""vLLM has an environment of its own, and its cells are run there: tests/vllm."""
+CELLS = {
+    cell: reason
+    for cell, reason in table()
+    if cell.backend in WORKERS and (cell.runs_ahead or not cell.speculation)
+}
+"""vLLM has an environment of its own, and its cells are run there: tests/vllm. Drafts in step with the scheduler are in
+test_speculation.py."""
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 STREAMS = range(8)
 STRUCTURED = range(8, 12)
 DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
@@ -37,6 +43,7 @@ def scheduler(cell: Combination) -> dict[str, object]:
         "max_model_len": 256,
         "max_num_batched_tokens": 64,
         "settle_seconds": 0,
+        "speculative_config": DRAFTS if cell.speculation else None,
     }
 
 
