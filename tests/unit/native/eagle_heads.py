@@ -111,8 +111,14 @@ class World:
     """A target, a head for it, and the drafter with that head over an empty cache."""
 
     def __init__(
-        self, directory: Path, head: Head, dtype: torch.dtype = torch.float32, **speculation: Any
+        self,
+        directory: Path,
+        head: Head,
+        dtype: torch.dtype = torch.float32,
+        least_chance: float = 0.0,
+        **speculation: Any,
     ) -> None:
+        self.least_chance = least_chance
         torch.manual_seed(5)
         self.path, self.target = write_target(directory / "target")
         self.head, self.tensors = head, head.tensors()
@@ -132,7 +138,8 @@ class World:
             Part.of(ModelConfig.from_directory(self.path), Shard()), checkpoint, dtype, lambda *_: None
         )
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
-        return EagleDrafter(Target(wanted, model, self.path, checkpoint, dtype, BLOCK_SIZE, CONTEXT))
+        target = Target(wanted, model, self.path, checkpoint, dtype, BLOCK_SIZE, CONTEXT)
+        return EagleDrafter(target, self.least_chance)
 
     def states(self, positions: int) -> list[torch.Tensor]:
         """As if the target had computed them; [positions, hidden] for each that the drafter reads."""
@@ -152,14 +159,19 @@ class World:
         with torch.inference_mode():
             return self.drafter.propose(advance, k).tolist()
 
-    @torch.inference_mode()
     def reference(self, tokens: list[int], k: int) -> list[int]:
         """The drafts after `tokens`, whose last one was sampled."""
+        return [token for token, _ in self.chances(tokens, k)]
+
+    @torch.inference_mode()
+    def chances(self, tokens: list[int], k: int) -> list[tuple[int, float]]:
+        """The drafts, each with the head's probability of it."""
         network = Reference(self.head, self.tensors, self.target)
         hidden = network.fuse(self.states(len(tokens) - 1))
-        drafts: list[int] = []
+        drafts: list[tuple[int, float]] = []
         for _ in range(k):
-            yielded = network.layer(torch.tensor(tokens[1:] + drafts), hidden)[-1:]
+            ids = torch.tensor(tokens[1:] + [token for token, _ in drafts])
+            yielded = network.layer(ids, hidden)[-1:]
             drafts.append(network.token(yielded))
             hidden = torch.cat((hidden, yielded))
         return drafts
@@ -214,6 +226,7 @@ class Reference:
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
-    def token(self, yielded: torch.Tensor) -> int:
+    def token(self, yielded: torch.Tensor) -> tuple[int, float]:
         x = self.norm("norm", yielded) if self.three else yielded
-        return int(self.tokens[(x @ self.output.T).argmax()])
+        chances = (x @ self.output.T).softmax(1)[0]
+        return int(self.tokens[chances.argmax()]), float(chances.max())

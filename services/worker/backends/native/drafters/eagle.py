@@ -24,13 +24,17 @@ from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"
 """The head that is meant when none is named."""
+LEAST_CHANCE = 0.03
+"""A draft whose chance, by the head's own word and with those before it, is less is not proposed: computing it and
+verifying it would cost more than it brings."""
 
 
 class EagleDrafter(Drafter):
     """EAGLE and EAGLE-3 heads, from checkpoints in Hugging Face format."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, least_chance: float = LEAST_CHANCE) -> None:
         """Raises: LoadError"""
+        self._least_chance = least_chance
         speculation = target.speculation
         try:
             self._model: EagleModel = load(_directory(target), target)
@@ -61,9 +65,10 @@ class EagleDrafter(Drafter):
         slots, ends = advance.slots[advance.samples], advance.ends[advance.samples]
         room = self._room(slots, ends, k)
         at = np.flatnonzero(room > 0)
+        chances = np.ones(len(room), np.float32)
         hidden = self._follow(advance, np.flatnonzero(advance.samples)[at])
         for number in range(k):
-            going = room[at] > number
+            going = (room[at] > number) & (chances[at] >= self._least_chance)
             if not going.all():
                 at, hidden = at[going], hidden[torch.from_numpy(np.flatnonzero(going))]
             if not len(at):
@@ -72,7 +77,9 @@ class EagleDrafter(Drafter):
                 ids = torch.from_numpy(proposed[at, number - 1]).long()
                 batch = _one_each(slots[at], ends[at] + np.int32(number - 1))
                 hidden = self._model.predict(ids, hidden, self._context(batch))
-            proposed[at, number] = self._model.drafts(hidden)
+            drafts, sure = self._model.drafts(hidden)
+            chances[at] *= sure
+            proposed[at, number] = np.where(chances[at] >= self._least_chance, drafts, NO_DRAFT)
         return proposed
 
     def _room(self, slots: I32, ends: I32, k: int) -> I32:

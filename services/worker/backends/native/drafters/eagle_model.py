@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.worker.backends.native.attention import Attention, Context
 from services.worker.backends.native.drafters.base import I32, Target
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
+from services.worker.backends.native.kernels.likeliest import likeliest_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
-from services.worker.backends.native.kernels.sampling import greedy_kernel
 from services.worker.backends.native.product import Product
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
@@ -38,7 +39,7 @@ class EagleModel(ABC):
     def __init__(self, config: EagleConfig, checkpoint: Checkpoint, target: Target) -> None:
         """Raises: LoadError, when a tensor is missing or has another shape."""
         self.config = config
-        self._norm, self._gate, self._greedy = norm_kernel(False), gate_kernel(False), greedy_kernel()
+        self._norm, self._gate, self._likeliest = norm_kernel(False), gate_kernel(False), likeliest_kernel()
         self._attention = Attention(config.layer, torch.float32, target.dtype)
         self._load(loader := _Loader(config, checkpoint, target))
         self._embedding = loader.embedding()
@@ -88,14 +89,13 @@ class EagleModel(ABC):
             residual += self._down(self._gated(gate_up))
         return residual
 
-    def drafts(self, hidden: torch.Tensor) -> I32:
-        """int32[rows]: the most likely token after each of float32[rows, hidden]."""
+    def drafts(self, hidden: torch.Tensor) -> tuple[I32, NDArray[np.float32]]:
+        """The most likely token after each of float32[rows, hidden], and its chance; int32[rows], float32[rows]."""
         logits = self._head(self._before_head(hidden))
-        rows, chosen = np.arange(len(logits), dtype=np.int32), np.empty(len(logits), np.int32)
-        self._greedy.run(
-            len(rows), (logits.data_ptr(), rows.ctypes.data, logits.shape[1], chosen.ctypes.data)
-        )
-        return chosen if self._tokens is None else self._tokens[chosen]
+        rows, size = logits.shape
+        ids, chances = np.empty(rows, np.int32), np.empty(rows, np.float32)
+        self._likeliest.run(rows, (logits.data_ptr(), size, ids.ctypes.data, chances.ctypes.data))
+        return ids if self._tokens is None else self._tokens[ids], chances
 
     def _before_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -1,6 +1,7 @@
 """`python -m services.worker.backends.native.kernels` compiles every kernel, so that the first start need not."""
 
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.likeliest import likeliest_kernel
 from services.worker.backends.native.kernels.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.ngram import ngram_kernel
 from services.worker.backends.native.kernels.product import product_kernel
@@ -10,6 +11,7 @@ from services.worker.backends.native.kernels.sampling import greedy_kernel, samp
 
 sampling_kernel()
 greedy_kernel()
+likeliest_kernel()
 rules_kernel()
 mask_kernel()
 logprobs_kernel()

@@ -1,0 +1,45 @@
+"""The most likely token of each row of logits, and how likely it is."""
+
+import numpy as np
+from numba import carray
+
+from services.worker.backends.native.kernels import simd
+from services.worker.backends.native.kernels.team import HEADER, Kernel, take
+
+LIKELIEST = [
+    ("logits", np.int64),  # float32[items, vocab]
+    ("vocab", np.int64),
+    ("ids", np.int64),  # int32[items], of equal logits the lowest
+    ("chances", np.int64),  # float32[items], 0 to 1
+]
+_LIKELIEST = np.dtype(HEADER + LIKELIEST, align=True)
+
+
+def likeliest_kernel() -> Kernel:
+    """One item is one row."""
+
+    def choose(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _LIKELIEST)[0]
+        whole = a.vocab // 16 * 16
+        while True:
+            item = take(address, 1)
+            if item >= a.items:
+                break
+            row = a.logits + item * a.vocab * 4
+            logits, most = simd.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
+            for i in range(0, whole, 16):
+                most = simd.maximum(simd.load_f32x16(row + i * 4), most)
+            greatest, chosen = simd.reduce_max(most), 0
+            for i in range(whole, a.vocab):
+                greatest = max(greatest, logits[i])
+            while chosen < a.vocab - 1 and logits[chosen] != greatest:
+                chosen += 1
+            top, sums, rest = simd.splat(-greatest), simd.splat(np.float32(0)), np.float32(0)
+            for i in range(0, whole, 16):
+                sums = simd.add(simd.exp(simd.add(simd.load_f32x16(row + i * 4), top)), sums)
+            for i in range(whole, a.vocab):
+                rest += np.exp(logits[i] - greatest)
+            simd.i32_at(a.ids, a.items)[item] = chosen
+            simd.store_f32(a.chances + item * 4, np.float32(1) / (simd.reduce_add(sums) + rest))
+
+    return Kernel(choose, LIKELIEST, cost=4)
