@@ -1,6 +1,7 @@
 """vLLM under the scheduler: steps ahead, preemption, aborts and every parameter change no answer (spec S1)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -11,6 +12,7 @@ from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from services.config import WorkerConfig
+from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
 from tests.simulation.grammar import Automaton, structured
@@ -108,6 +110,25 @@ def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: d
         for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
+
+
+CELLS = {cell: reason for cell, reason in table() if cell.backend == "vllm" and not cell.structured}
+"""Structured output is among what is asked for in each."""
+
+
+@pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
+def test_cell_that_is_not_refused_serves_the_same_answers(
+    cell: Combination, worker: Worker, alone: dict[str, Stream]
+) -> None:
+    assert refusal(replace(cell, structured=True)) is None
+    with Run(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
+        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+            assert_equal(got, expected)
+
+
+def test_stages_are_refused_in_every_cell() -> None:
+    assert {cell.pipeline for cell, reason in CELLS.items() if reason is not None} == {True}
+    assert {cell.pipeline for cell, reason in CELLS.items() if reason is None} == {False}
 
 
 def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
