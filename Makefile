@@ -62,7 +62,7 @@ check: $(STAMP)
 	PYTHONPATH=.ci $(BIN)/lint-imports
 
 # Prints a table and writes build/bench/NAME.json.
-bench: $(STAMP)
+bench: $(STAMP) $(if $(filter vllm_%,$(NAME)),$(VLLM)/.installed)
 	$(if $(NAME),,$(error which one? make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
