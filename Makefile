@@ -12,7 +12,7 @@ VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: setup serve images test test-docker test-vllm check bench soak clean
+.PHONY: setup serve images test test-docker setup-vllm test-vllm check bench soak clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,8 @@ test: $(STAMP)
 # The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
+
+setup-vllm: $(VLLM)/.installed
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)

@@ -76,8 +76,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
     for name, default in (
-        ("threads", max(1, len(os.sched_getaffinity(0)) - 1)), ("input-len", 64), ("output-len", 128), ("waves", 4), ("repeats", 3),
-        ("max-model-len", 1024), ("kv-gib", 2),
+        ("threads", max(1, len(os.sched_getaffinity(0)) - 1)), ("input-len", 64), ("output-len", 128), ("waves", 4),
+        ("repeats", 3), ("max-model-len", 1024), ("kv-gib", 2),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

@@ -31,7 +31,7 @@ def vllm_python() -> str:
     """The interpreter that has vLLM. Raises: SystemExit, where there is none"""
     python = VLLM_ENVIRONMENT / "bin" / "python"
     if not python.exists():
-        raise SystemExit(f"vLLM is not installed here: make {VLLM_ENVIRONMENT}/.installed")
+        raise SystemExit("vLLM is not installed here: make setup-vllm")
     return str(python)
 
 
