@@ -10,7 +10,6 @@ STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
 VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
-PARALLEL := -n 2 --dist loadfile
 
 .PHONY: setup serve images test test-docker setup-vllm test-vllm check bench soak clean
 
@@ -32,9 +31,9 @@ serve: $(STAMP)
 images:
 	deploy/docker/build
 
-# Two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": one, for a debugger.
+# In two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": in one, for a debugger.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) $(SUITES) $(ARGS)
+	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
 
 # The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
 test-docker: $(STAMP)
