@@ -6,6 +6,7 @@ from functools import partial
 
 import msgspec
 import pytest
+import torch
 
 from protocol.codec import pack
 from protocol.membership import Assignment
@@ -283,6 +284,13 @@ def test_block_size_that_attention_does_not_take_is_refused() -> None:
         runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
 
 
+def test_model_is_not_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    with pytest.raises(LoadError, match=r"there is no no-such-compiler: install it or use --enforce-eager"):
+        runner.load(Assignment(1, 0, 1, BLOCK, 8, 64), lambda phase, fraction: None)
+
+
 def test_context_longer_than_the_models_is_refused() -> None:
     runner = VllmRunner(WorkerConfig(backend="vllm"))
     with pytest.raises(LoadError, match="vLLM cannot serve this model"):
@@ -306,3 +314,4 @@ def test_what_is_loaded_says_what_it_holds(worker: Worker) -> None:
     assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
     assert loaded.hidden_size == 0, "no embeddings so far"
+    assert torch.get_num_threads() == 1, "--threads"
