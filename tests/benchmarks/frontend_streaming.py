@@ -7,22 +7,16 @@ or as fast as the frontend reads them. Every case runs twice: as it is, and with
 `per_core_s` is tokens per second of the frontend process's CPU time, from the moment when every stream has its first
 token until all have ended; `whole` counts the requests themselves too, their HTTP and tokenisation. `of_vllm` compares
 with the figure for vLLM's API server that is given below; load from others on the machine is in the report.
-
-Where RUNAHEAD_BENCH_VLLM names the python of an environment with vLLM 0.32, its own API server runs beside ours, over a
-fake engine that says the same tokens at the same pace (support/vllm_paced.py): same model and tokenizer, same clients,
-a round of one and a round of the other in turn.
+`vllm_streaming` measures that server beside ours.
 """
 
 import argparse
 import json
 import multiprocessing
 import multiprocessing.connection
-import os
 import selectors
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -65,10 +59,6 @@ TEXT = (
 )
 MARK = b"data: "
 WRITE_PER_TOKEN = "from services.frontend import inbox\ninbox.MAX_TAKEN = 1\n"
-
-PACED = Path(__file__).parent / "support" / "vllm_paced.py"
-PATIENCE = 300.0
-"""Seconds for vLLM to start."""
 
 CLOCK_TICK = 0.01
 """Seconds: what a process's own time is counted in; a short warm-up may take less."""
@@ -266,7 +256,7 @@ class Engine:
 
 
 @contextmanager
-def frontend(patch: str, profile: str | None) -> Iterator[tuple[psutil.Process, str, Engine]]:
+def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, Engine]]:
     """The process, its address and its engine."""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
@@ -297,57 +287,6 @@ def frontend(patch: str, profile: str | None) -> Iterator[tuple[psutil.Process, 
             engine.close()
 
 
-class _FakeEngine:
-    """The one in vLLM's server process, which begins by itself."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
-
-    def begin(self, case: Case) -> None:
-        pass
-
-    def go_on(self, case: Case) -> None:
-        self._process.send_signal(signal.SIGUSR1)
-
-
-@contextmanager
-def vllm(python: str, case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
-    """vLLM's API server over a fake engine for the rounds of one case: the process, its address and its engine."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "RUNAHEAD_PACED": json.dumps({"streams": case.streams, "pace": case.pace, "token_ids": token_ids}),
-    }
-    command = [python, str(PACED), "serve", str(DEMO_MODEL), f"--port={port}", "--disable-uvicorn-access-log"]
-    url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + PATIENCE
-            while not _is_healthy(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise SystemExit(f"vLLM did not start:\n{log.read()[-3000:]}")
-                time.sleep(0.5)
-            server = psutil.Process(process.pid)
-            yield server, url, _FakeEngine(server)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 def cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
@@ -373,21 +312,6 @@ def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
     with client_process() as clients, frontend(patch, profile) as server:
         round_of(Case("warm-up", 32, case.choices, 32, 0.0), *server, clients)
         return round_of(case, *server, clients)
-
-
-def run_beside(
-    case: Case, python: str, repeats: int
-) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Rounds of ours and of vLLM's in turn."""
-    warm_up = Case("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
-    ours, peers = [], []
-    with client_process() as clients, frontend("", None) as server, vllm(python, case) as peer:
-        round_of(warm_up, *server, clients)
-        round_of(warm_up, *peer, clients)
-        for _ in range(repeats):
-            ours.append(round_of(case, *server, clients))
-            peers.append(round_of(case, *peer, clients))
-    return ours, peers
 
 
 def round_of(
@@ -440,7 +364,6 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     repeats: dict[str, list[dict[str, float]]] = {}
     over_write_per_token: dict[str, float] = {}
-    over_vllm_beside: dict[str, float] = {}
     for case in cases:
         if arguments.only and arguments.only not in case.name:
             continue
@@ -451,14 +374,6 @@ def main() -> None:
             per_core_s.append(statistics.median(one["per_core_s"] for one in found))
             rows.append(row(case, how, found))
         over_write_per_token[case.name] = per_core_s[0] / per_core_s[1]
-        if (python := os.environ.get("RUNAHEAD_BENCH_VLLM")) and case.pace:
-            ours, peers = run_beside(case, python, arguments.repeats)
-            beside = []
-            for how, found in (("beside vLLM", ours), ("vLLM, fake engine", peers)):
-                repeats[f"{case.name}, {how}"] = found
-                rows.append(row(case, how, found))
-                beside.append(statistics.median(one["per_core_s"] for one in found))
-            over_vllm_beside[case.name] = beside[0] / beside[1]
     report(
         "frontend_streaming",
         title=f"{streams} streams of {tokens} tokens: what the frontend spends",
@@ -466,7 +381,6 @@ def main() -> None:
         figures={
             "over_a_write_per_token": over_write_per_token,
             "vllm_tokens_per_core_second": VLLM,
-            "over_vllm_beside_over_a_fake_engine": over_vllm_beside,
         },
         settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},
         repeats=repeats,

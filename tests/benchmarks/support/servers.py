@@ -12,9 +12,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from services.cli.bench.load import run_load
@@ -59,11 +60,24 @@ def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iter
 @contextmanager
 def vllm(model: Path, *arguments: str, threads: int | None = None) -> Iterator[str]:
     """The URL of `vllm serve` with these arguments; `threads`: compute threads, None leaves them to vLLM."""
+    with vllm_process(model, *arguments, threads=threads) as (url, _):
+        yield url
+
+
+@contextmanager
+def vllm_process(
+    model: Path,
+    *arguments: str,
+    threads: int | None = None,
+    run: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """As `vllm`, with the process; `run` is what its Python runs, with more environment `variables`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        vllm_python(), "-m", "vllm.entrypoints.cli.main", "serve", str(model), f"--port={port}", "--host=127.0.0.1",
+        vllm_python(), *run, "serve", str(model), f"--port={port}", "--host=127.0.0.1",
         "--served-model-name=model", *arguments,
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="runahead-vllm-") as directory:
@@ -75,11 +89,12 @@ def vllm(model: Path, *arguments: str, threads: int | None = None) -> Iterator[s
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             **({"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"} if threads else {}),
+            **variables,
         }
         with _started(command, env=environment, stdout=subprocess.DEVNULL) as process:
             url = f"http://127.0.0.1:{port}"
             _wait_for(f"{url}/health", process)
-            yield url
+            yield url, process
 
 
 def _name_as_vllm(directory: Path) -> None:
