@@ -2,8 +2,8 @@
 
 Both serve the demo model with its tokenizer to the same clients (see `frontend_streaming`), a round of one and a round
 of the other in turn. Neither computes anything: ours is told its tokens by a scripted engine through the scheduler's
-socket, vLLM's by a FAKE engine inside its process (support/vllm_paced.py), the same tokens at the same pace. The answers
-of both are checked.
+socket, vLLM's by a FAKE engine inside its process (support/vllm_paced.py), the same tokens at the same pace. What the
+clients read is checked for both.
 
 Load joins our tokens in fewer writes, so ours runs a second time with a write for every token, as vLLM's does anyway.
 """
