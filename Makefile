@@ -10,9 +10,8 @@ STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
 VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
-PARALLEL := -n 2 --dist loadfile
 
-.PHONY: setup serve images test test-docker test-vllm check bench soak clean
+.PHONY: setup serve images test test-docker setup-vllm test-vllm check bench soak clean
 
 setup: $(STAMP)
 
@@ -32,13 +31,15 @@ serve: $(STAMP)
 images:
 	deploy/docker/build
 
-# Two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": one, for a debugger.
+# In two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": in one, for a debugger.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) $(SUITES) $(ARGS)
+	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
 
 # The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
+
+setup-vllm: $(VLLM)/.installed
 
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
@@ -62,7 +63,7 @@ check: $(STAMP)
 	PYTHONPATH=.ci $(BIN)/lint-imports
 
 # Prints a table and writes build/bench/NAME.json.
-bench: $(STAMP)
+bench: $(STAMP) $(if $(filter vllm_%,$(NAME)),$(VLLM)/.installed)
 	$(if $(NAME),,$(error which one? make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)

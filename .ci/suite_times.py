@@ -1,4 +1,5 @@
-"""A pytest plugin: how long each suite (tests/unit, tests/simulation, ...) took, before pytest's closing line."""
+"""A pytest plugin: how long the tests of each suite (tests/unit, tests/simulation, ...) took, before pytest's closing
+line. Tests that ran beside one another count in full."""
 
 from collections import defaultdict
 from typing import Any

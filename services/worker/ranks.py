@@ -12,6 +12,7 @@ import socket
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -37,13 +38,13 @@ _c10d: Any = distributed  # its stubs lack most of what is used here
 ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
 """Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
 SMALL = 1 << 16
-"""Bytes that a connection takes and gives at once. Who waits for as little to arrive can wait on its own thread, two
-switches faster, and layers do that twice: until it begins to arrive it fails with its connection."""
+"""Bytes that a connection gives at once. Who waits for as little to arrive can wait on its own thread, two switches
+faster, and layers do that twice: until it begins to arrive it fails with its connection."""
 AHEAD = 4
 """Steps that a stage computes before the next stage takes the first of them: as many activations are kept."""
 
 
-_Works = tuple[distributed.Work, ...]
+_Works = Sequence[distributed.Work]
 
 
 class _Waiter:
@@ -79,11 +80,6 @@ def _serve(works: "queue.SimpleQueue[_Works | None]", outcome: "queue.SimpleQueu
         error = _failure(some)
         del some  # it keeps tensors
         outcome.put(error)
-
-
-def _wait(*works: distributed.Work) -> None:
-    """Raises: RanksLost"""
-    _raise(_failure(works))
 
 
 def _raise(error: RuntimeError | RanksLost | None) -> None:
@@ -129,13 +125,16 @@ class Team:
     def __init__(self, peers: _Peers | None = None) -> None:
         self._peers = peers
         self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
+        self._leaving: tuple[torch.Tensor, list[distributed.Work]] | None = None
+        """What was sent in the last `all_gather`: it has arrived by the time that the next one's has, from the same."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """`x` of every rank, in the order of ranks, its own not copied; equal shapes and dtypes.
+        """`x` of every rank, in the order of ranks, its own not copied; equal shapes and dtypes. `x` must not change
+        before the next call has returned.
 
         Raises: RanksLost
         """
@@ -145,8 +144,11 @@ class Team:
         parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
         sent = [peers.send(x, rank, TEAM) for rank in peers.others]
         received = [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
-        wait = peers.wait if x.nbytes > SMALL else _wait
-        wait(*received, *sent)
+        if x.nbytes > SMALL:
+            peers.wait(*received, *sent)
+        else:
+            _raise(_failure(received))
+            self._leaving = x, sent
         return parts
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ or as fast as the frontend reads them. Every case runs twice: as it is, and with
 `per_core_s` is tokens per second of the frontend process's CPU time, from the moment when every stream has its first
 token until all have ended; `whole` counts the requests themselves too, their HTTP and tokenisation. `of_vllm` compares
 with the figure for vLLM's API server that is given below; load from others on the machine is in the report.
+`vllm_streaming` measures that server beside ours.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -99,7 +101,10 @@ class _Reader:
             "temperature": 0.0,
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
         self.socket.sendall(head.encode() + data)
         self.socket.setblocking(False)
 
@@ -165,7 +170,19 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
         pipe.send(chunks)
 
 
-# The engine: what a scheduler would send.
+# The engines: what a scheduler would send.
+
+
+class Player(Protocol):
+    """Whoever makes the tokens of a round."""
+
+    def begin(self, case: Case) -> None:
+        """The first token of every stream, once all are there."""
+        ...
+
+    def go_on(self, case: Case) -> None:
+        """The others, at the pace of the case."""
+        ...
 
 
 class Engine:
@@ -176,6 +193,7 @@ class Engine:
         self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
         self._peer: bytes | None = None
         self._numbers: list[int] = []
+        self._frames: deque[bytes] = deque()
         self._tokenizer = Tokenizer(DEMO_MODEL)
 
     def _read(self) -> None:
@@ -201,6 +219,19 @@ class Engine:
             self._server.socket.poll(100)
             self._read()
 
+    def begin(self, case: Case) -> None:
+        self.wait_requests(case.streams)
+        self._frames.extend(self.steps(case.tokens))
+        self.send(self._frames.popleft())
+
+    def go_on(self, case: Case) -> None:
+        due = time.perf_counter()
+        while self._frames:
+            if case.pace:
+                due += case.pace
+                time.sleep(max(0.0, due - time.perf_counter()))
+            self.send(self._frames.popleft())
+
     def steps(self, count: int) -> list[bytes]:
         numbers = pack(np.asarray(self._numbers, np.uint32).view(np.int32))
         rows = len(self._numbers)
@@ -225,7 +256,7 @@ class Engine:
 
 
 @contextmanager
-def frontend(patch: str, profile: str | None) -> Iterator[tuple[psutil.Process, str, Engine]]:
+def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, Engine]]:
     """The process, its address and its engine."""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
@@ -261,43 +292,41 @@ def cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
-    """One warm-up and one measured round of a case in a fresh frontend."""
+@contextmanager
+def client_process() -> Iterator[multiprocessing.connection.Connection]:
+    """Where to send it what it shall read."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     clients = context.Process(target=read_all, args=(theirs,), daemon=True)
     clients.start()
     theirs.close()
     try:
-        with frontend(patch, profile) as (process, url, engine):
-            round_of(Case("warm-up", 32, case.choices, 32, 0.0), process, url, engine, ours)
-            return round_of(case, process, url, engine, ours)
+        yield ours
     finally:
         ours.send(None)
         clients.join()
+
+
+def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
+    """One warm-up and one measured round of a case in a fresh frontend."""
+    with client_process() as clients, frontend(patch, profile) as server:
+        round_of(Case("warm-up", 32, case.choices, 32, 0.0), *server, clients)
+        return round_of(case, *server, clients)
 
 
 def round_of(
     case: Case,
     process: psutil.Process,
     url: str,
-    engine: Engine,
+    engine: Player,
     clients: multiprocessing.connection.Connection,
 ) -> dict[str, float]:
     began = cpu(process)
     clients.send((url, case))
-    engine.wait_requests(case.streams)
-    first, *frames = engine.steps(case.tokens)
-    engine.send(first)
+    engine.begin(case)
     assert clients.recv() == "opened"
     opened, started = cpu(process), time.perf_counter()
-    waiting = deque(frames)
-    due = started
-    while waiting:
-        if case.pace:
-            due += case.pace
-            time.sleep(max(0.0, due - time.perf_counter()))
-        engine.send(waiting.popleft())
+    engine.go_on(case)
     assert clients.recv() == "ended"
     ended, stopped = cpu(process), time.perf_counter()
     chunks = clients.recv()
@@ -309,6 +338,12 @@ def round_of(
         "whole": case.streams * case.tokens / (ended - began),
         "per_write": case.streams * case.tokens / chunks,
     }
+
+
+def row(case: Case, how: str, found: list[dict[str, float]]) -> dict[str, object]:
+    """Medians."""
+    median = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {"streams": case.name, "writes": how, **median, "of_vllm": median["per_core_s"] / VLLM}
 
 
 def main() -> None:
@@ -336,11 +371,8 @@ def main() -> None:
         for how, patch in (("coalesced", ""), ("per token", WRITE_PER_TOKEN)):
             found = [run(case, patch, arguments.profile) for _ in range(arguments.repeats)]
             repeats[f"{case.name}, {how}"] = found
-            median = {name: statistics.median(one[name] for one in found) for name in found[0]}
-            per_core_s.append(median["per_core_s"])
-            rows.append(
-                {"streams": case.name, "writes": how, **median, "of_vllm": median["per_core_s"] / VLLM}
-            )
+            per_core_s.append(statistics.median(one["per_core_s"] for one in found))
+            rows.append(row(case, how, found))
         over_write_per_token[case.name] = per_core_s[0] / per_core_s[1]
     report(
         "frontend_streaming",

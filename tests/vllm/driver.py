@@ -13,10 +13,10 @@ from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
-from services.config import WorkerConfig
+from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.engine import EngineCore
 from services.scheduler.limits import Limits
-from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.policies import make_policy
 from services.scheduler.scheduler import Scheduler
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import Output
@@ -75,15 +75,22 @@ class Run:
     """An epoch. Every message crosses the codec; results are read as late as the depth allows."""
 
     def __init__(
-        self, worker: Worker, depth: int, num_blocks: int = 200, prefix_caching: bool = True
+        self,
+        worker: Worker,
+        depth: int,
+        num_blocks: int = 200,
+        prefix_caching: bool = True,
+        policy: str = "chunked",
     ) -> None:
         limits = Limits(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching)
         self.compilation = Compilation(VOCAB)
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
-        self.core = EngineCore(
-            Scheduler(limits, ChunkedPolicy(), worker.epoch), depth, VOCAB, compiler=self.compilation
+        config = SchedulerConfig.model_validate(
+            {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
         )
+        scheduler = Scheduler(limits, make_policy(config, limits), worker.epoch)
+        self.core = EngineCore(scheduler, depth, VOCAB, compiler=self.compilation)
         self._outputs: deque[Output] = deque()
         self.streams: dict[int, Stream] = {}
 

@@ -1,16 +1,19 @@
 """vLLM under the scheduler: steps ahead, preemption, aborts and every parameter change no answer (spec S1)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 import pytest
+import torch
 
 from protocol.codec import pack
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from services.config import WorkerConfig
+from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
 from tests.simulation.grammar import Automaton, structured
@@ -108,6 +111,25 @@ def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: d
         for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
+
+
+CELLS = {cell: reason for cell, reason in table() if cell.backend == "vllm" and not cell.structured}
+"""Structured output is among what is asked for in each."""
+
+
+@pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
+def test_cell_that_is_not_refused_serves_the_same_answers(
+    cell: Combination, worker: Worker, alone: dict[str, Stream]
+) -> None:
+    assert refusal(replace(cell, structured=True)) is None
+    with Run(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
+        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+            assert_equal(got, expected)
+
+
+def test_stages_are_refused_in_every_cell() -> None:
+    assert {cell.pipeline for cell, reason in CELLS.items() if reason is not None} == {True}
+    assert {cell.pipeline for cell, reason in CELLS.items() if reason is None} == {False}
 
 
 def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
@@ -262,6 +284,13 @@ def test_block_size_that_attention_does_not_take_is_refused() -> None:
         runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
 
 
+def test_model_is_not_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    with pytest.raises(LoadError, match=r"there is no no-such-compiler: install it or use --enforce-eager"):
+        runner.load(Assignment(1, 0, 1, BLOCK, 8, 64), lambda phase, fraction: None)
+
+
 def test_context_longer_than_the_models_is_refused() -> None:
     runner = VllmRunner(WorkerConfig(backend="vllm"))
     with pytest.raises(LoadError, match="vLLM cannot serve this model"):
@@ -285,3 +314,4 @@ def test_what_is_loaded_says_what_it_holds(worker: Worker) -> None:
     assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
     assert loaded.hidden_size == 0, "no embeddings so far"
+    assert torch.get_num_threads() == 1, "--threads"

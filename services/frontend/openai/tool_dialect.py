@@ -5,7 +5,7 @@ from typing import Any
 
 from services.frontend.openai.dialects import ChatDialect
 from services.frontend.openai.piece import Piece
-from services.frontend.openai.tool_choice import ToolChoice
+from services.frontend.openai.tool_choice import Mode, ToolChoice
 from services.frontend.reasoning.think import Begins, ThinkParser
 from services.frontend.tools.events import Arguments, CallStart, Content, Event, Reasoning
 from services.frontend.tools.parser import ToolParser
@@ -92,10 +92,10 @@ class ToolDialect(ChatDialect):
             return []
         return [{**chunk, "delta": delta} for chunk in super().deltas(index, bare)]
 
-    @staticmethod
-    def _ended(piece: Piece, parser: AnswerParser, text: str) -> Piece:
-        """With what is shown instead of its text; an answer that stops after calls stops for them."""
-        is_call = piece.finish == "stop" and parser.num_calls > 0
+    def _ended(self, piece: Piece, parser: AnswerParser, text: str) -> Piece:
+        """With what is shown instead of its text; an answer that stops after calls stops for them, unless the one call
+        was named by the client: that is a plain stop, as with OpenAI and vLLM."""
+        is_call = piece.finish == "stop" and parser.num_calls > 0 and self._tools.mode is not Mode.NAMED
         return replace(piece, text=text, finish="tool_calls" if is_call else piece.finish)
 
     def _said(self, events: list[Event]) -> dict[str, Any]:

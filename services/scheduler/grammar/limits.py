@@ -8,6 +8,8 @@ MAX_SCHEMA_NODES = 20_000
 """Values in a schema, its own keywords among them."""
 MAX_ALTERNATIVES = 5_000
 """Values in all enumerations of a schema together, or choices."""
+MAX_LEAST = 1 << 20
+"""Characters, items or properties that a value may be made to have at least: no context would hold more."""
 MAX_REGEX_ATOMS = 20_000
 """Characters and classes of a regular expression with its counted repetitions written out."""
 MAX_TAGS = 128

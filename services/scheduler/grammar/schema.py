@@ -8,11 +8,12 @@ from llguidance import LLMatcher
 
 from services.scheduler.grammar.endless import is_endless
 from services.scheduler.grammar.errors import GrammarError
-from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_SCHEMA_NODES
+from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_LEAST, MAX_SCHEMA_NODES
 from services.scheduler.grammar.regex import check_regex
 
 _DATA = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, not schemas."""
+_LEAST = frozenset({"minLength", "minItems", "minProperties"})
 _OPTIONS: dict[str, Any] = {
     "item_separator": ",",
     "key_separator": ":",
@@ -84,6 +85,8 @@ def _spaces(given: Any) -> dict[str, Any]:
 def _check_keyword(key: str, value: Any) -> None:
     if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str) and value[:1] != "#":
         raise GrammarError(f'the JSON schema refers to something outside itself; {key} must begin with "#"')
+    if key in _LEAST and isinstance(value, int | float) and value > MAX_LEAST:
+        raise GrammarError(f"{key} in the JSON schema is {value!s:.20}; at most {MAX_LEAST} can be served")
     if key == "pattern" and isinstance(value, str):
         check_regex(value, "pattern in the JSON schema")
     if key == "patternProperties" and isinstance(value, dict):

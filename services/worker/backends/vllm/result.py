@@ -1,6 +1,5 @@
 """From vLLM's `ModelRunnerOutput` to ours: request ids to slots, rows in the plan's order."""
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Result:
-    """A step's result; nothing here is touched by a later step (S3-1)."""
+    """A step's result, which lies on the host; nothing here is touched by a later step (S3-1)."""
 
     step: SchedulerOutput
     rows: Rows
@@ -36,7 +35,6 @@ class Result:
     theirs: names.ModelRunnerOutput
     started: float
     ended: float
-    """When the step had been computed, if its results lie on the host already; else 0."""
 
     def get(self) -> ModelRunnerOutput:
         rows, where = self.rows, self.theirs.req_id_to_index
@@ -52,7 +50,7 @@ class Result:
             counts=np.ones(len(tokens), np.int32).tobytes(),
             token_ids=tokens.tobytes(),
             started=self.started,
-            ended=self.ended or time.monotonic(),
+            ended=self.ended,
             logprobs=LogprobRows.joined(parts).packed() if parts else None,
         )
 

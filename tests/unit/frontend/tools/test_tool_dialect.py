@@ -104,6 +104,18 @@ def test_token_ids_go_out_though_their_text_is_held_back() -> None:
     assert (held["delta"], held["token_ids"]) == ({}, [5, 6])
 
 
+@pytest.mark.parametrize(
+    ("demand", "text", "finish"),
+    [("auto", CALL, "tool_calls"), ("required", '[{"name": "f", "parameters": {}}]', "tool_calls"),
+     ({"type": "function", "function": {"name": "f"}}, "{}", "stop")],
+)  # fmt: skip
+def test_a_call_that_the_client_named_is_a_plain_stop(demand: Any, text: str, finish: str) -> None:
+    whole = dialect(tool_choice=demand).choice(0, Piece(text, finish="stop"))
+    (*_, last) = dialect(tool_choice=demand).deltas(0, Piece(text, finish="stop"))
+    assert len(whole["message"]["tool_calls"]) == 1
+    assert (whole["finish_reason"], last["finish_reason"]) == (finish, finish)
+
+
 def test_answer_cut_off_after_a_call_says_so() -> None:
     whole = dialect().choice(0, Piece(CALL + "And", finish="length"))
     assert (whole["finish_reason"], whole["message"]["content"]) == ("length", "And")

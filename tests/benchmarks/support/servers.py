@@ -1,0 +1,156 @@
+"""Servers of a model as processes, ours and vLLM's, and the figures of one load on either."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from services.cli.bench.load import run_load
+from services.cli.bench.metrics import figures
+from services.config import BenchConfig
+
+VLLM_ENVIRONMENT = Path(".venv-vllm")
+"""What `make` installs vLLM into."""
+PATIENCE = 900.0
+"""Seconds for a server to start, or to end; vLLM compiles the model first."""
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM. Raises: SystemExit, where there is none"""
+    python = VLLM_ENVIRONMENT / "bin" / "python"
+    if not python.exists():
+        raise SystemExit("vLLM is not installed here: make setup-vllm")
+    return str(python)
+
+
+@contextmanager
+def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[str]:
+    """The URL of `runahead serve` with these arguments."""
+    command = [
+        python,
+        "-m",
+        "services.cli",
+        "serve",
+        str(model),
+        "--port=0",
+        "--log-level=warning",
+        *arguments,
+    ]
+    with _started(command, stdout=subprocess.PIPE) as process:
+        line = process.stdout.readline() if process.stdout else ""
+        match = re.search(r"(http://\S+)/v1", line)
+        if match is None:
+            raise SystemExit(f"the server did not start: {line}")
+        yield match[1]
+
+
+@contextmanager
+def vllm(model: Path, *arguments: str, threads: int | None = None) -> Iterator[str]:
+    """The URL of `vllm serve` with these arguments; `threads`: compute threads, None leaves them to vLLM."""
+    with vllm_process(model, *arguments, threads=threads) as (url, _):
+        yield url
+
+
+@contextmanager
+def vllm_process(
+    model: Path,
+    *arguments: str,
+    threads: int | None = None,
+    run: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """As `vllm`, with the process; `run` is what its Python runs, with more environment `variables`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        vllm_python(), *run, "serve", str(model), f"--port={port}", "--host=127.0.0.1",
+        "--served-model-name=model", *arguments,
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="runahead-vllm-") as directory:
+        _name_as_vllm(Path(directory))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": directory,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            **({"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"} if threads else {}),
+            **variables,
+        }
+        with _started(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for(f"{url}/health", process)
+            yield url, process
+
+
+def _name_as_vllm(directory: Path) -> None:
+    """vLLM's command looks itself up as `vllm`, and computes on the CPU only if that version says so; `vllm-cpu` is
+    installed under its own name. The copy that says so is seen by the command's process alone."""
+    (installed,) = VLLM_ENVIRONMENT.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    copied = shutil.copytree(installed, directory / f"vllm-{version}.dist-info")
+    metadata = (copied / "METADATA").read_text()
+    metadata = re.sub(r"^Name: .*$", "Name: vllm", metadata, count=1, flags=re.MULTILINE)
+    metadata = re.sub(r"^Version: .*$", f"Version: {version}+cpu", metadata, count=1, flags=re.MULTILINE)
+    (copied / "METADATA").write_text(metadata)
+
+
+@contextmanager
+def _started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """The process, and nothing of it afterwards: the next server shall have the machine to itself."""
+    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_for(url: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise SystemExit(f"no answer from {url}")
+
+
+def served(url: str, concurrency: int, input_len: int, output_len: int, waves: int) -> dict[str, Any]:
+    """The figures of a streamed closed loop: so many requests open at any time, until each wave has been sent.
+
+    Raises: SystemExit, when a request failed
+    """
+    config = BenchConfig(
+        base_url=url,
+        num_prompts=concurrency * waves,
+        num_warmups=2,
+        max_concurrency=concurrency,
+        random_input_len=input_len,
+        random_output_len=output_len,
+        ignore_eos=True,
+    )
+    load = run_load(config)
+    result = figures(config, load)
+    if result["failed"]:
+        first = next(request.error for request in load.requests if request.error)
+        raise SystemExit(f"{result['failed']} requests failed: {first}")
+    return result

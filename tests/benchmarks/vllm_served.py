@@ -1,0 +1,139 @@
+"""What this scheduler is worth to a user of vLLM: `runahead serve --backend vllm` beside `vllm serve`, in one run.
+
+Same model, same kernels, same load: a streamed closed loop. Each server in turn has the machine to itself and gets all
+loads; repeats go through all servers again. vLLM's default leaves one core to its engine, which spins there, and
+computes with the others; all take part with as many compute threads as that, and with one more.
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.report import report
+from tests.benchmarks.support.servers import runahead, served, vllm, vllm_python
+
+GIB = 1 << 30
+BLOCK = 128
+"""Tokens: vLLM's default on the CPU."""
+
+Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[str]]
+
+
+def _ours(backend: str, more_threads: int = 0) -> Serve:
+    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
+        return runahead(
+            model,
+            f"--backend={backend}",
+            f"--threads={args.threads + more_threads}",
+            f"--dtype={args.dtype}",
+            f"--max-model-len={args.max_model_len}",
+            f"--block-size={BLOCK}",
+            f"--kv-cache-memory-bytes={args.kv_gib * GIB}",
+            python=vllm_python(),
+        )
+
+    return serve
+
+
+def _theirs(*flags: str, more_threads: int | None = None) -> Serve:
+    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
+        return vllm(
+            model,
+            f"--dtype={args.dtype}",
+            f"--max-model-len={args.max_model_len}",
+            f"--block-size={BLOCK}",
+            f"--kv-cache-memory-bytes={args.kv_gib * GIB}",
+            *flags,
+            threads=None if more_threads is None else args.threads + more_threads,
+        )
+
+    return serve
+
+
+SERVERS: Mapping[str, Serve] = {
+    "vllm serve": _theirs(),
+    "vllm serve, a thread more": _theirs(more_threads=1),
+    "vllm serve, not compiled": _theirs("--enforce-eager"),
+    "runahead vllm": _ours("vllm"),
+    "runahead vllm, a thread more": _ours("vllm", more_threads=1),
+    "runahead native": _ours("native"),
+    "runahead native, a thread more": _ours("native", more_threads=1),
+}
+"""The peers are those whose name begins with vllm."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="m4", help=f"a directory, or a random model: {', '.join(SHAPES)}")
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
+    for name, default in (
+        ("threads", max(1, len(os.sched_getaffinity(0)) - 1)), ("input-len", 64), ("output-len", 128), ("waves", 4),
+        ("repeats", 3), ("max-model-len", 1024), ("kv-gib", 2),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
+    model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
+    repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for _ in range(args.repeats):
+        for name in args.servers:
+            with SERVERS[name](model, args) as url:
+                for concurrency in args.concurrency:
+                    load = (concurrency, args.input_len, args.output_len, args.waves)
+                    repeats.setdefault((name, concurrency), []).append(served(url, *load))
+    report(
+        "vllm_served",
+        title=f"{args.model}, {args.dtype}, {args.input_len} tokens in, {args.output_len} out: medians",
+        rows=_rows(repeats),
+        figures=_ratios(repeats),
+        settings=vars(args),
+        repeats={f"{name} at {concurrency}": runs for (name, concurrency), runs in repeats.items()},
+    )
+
+
+def _median(runs: list[dict[str, Any]], figure: str) -> float:
+    return statistics.median(float(run[figure]) for run in runs)
+
+
+def _rows(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> list[dict[str, object]]:
+    return [
+        {
+            "server": name,
+            "concurrency": concurrency,
+            "output tokens/s": _median(runs, "output_throughput"),
+            "p99 ITL ms": _median(runs, "p99_itl_ms"),
+            "median TTFT ms": _median(runs, "median_ttft_ms"),
+        }
+        for (name, concurrency), runs in sorted(repeats.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _ratios(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, object]:
+    """Each of ours over the fastest peer at the same concurrency: tokens/s (more is better), p99 ITL (less is)."""
+    ratios: dict[str, object] = {}
+    for concurrency in sorted({concurrency for _, concurrency in repeats}):
+        at = {name: runs for (name, number), runs in repeats.items() if number == concurrency}
+        peers = [name for name in at if name.startswith("vllm")]
+        if not peers:
+            continue
+        best = max(peers, key=lambda name: _median(at[name], "output_throughput"))
+        ratios[f"best_peer_at_{concurrency}"] = best
+        for name in sorted(at.keys() - set(peers)):
+            ratios[f"{name} at {concurrency}"] = {
+                "tokens/s": _median(at[name], "output_throughput") / _median(at[best], "output_throughput"),
+                "p99 ITL": _median(at[name], "p99_itl_ms") / _median(at[best], "p99_itl_ms"),
+            }
+    return ratios
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a streamed token costs our frontend and vLLM's own API server, beside each other in one run.
+
+Both serve the demo model with its tokenizer to the same clients (see `frontend_streaming`), a round of one and a round
+of the other in turn. Neither computes anything: ours is told its tokens by a scripted engine through the scheduler's
+socket, vLLM's by a FAKE engine inside its process (support/vllm_paced.py), the same tokens at the same pace. What the
+clients read is checked for both.
+
+Load joins our tokens in fewer writes, so ours runs a second time with a write for every token, as vLLM's does anyway.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from services.checkpoint import DEMO_MODEL
+from services.frontend.tokenizer import Tokenizer
+from tests.benchmarks.frontend_streaming import (
+    WRITE_PER_TOKEN,
+    Case,
+    client_process,
+    frontend,
+    output_ids,
+    round_of,
+)
+from tests.benchmarks.support.report import report
+from tests.benchmarks.support.servers import vllm_process
+
+PACED = Path(__file__).parent / "support" / "vllm_paced.py"
+OURS, PER_TOKEN, PEER = "runahead", "runahead, a write per token", "vLLM, fake engine"
+
+
+class _FakeEngine:
+    """The one inside of vLLM's process, which gives the first tokens by itself."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process = process
+
+    def begin(self, case: Case) -> None:
+        pass
+
+    def go_on(self, case: Case) -> None:
+        self._process.send_signal(signal.SIGUSR1)
+
+
+@contextmanager
+def vllm(case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
+    """For rounds of one case: the process, its address and its engine."""
+    token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
+    paced = {"streams": case.streams, "pace": case.pace, "token_ids": token_ids}
+    started = vllm_process(
+        DEMO_MODEL,
+        "--disable-uvicorn-access-log",
+        run=(str(PACED),),
+        variables={"RUNAHEAD_PACED": json.dumps(paced)},
+    )
+    with started as (url, process):
+        server = psutil.Process(process.pid)
+        yield server, url, _FakeEngine(server)
+
+
+def rounds(case: Case, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """What `round_of` says of each server, in turn."""
+    warm_up = Case("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
+    found: dict[str, list[dict[str, float]]] = {OURS: [], PER_TOKEN: [], PEER: []}
+    with (
+        client_process() as clients,
+        frontend("") as ours,
+        frontend(WRITE_PER_TOKEN) as each,
+        vllm(case) as peer,
+    ):
+        servers = dict(zip(found, (ours, each, peer), strict=True))
+        for server in servers.values():
+            round_of(warm_up, *server, clients)
+        for _ in range(repeats):
+            for name, server in servers.items():
+                found[name].append(round_of(case, *server, clients))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
+    streams, tokens = arguments.streams, arguments.tokens
+    cases = [
+        Case("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
+        Case("4 a connection, step 37.6 ms", streams, 4, tokens, streams / 6_800),
+    ]
+    rows: list[dict[str, object]] = []
+    repeats: dict[str, list[dict[str, float]]] = {}
+    over_vllm: dict[str, dict[str, float]] = {}
+    for case in cases:
+        if arguments.only not in case.name:
+            continue
+        per_core_s = {}
+        for name, found in rounds(case, arguments.repeats).items():
+            repeats[f"{case.name}, {name}"] = found
+            median = {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+            per_core_s[name] = median["per_core_s"]
+            rows.append({"streams": case.name, "server": name, **median})
+        over_vllm[case.name] = {name: per_core_s[name] / per_core_s[PEER] for name in (OURS, PER_TOKEN)}
+    report(
+        "vllm_streaming",
+        title=f"{streams} streams of {tokens} tokens: what a frontend spends; vLLM's with a fake engine",
+        rows=rows,
+        figures={"over_vllm": over_vllm},
+        settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},
+        repeats=repeats,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Scheduler and workers as processes: one rank and two give the same answers, also when a rank is lost."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from protocol.requests import FinishReason
+from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from services.checkpoint import DEMO_MODEL
+from services.config import SchedulerConfig, WorkerConfig
+from services.scheduler.capabilities import Combination, refusal
+from services.worker.results import EXIT_STUCK
+from services.worker.service import EXIT_REFUSED
+from tests.integration.scheduler.engine import EngineClient, spawn
+
+PATIENCE = 200.0
+"""Seconds for a process to end."""
+SCHEDULER = {"block_size": 32, "max_model_len": 256, "max_num_batched_tokens": 64, "settle_seconds": 0}
+WORKER = {"backend": "vllm", "threads": 1, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
+NUMBERS = range(12)
+STRUCTURED = (3, 7, 11)
+
+
+def work(config: str) -> None:
+    """A worker, in a process that has vLLM imported when it begins."""
+    from services.worker.service import run
+
+    sys.exit(run(WorkerConfig.model_validate_json(config)))
+
+
+class Engine:
+    """A scheduler and its workers."""
+
+    def __init__(self, directory: Path, **scheduler: object) -> None:
+        self._directory = directory
+        self.scheduler = spawn("scheduler", SchedulerConfig.model_validate({
+            **SCHEDULER, **scheduler, "worker_endpoint": self._at("w"), "client_endpoint": self._at("c"),
+        }))  # fmt: skip
+        self.workers: list[BaseProcess] = []
+
+    def _at(self, name: str) -> str:
+        return f"ipc://{self._directory}/{name}"
+
+    def add_worker(self) -> BaseProcess:
+        config = WorkerConfig.model_validate({**WORKER, "scheduler_endpoint": self._at("w")})
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=work, args=(config.model_dump_json(),))
+        process.start()
+        self.workers.append(process)
+        return process
+
+    def client(self) -> EngineClient:
+        return EngineClient(self._at("c"))
+
+    def end(self) -> list[int | None]:
+        """The scheduler says goodbye. Returns the exit statuses of the workers that are left."""
+        self.scheduler.terminate()
+        assert self.scheduler.wait(PATIENCE) == 0
+        for process in self.workers:
+            process.join(PATIENCE)
+        return [process.exitcode for process in self.workers]
+
+    def kill(self) -> None:
+        self.scheduler.kill()
+        self.scheduler.wait()
+        assert self.scheduler.stderr is not None
+        self.scheduler.stderr.close()
+        for process in self.workers:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> None:
+    """Importing vLLM takes longer than anything that is done with it here."""
+    modules = ["tests.vllm.test_ranks", "services.worker.backends.vllm", "vllm.v1.worker.cpu_worker"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+@contextmanager
+def engine(directory: Path, workers: int, **scheduler: object) -> Iterator[Engine]:
+    """Whatever happens, no process is left."""
+    directory.mkdir(exist_ok=True)
+    running = Engine(directory, **scheduler)
+    with ExitStack() as stack:
+        stack.callback(running.kill)
+        for _ in range(workers):
+            running.add_worker()
+        yield running
+
+
+def ask(client: EngineClient, first: int = 0) -> list[int]:
+    """Plain, drawn and structured requests; returns their numbers."""
+    for number in NUMBERS:
+        prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 17 * number)]
+        params = SamplingParams(
+            max_tokens=20,
+            temperature=float(number % 2),
+            seed=number,
+            repetition_penalty=1.0 + number % 3 / 10,
+            logprobs=2 if number % 4 == 2 else None,
+            prompt_logprobs=1 if number == 6 else None,
+        )
+        structured = DATE if number in STRUCTURED else None
+        client.generate(first + number, prompt, params, structured=structured)
+    return [first + number for number in NUMBERS]
+
+
+Tokens = list[list[int]]
+
+
+def answers(client: EngineClient, numbers: list[int]) -> Tokens:
+    client.wait_finished(*numbers)
+    assert {client.finished[number].reason for number in numbers} == {FinishReason.LENGTH}
+    for number in STRUCTURED:
+        text = TOKENIZER.decode(client.tokens[numbers[number]])
+        assert text[:5].replace("-", "").isdigit(), text
+        assert text[4] == text[7] == "-", text
+    return [client.tokens[number] for number in numbers]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, EngineClient]:
+    """Of one rank, one step at a time; and the client that was answered."""
+    with engine(tmp_path_factory.mktemp("one"), 1, batch_queue_depth=1) as running:
+        client = running.client()
+        client.wait_ready()
+        tokens = answers(client, ask(client))
+        client.close()
+        assert running.end() == [0]
+    return tokens, client
+
+
+def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
+    expected: tuple[Tokens, EngineClient], tmp_path: Path
+) -> None:
+    """Each rank samples for itself, with the same noise; only the output rank reports. A lost rank is replaced: what
+    was said stays said, and the answers stay the same."""
+    tokens, one = expected
+    with engine(tmp_path / "two", 2, tensor_parallel_size=2, batch_queue_depth=2) as running:
+        client = running.client()
+        state = client.wait_ready()
+        assert state.info["backend"] == "vllm"
+        assert answers(client, ask(client)) == tokens
+        assert client.logprobs[2].keys() == one.logprobs[2].keys()
+        assert client.logprobs[6].keys() == one.logprobs[6].keys()
+
+        numbers = ask(client, 100)
+        while not client.tokens[numbers[0]]:
+            client.receive()
+        running.workers[1].kill()
+        running.add_worker()
+        running.add_worker()  # the rank that is left may wait in memory shared with the lost one: then it ends too
+        assert answers(client, numbers) == tokens
+        client.close()
+        left, killed, *added = running.end()
+        assert (left in (0, EXIT_STUCK), killed, added) == (True, -signal.SIGKILL, [0, 0])
+
+
+def test_stages_are_refused_by_name(tmp_path: Path) -> None:
+    with engine(tmp_path / "stages", 1, pipeline_parallel_size=2) as running:
+        running.workers[0].join(PATIENCE)
+        assert running.workers[0].exitcode == EXIT_REFUSED
+        assert running.scheduler.poll() is None
+    reason = refusal(Combination("balanced", True, True, "vllm"))
+    assert reason is not None
+    assert "--pipeline-parallel-size 1" in reason
+
+
+def test_no_shared_memory_is_left() -> None:
+    """Of the groups above: what vLLM's ranks share carries the name of their group."""
+    assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == []

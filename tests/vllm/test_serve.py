@@ -1,0 +1,89 @@
+"""`runahead serve --backend vllm` as a user starts it: the answers of vLLM, and an end that leaves nothing."""
+
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+from tokenizers import Tokenizer
+
+from services.checkpoint import DEMO_MODEL
+from tests.e2e.server import Server, serving
+from tests.vllm.driver import BLOCK
+from tests.vllm.preloaded import processes
+from tests.vllm.reference import Ask, answers
+
+OUTPUT = 32
+PROMPTS = ("The os module provides", "A list is", "Open a file with")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["os", "sys"]}, "builtin": {"type": "boolean"}},
+    "required": ["name", "builtin"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(
+        "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--max-model-len", "512",
+        "--kv-cache-memory-bytes", str(64 << 20),
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_streamed_text_is_vllms(client: OpenAI, model: str) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    settings = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
+    asked = [(tokenizer.encode(prompt).ids, setting) for prompt in PROMPTS for setting in settings]
+    batch = [Ask(prompt, {"max_tokens": OUTPUT, "ignore_eos": True, **setting}) for prompt, setting in asked]
+    with processes() as pool:
+        reference = pool.submit(answers, str(DEMO_MODEL), [batch]).result()
+    for (prompt, setting), expected in zip(asked, reference.tokens[0], strict=True):
+        stream = client.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=OUTPUT,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **setting,
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == tokenizer.decode(expected)
+
+
+def test_structured_output_and_log_probabilities(client: OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Which module is it?"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "module", "schema": SCHEMA}},
+        temperature=1.0,
+        seed=1,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (choice,) = answer.choices
+    value = json.loads(choice.message.content or "")
+    assert value["name"] in ("os", "sys")
+    assert isinstance(value["builtin"], bool)
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
+
+
+def test_stop_leaves_nothing(server: Server) -> None:
+    """The last test of this file."""
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    server.assert_nothing_is_left()
