@@ -13,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput
+from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import runner as runner_module
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
+from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
@@ -426,3 +428,24 @@ def test_a_decode_step_waits_for_no_device(
                 request.computed -= drafts - (count - 1)
                 request.known -= drafts - (count - 1)
             assert seen == []
+
+
+def test_steps_without_drafts_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that hears of them late drafts what it would have drafted, had it heard of each at once."""
+    wanted = Speculation("eagle", 3, str(DEMO_MODEL / "eagle"))
+    rng = np.random.default_rng(2)
+    some = [rng.integers(300, 4096, size).tolist() for size in (30, 9, 17)]
+    seen = []
+    for create in (runner_module.create, EagleDrafter):
+        monkeypatch.setattr(runner_module, "create", create)
+        driver = Driver(DEMO_MODEL, speculation=wanted, dtype="float32")
+        requests, drafts = [driver.add(prompt) for prompt in some], []
+        for number, driver.k in enumerate((3, 0, 0, 0, 2, 0, 3, 3)):
+            here = requests[: 2 + number % 2] if number else requests
+            driver.step([(request, request.known - request.computed) for request in here])
+            drafts.append(
+                (driver.runner._drafts._proposed.tolist(), driver.runner._drafts._tokens[:3].tolist())
+            )
+        seen.append((drafts, [request.output for request in requests]))
+    assert seen[0] == seen[1]
+    assert any(number > 1 for number in seen[0][0][-1][0])

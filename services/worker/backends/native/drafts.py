@@ -4,8 +4,6 @@ The host plans as if every draft were accepted, at any depth (spec 2(b) 5). A st
 positions here, once, before anything is computed from them; whatever comes after sees no others.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,15 +44,18 @@ class Drafts:
                 raise PlanError("the plan has drafts, but this group was not told how they are proposed")
             return rows
         slots, starts = rows.slots, self._frontier[rows.slots]
-        starts = np.where(starts == EMPTY, rows.starts, starts)
+        if starts.min() == EMPTY:
+            starts = np.where(starts == EMPTY, rows.starts, starts)
         if (starts > rows.starts).any():
             i = int((starts > rows.starts).argmax())
             raise PlanError(f"slot {slots[i]}: planned from {rows.starts[i]} on, but it is at {starts[i]}")
-        drafts = np.minimum(rows.drafts, self._proposed[slots])
-        rows = replace(rows, starts=starts, counts=rows.counts - rows.drafts + drafts, drafts=drafts)
+        drafts, planned = rows.drafts, rows.drafts.any()
+        if planned:
+            drafts = np.minimum(drafts, self._proposed[slots])
+        rows = Rows(slots, rows.generations, starts, rows.counts - rows.drafts + drafts, rows.samples, drafts)
         self._proposed[slots] = 0
         self._frontier[slots] = rows.ends
-        if drafts.any():
+        if planned and drafts.any():
             owners = np.repeat(np.arange(len(slots)), drafts)
             offsets = np.arange(len(owners)) - np.repeat(np.cumsum(drafts) - drafts, drafts)
             at = slots[owners], (rows.ends - drafts)[owners] + offsets.astype(np.int32)

@@ -203,6 +203,8 @@ class NativeRunner:
     def _drafts_by(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
         """Made now, or kept from an epoch before, for the same model."""
         speculation, ranks = assignment.speculation, self._parts()[1]
+        if speculation is not None and ranks.stages.size > 1:
+            raise LoadError("drafts do not travel between pipeline stages; use --pipeline-parallel-size 1")
         if speculation is None or not ranks.is_output:
             return None
         made_for = speculation, model, assignment.block_size, limit
@@ -367,7 +369,7 @@ class NativeRunner:
 
     def leave(self) -> None:
         self._ranks = self._pending = None
-        if self._drafter is not None:
+        if self._drafter is not None and hasattr(self, "_drafts"):
             self._drafter.end()
         for name in ("_cache", "_table", "_history", "_drafts", "_feedback", "_sampler", "_pooler"):
             self.__dict__.pop(name, None)

@@ -4,6 +4,7 @@ from services.worker.backends.native.drafters.base import Drafter, Target
 from services.worker.backends.native.drafters.draft_model import DraftModelDrafter
 from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.backends.native.drafters.ngram import NgramDrafter
+from services.worker.backends.native.drafters.postponed import Postponed
 from services.worker.runner import LoadError
 
 
@@ -18,6 +19,6 @@ def create(target: Target) -> Drafter:
         case "draft_model":
             return DraftModelDrafter(target)
         case "eagle" | "eagle3":
-            return EagleDrafter(target)
+            return Postponed(EagleDrafter(target))
         case method:
             raise LoadError(f"speculation by {method} is not supported; the native backend has none")

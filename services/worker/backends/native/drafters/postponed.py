@@ -1,0 +1,79 @@
+"""While nobody wants drafts, a drafter need not follow every step: what it has to read is kept and read in bulk.
+
+Hidden states are there only in the step that computes them. One token at a time they cost a drafter as much as a draft;
+many at once cost little more than one. So as long as few or none of the drafts would be accepted, speculation that is
+switched down to nothing costs next to nothing.
+"""
+
+import numpy as np
+import torch
+
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
+
+MOST = 512
+"""Tokens whose hidden states are kept."""
+
+
+class Postponed(Drafter):
+    """`drafter`, which hears of steps without drafts when it is asked for some, or when they have become many."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
+        self._kept: list[Advance] = []
+        self._tokens = 0
+        """Of all that is kept, or more where somebody has left."""
+
+    def begin(self, slots: Slots) -> None:
+        self._take()
+        self.drafter.begin(slots)
+
+    def end(self) -> None:
+        self._take()
+        self.drafter.end()
+
+    def assign(self, slot: int) -> None:
+        self._kept = [_without(advance, slot) for advance in self._kept]
+        self.drafter.assign(slot)
+
+    def propose(self, advance: Advance, k: int) -> I32:
+        if k == 0 and self._tokens + int(advance.counts.sum()) <= MOST:
+            self._kept.append(advance)
+            self._tokens += int(advance.counts.sum())
+            return np.empty((np.count_nonzero(advance.samples), 0), np.int32)
+        kept = self._take()
+        return self.drafter.propose(_joined(kept, advance) if kept else advance, k)
+
+    def _take(self) -> list[Advance]:
+        kept, self._kept, self._tokens = self._kept, [], 0
+        return kept
+
+
+def _without(advance: Advance, slot: int) -> Advance:
+    stays = advance.slots != slot
+    if stays.all():
+        return advance
+    tokens = torch.from_numpy(np.flatnonzero(np.repeat(stays, advance.counts)))
+    states = [each[tokens] for each in advance.states]
+    return Advance(
+        advance.slots[stays], advance.starts[stays], advance.counts[stays], advance.samples[stays], states
+    )
+
+
+def _joined(kept: list[Advance], last: Advance) -> Advance:
+    """One row for each slot: those of `last` as they are there, then those that it skips."""
+    advances = [*kept, last]
+    skipped = np.setdiff1d(np.concatenate([advance.slots for advance in kept]), last.slots)
+    slots = np.concatenate((last.slots, skipped)).astype(np.int32)
+    place = np.zeros(int(slots.max()) + 1, np.int64)
+    place[slots] = np.arange(len(slots))
+    rows = np.concatenate([np.repeat(place[advance.slots], advance.counts) for advance in advances])
+    order = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows, minlength=len(slots)).astype(np.int32)
+    starts = np.zeros(len(slots), np.int32)
+    for advance in reversed(advances):
+        starts[place[advance.slots]] = advance.starts
+    by_read = zip(*(advance.states for advance in advances), strict=True)
+    states = [torch.cat(each)[torch.from_numpy(order)] for each in by_read]
+    samples = np.concatenate((last.samples, np.zeros(len(skipped), np.bool_)))
+    return Advance(slots, starts, counts, samples, states)

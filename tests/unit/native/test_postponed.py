@@ -1,0 +1,76 @@
+"""A drafter that hears of several steps at once hears all of them, in order, and of nobody who has left."""
+
+import numpy as np
+import torch
+
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
+from services.worker.backends.native.drafters.postponed import MOST, Postponed
+
+
+class Heard(Drafter):
+    reads = (2, -1)
+
+    def __init__(self) -> None:
+        self.heard: list[Advance] = []
+
+    def begin(self, slots: Slots) -> None: ...
+
+    def propose(self, advance: Advance, k: int) -> I32:
+        self.heard.append(advance)
+        return np.tile(advance.slots[advance.samples][:, None], k)
+
+
+def step(*rows: tuple[int, int, int], samples: bool = True) -> Advance:
+    """(slot, start, count) each; the states of a token say whose it is and where it stands."""
+    slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    names = [[100 * slot + start + i] for slot, start, count in rows for i in range(count)]
+    states = torch.tensor(names, dtype=torch.float32)
+    return Advance(slots, starts, counts, np.full(len(rows), samples), [states, states + 0.5])
+
+
+def test_steps_without_drafts_are_told_with_the_next_that_has_some() -> None:
+    drafter = Postponed(heard := Heard())
+    assert drafter.reads == (2, -1)
+    assert drafter.propose(step((5, 0, 4), (3, 7, 2)), 0).shape == (2, 0)
+    assert drafter.propose(step((3, 9, 1)), 0).shape == (1, 0)
+    drafter.propose(step((1, 0, 2), (5, 4, 1), (4, 8, 1)), 0)
+    assert not heard.heard
+    assert drafter.propose(step((4, 9, 1), (3, 10, 3)), 2).tolist() == [[4, 4], [3, 3]]
+    (told,) = heard.heard
+    assert told.slots.tolist() == [4, 3, 1, 5]
+    assert told.starts.tolist() == [8, 7, 0, 0]
+    assert told.counts.tolist() == [2, 6, 2, 5]
+    assert told.samples.tolist() == [True, True, False, False]
+    expected = [
+        [408],
+        [409],
+        *([300 + i] for i in range(7, 13)),
+        [100],
+        [101],
+        *([500 + i] for i in range(5)),
+    ]
+    assert told.states[0].tolist() == expected
+    assert torch.equal(told.states[1], told.states[0] + 0.5)
+
+
+def test_whoever_left_is_not_told_of() -> None:
+    drafter = Postponed(heard := Heard())
+    drafter.propose(step((5, 0, 4), (3, 7, 2)), 0)
+    drafter.propose(step((5, 4, 1)), 0)
+    drafter.assign(5)
+    drafter.propose(step((5, 0, 2), samples=False), 0)
+    drafter.propose(step((5, 2, 1)), 1)
+    (told,) = heard.heard
+    assert told.slots.tolist() == [5, 3]
+    assert told.states[0].flatten().tolist() == [500, 501, 502, 307, 308]
+
+
+def test_not_more_is_kept_than_may_be() -> None:
+    drafter = Postponed(heard := Heard())
+    drafter.propose(step((2, 0, MOST - 1), samples=False), 0)
+    drafter.propose(step((2, MOST - 1, 1)), 0)
+    assert not heard.heard
+    drafter.propose(step((2, MOST, 1)), 0)
+    assert [int(told.counts.sum()) for told in heard.heard] == [MOST + 1]
+    assert drafter.propose(step((2, MOST + 1, 1)), 1).tolist() == [[2]]
+    assert heard.heard[-1].counts.tolist() == [1]
