@@ -523,7 +523,7 @@ def test_drafts_of_the_slots_last_owner_are_nobodys() -> None:
     assert heir.request.slot == story.request.slot
     batch.launch(heir, propose=0)
     heir.request.placeholders = 3
-    with pytest.raises(OracleError, match="3 drafts from position 9 on are planned, but 0 were proposed"):
+    with pytest.raises(OracleError, match="3 drafts from position 9 on are planned, but step 1 proposed 0"):
         batch.launch(heir, propose=0)
 
 

@@ -26,42 +26,52 @@ OF_REQUESTS = np.array([ALWAYS, NEVER, 2, 3, 5], np.int64)
 """What "request" chooses from."""
 
 
+_NOTHING = np.empty(0, np.int32)
+
+
 class Drafts:
     """What was proposed for each slot after its newest token, on the device."""
 
     def __init__(self, num_slots: int, most: int) -> None:
+        self._most = most
         self._tokens = np.full((num_slots, most), NO_DRAFT, np.int32)
         self._have = np.zeros(num_slots, np.int32)
         self._asked = np.zeros(num_slots, np.int32)
         self._firsts = np.zeros(num_slots, np.int32)
         """Position of the first draft."""
+        self._steps = np.zeros(num_slots, np.int32)
+        """Step that proposed them."""
 
     def forget(self, slot: int) -> None:
         self._have[slot] = self._asked[slot] = 0
 
-    def put(self, slots: I32, firsts: I32, tokens: I32, counts: I32) -> None:
+    def put(self, step_id: int, slots: I32, firsts: I32, tokens: I32, counts: I32) -> None:
         """int32[rows, asked] tokens, of which each row has its first `counts`."""
         asked = tokens.shape[1]
-        self._tokens[slots, :asked], self._firsts[slots] = tokens, firsts
+        self._tokens[slots, :asked], self._firsts[slots], self._steps[slots] = tokens, firsts, step_id
         self._have[slots], self._asked[slots] = counts, asked
 
-    def take(self, slots: I32, firsts: I32, wanted: I32) -> tuple[I32, I32]:
+    def take(self, step_id: int, slots: I32, firsts: I32, wanted: I32) -> tuple[I32, I32]:
         """int32[rows]: how many each row gets of the `wanted` ones, the first of which stands at `firsts`; and the
         tokens, rows back to back. After that there are none.
 
-        Raises: OracleError, if they were proposed for another position, or the plan counts on more than it asked for.
+        Raises: OracleError, if they were proposed for another position or not in the step before, or the plan counts
+            on more than it asked for.
         """
+        if not self._most:
+            return wanted, _NOTHING
         have, asked = self._have[slots], self._asked[slots]
         self._have[slots] = self._asked[slots] = 0
         if not wanted.any():
-            return wanted, np.empty(0, np.int32)
+            return wanted, _NOTHING
         counts = np.minimum(wanted, have)
         wrong = (wanted > asked) | ((counts > 0) & (self._firsts[slots] != firsts))
+        wrong |= (wanted > 0) & (self._steps[slots] != step_id - 1)
         if wrong.any():
             i = int(wrong.argmax())
             raise OracleError(
-                f"slot {slots[i]}: {wanted[i]} drafts from position {firsts[i]} on are planned, but {asked[i]} were "
-                f"proposed, from {self._firsts[slots[i]]} on (S2-6)"
+                f"slot {slots[i]}: {wanted[i]} drafts from position {firsts[i]} on are planned, but step "
+                f"{self._steps[slots[i]]} proposed {asked[i]}, from {self._firsts[slots[i]]} on (S2-6)"
             )
         rows, offsets = spread(np.zeros_like(counts), counts)
         return counts, self._tokens[slots[rows], offsets]
@@ -70,6 +80,7 @@ class Drafts:
 class Proposed(NamedTuple):
     """Rows that sampled in a step, on the device, and what they are made of."""
 
+    step_id: int
     acceptance: Acceptance
     wishes: Wishes
     tokens: I32
@@ -108,7 +119,7 @@ class Drafter:
         if len(at):
             to.tokens[at] = self._tokens(to, at, firsts[at], asked)
             to.tokens[np.arange(asked) >= counts[:, None]] = NO_DRAFT
-        self._drafts.put(acceptance.slots, firsts, to.tokens, counts)
+        self._drafts.put(to.step_id, acceptance.slots, firsts, to.tokens, counts)
 
     def _tokens(self, to: Proposed, at: NDArray[np.int64], firsts: I32, asked: int) -> I32:
         """int32[rows, asked] of the sampled rows `at`."""

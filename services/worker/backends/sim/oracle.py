@@ -19,6 +19,8 @@ from services.worker.backends.sim.hashing import SEED, U64, PrefixHash
 from services.worker.batch import I32, PlanError
 
 UNWRITTEN = np.uint64(0)
+FEW = 16
+"""Up to so many positions, a row is hashed together with others, position after position."""
 
 
 class OracleError(PlanError):
@@ -96,9 +98,10 @@ class Oracle:
 
     def settle(self, slots: I32, frontiers: I32, tokens: I32) -> None:
         """Positions before `frontiers` hold; `tokens` stand there in place of a rejected draft or behind all drafts."""
-        rejected = self._extent[slots] > frontiers
-        for slot, frontier in zip(slots[rejected].tolist(), frontiers[rejected].tolist(), strict=True):
-            self._history[slot, frontier : self._extent[slot]] = 0
+        behind = self._extent[slots] - frontiers
+        if behind.any():
+            rows, positions = spread(frontiers, behind)
+            self._history[slots[rows], positions] = 0
         self.chained[slots] = frontiers
         self.append(slots, frontiers, tokens)
 
@@ -197,11 +200,15 @@ class Oracle:
 
     def _believe(self, batch: Batch, have: I32) -> None:
         """Extends each slot's own hashes to the end of its row."""
-        one = (batch.counts == 1) & (have == batch.starts)
-        slots, starts = batch.slots[one], batch.starts[one]
-        tokens = self.tokens(slots, starts)
-        self.chain[slots, starts + 1] = self._hash.step(self.chain[slots, starts], tokens)
-        for i in np.flatnonzero(~one).tolist():
+        few = (batch.counts <= FEW) & (have == batch.starts)
+        slots, positions, left = batch.slots[few], batch.starts[few], batch.counts[few]
+        while len(slots):
+            self.chain[slots, positions + 1] = self._hash.step(
+                self.chain[slots, positions], self.tokens(slots, positions)
+            )
+            goes_on = left > 1
+            slots, positions, left = slots[goes_on], positions[goes_on] + 1, left[goes_on] - 1
+        for i in np.flatnonzero(~few).tolist():
             slot, start, end = int(batch.slots[i]), int(have[i]), int(batch.starts[i] + batch.counts[i])
             if start > batch.starts[i]:
                 raise OracleError(f"slot {slot}: position {batch.starts[i]} again, {start} are computed")

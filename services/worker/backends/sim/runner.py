@@ -193,7 +193,7 @@ class SimRunner:
             slots, planned, wanted = i.slots[:n], i.counts[:n], i.drafts[:n]
             starts = oracle.starts(slots, i.starts[:n])
             firsts = starts + planned - wanted
-            counts, tokens = drafts.take(slots, firsts, wanted)
+            counts, tokens = drafts.take(step.step_id, slots, firsts, wanted)
             if len(tokens):
                 at, positions = spread(firsts, counts)
                 oracle.append(slots[at], positions, tokens)
@@ -248,7 +248,7 @@ class SimRunner:
         asked = step.num_speculative_tokens
         if not asked or not len(sampled.slots):
             return None
-        to = Proposed(sampled, wishes, np.full((len(sampled.slots), asked), NO_DRAFT, np.int32))
+        to = Proposed(step.step_id, sampled, wishes, np.full((len(sampled.slots), asked), NO_DRAFT, np.int32))
         drafter = self._drafter
         self._ready().launch(lambda: drafter.propose(to), self._cost.drafts(asked))
         return self._ready().copy_out(to.tokens) if step.has_structured_output_requests else None
