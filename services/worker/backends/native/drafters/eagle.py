@@ -28,6 +28,8 @@ LEAST_CHANCE = 0.03
 """A draft whose chance, by the head's own word and with those before it, is less is not proposed: computing it and
 verifying it would cost more than it brings."""
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
 
 class EagleDrafter(Drafter):
     """EAGLE and EAGLE-3 heads, from checkpoints in Hugging Face format."""
@@ -56,7 +58,7 @@ class EagleDrafter(Drafter):
         self._cache = KVCache(self._model.config.layer, slots.num_blocks, self._block_size, self._dtype)
 
     def end(self) -> None:
-        del self._slots, self._cache
+        self.__dict__.pop("_cache", None)
 
     def propose(self, advance: Advance, k: int) -> I32:
         proposed = np.full((int(advance.samples.sum()), k), NO_DRAFT, np.int32)
@@ -75,7 +77,7 @@ class EagleDrafter(Drafter):
                 break
             if number:
                 ids = torch.from_numpy(proposed[at, number - 1]).long()
-                batch = _one_each(slots[at], ends[at] + np.int32(number - 1))
+                batch = _batch(slots[at], ends[at] + np.int32(number - 1), np.arange(len(at)))
                 hidden = self._model.predict(ids, hidden, self._context(batch))
             drafts, sure = self._model.drafts(hidden)
             chances[at] *= sure
@@ -95,14 +97,13 @@ class EagleDrafter(Drafter):
         offsets = np.arange(int(counts.sum()), dtype=np.int32) - np.repeat(first, counts)
         positions, slots = np.repeat(advance.starts, counts) + offsets, np.repeat(advance.slots, counts)
         last, states = (first + counts - 1)[drafting], advance.states
-        inside = positions < self._limit
-        if not inside.all():
+        if int(advance.ends.max()) > self._limit:
+            inside = positions < self._limit
             stay = np.flatnonzero(inside)
             positions, slots = positions[stay], slots[stay]
             states = [s[torch.from_numpy(stay)] for s in states]
             last = (np.cumsum(inside) - 1)[last]
-        tiles = np.stack((slots[last], positions[last], last, np.ones_like(last)), 1).astype(np.int32)
-        batch = _batch(slots, positions, tiles)
+        batch = _batch(slots, positions, last)
         following = torch.from_numpy(np.minimum(positions + 1, self._slots.table.max_model_len - 1))
         ids = self._slots.history.gather(batch.slots, following)
         hidden = self._model.fuse(states)
@@ -122,13 +123,10 @@ def _directory(target: Target) -> Path:
     return DEMO_EAGLE
 
 
-def _one_each(slots: I32, positions: I32) -> Batch:
-    rows = np.arange(len(slots), dtype=np.int32)
-    return _batch(slots, positions, np.stack((slots, positions, rows, np.ones_like(rows)), 1))
-
-
-def _batch(slots: I32, positions: I32, tiles: I32) -> Batch:
-    """Of places whose attention is wanted only where there is a tile."""
+def _batch(slots: I32, positions: I32, last: NDArray[np.int64]) -> Batch:
+    """Of places of which those of int64[rows] `last` are attended from."""
+    tiles = np.empty((len(last), 4), np.int32)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2], tiles[:, 3] = slots[last], positions[last], last, 1
     return Batch(
         slots=torch.from_numpy(slots),
         positions=torch.from_numpy(positions),
@@ -136,5 +134,5 @@ def _batch(slots: I32, positions: I32, tiles: I32) -> Batch:
         num_tiles=len(tiles),
         longest=int(positions.max(initial=0)) + 1,
         widest=1,
-        sampled=torch.empty(0, dtype=torch.int64),
+        sampled=_NOTHING,
     )
