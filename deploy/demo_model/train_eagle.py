@@ -164,7 +164,8 @@ def later(x: Tensor, places: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    steps: int
+    steps: int  # of the schedule
+    until: int  # of them that are made
     rounds: int  # of written text
     rows: int = 64
     length: int = 256  # of windows that the model writes, and of most that the head learns from
@@ -213,7 +214,7 @@ def batches(text: Tensor, stream: np.ndarray, recipe: Recipe) -> Iterator[Tensor
     """Windows [batch, length]: of what the model wrote and of documents; at last long ones of documents."""
     rng = np.random.default_rng(0)
     order: list[int] = []
-    for step in range(recipe.steps):
+    for step in range(recipe.until):
         documents = rng.random() < recipe.documents_share
         length = recipe.length if step < recipe.steps * (1 - recipe.long_share) else recipe.long
         count = recipe.tokens_per_step // length
@@ -317,7 +318,7 @@ def train(recipe: Recipe, directory: Path, out: Path, cache: Path | None) -> Non
             rate = (step + 1) * recipe.tokens_per_step / (time.monotonic() - began)
             shown = " ".join(f"{r:.3f}" for r in running)
             print(f"step {step + 1}  loss {loss.item():.3f}  agreed {shown}  {rate:.0f} tokens/s", flush=True)
-        if (step + 1) % 100 == 0 or step + 1 == recipe.steps:
+        if (step + 1) % 100 == 0 or step + 1 == recipe.until:
             export(head, draft_ids, shape, out)
             shares, each = acceptance(head, target, held_out, own, draft_ids, output)
             print(f"accepted of prompts held out: {shares}, {each:.2f} tokens a step", flush=True)
@@ -359,9 +360,11 @@ def main() -> None:
         "--rounds", type=int, default=14, help="of 16,384 tokens that the demo model writes first"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--until", type=int, default=700, help="stop so many steps into the schedule")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(Recipe(arguments.steps, arguments.rounds), arguments.target, arguments.out, arguments.text)
+    recipe = Recipe(arguments.steps, arguments.until, arguments.rounds)
+    train(recipe, arguments.target, arguments.out, arguments.text)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_most_first_drafts_are_right(plain: list[Request]) -> None:
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS, depth=2)
     assert_equal(requests, plain)
-    assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.5
+    assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.55
 
 
 @pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (5, 2), (7, 3)])
