@@ -94,6 +94,8 @@ class Engine:
         self._groups = names.get_kv_cache_groups(self.config, self._specs)
         self._check_groups()
         self._wrapper.determine_available_memory()  # compiles the model too
+        names.enable_envs_cache()  # vLLM asks for its settings in every step
+        names.freeze_gc_heap()
 
     @property
     def runner(self) -> Any:
