@@ -67,7 +67,7 @@ def measure(
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
     if any(len(times) < 100 for times in arrivals):
-        raise SystemExit("a request has too few tokens to judge")
+        raise SystemExit("a request has too few tokens to judge; ask for more with --output")
     start, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     within = [[at for at in times if start <= at <= end] for times in arrivals]
     neighbours = [times for times in within[-(requests - requests // 4) :] if len(times) > 1]

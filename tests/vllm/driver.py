@@ -11,7 +11,7 @@ from protocol.codec import Decoder, encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
-from protocol.sampling import SamplingParams, StructuredOutputParams
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.engine import EngineCore
@@ -39,6 +39,8 @@ class Stream:
     prompt: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None = None
+    pooling: Pooling = Pooling.NONE
+    embedding: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     scores: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
     """By position: rank, ids and log-probabilities, as they came first."""
@@ -90,7 +92,9 @@ class Run:
             {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
         )
         scheduler = Scheduler(limits, make_policy(config, limits), worker.epoch)
-        self.core = EngineCore(scheduler, depth, VOCAB, compiler=self.compilation)
+        self.core = EngineCore(
+            scheduler, depth, VOCAB, compiler=self.compilation, hidden_size=worker.loaded.hidden_size
+        )
         self._outputs: deque[Output] = deque()
         self.streams: dict[int, Stream] = {}
 
@@ -106,7 +110,12 @@ class Run:
         self.streams[number] = stream
         tokens = stream.prompt + stream.tokens
         message = GenerateRequest(
-            number, pack(tokens), len(stream.prompt), stream.params, structured=stream.structured
+            number,
+            pack(tokens),
+            len(stream.prompt),
+            stream.params,
+            structured=stream.structured,
+            pooling=stream.pooling,
         )
         self.core.add(0, message)
         for ticket in list(self.compilation.waiting):
@@ -161,6 +170,9 @@ class Run:
                 self.streams[number].tokens.append(token)
             if message.logprobs is not None:
                 self._score(LogprobRows.of(message.logprobs))
+            for embedding in message.embeddings:
+                values = np.frombuffer(embedding.values, np.float32)
+                self.streams[embedding.number].embedding = values.tolist()
             for finish in message.finished:
                 self.streams[finish.number].finish = finish
 

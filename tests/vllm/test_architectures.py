@@ -63,13 +63,12 @@ def ours(model: str) -> Ours:
     with Run(worker, 2, prefix_caching=False) as run:
         alone = [tokens(run, [stream])[0] for stream in streams()]
     together = {}
-    for depth in (1, 2, 3):
-        for caching in (False, True):
-            with Run(worker, depth, prefix_caching=caching) as run:
-                together[f"depth {depth}, {caching=}"] = tokens(run, streams())
-                if caching:
-                    again = tokens(run, streams())
-                    cached = run.core.stats()["prefix_cache_hits"]
+    for depth, caching in ((1, True), (2, False), (3, True)):
+        with Run(worker, depth, prefix_caching=caching) as run:
+            together[f"depth {depth}, {caching=}"] = tokens(run, streams())
+            if caching:
+                again = tokens(run, streams())
+                cached = run.core.stats()["prefix_cache_hits"]
     with Run(worker, 3, num_blocks=FEW) as run:
         tight = tokens(run, streams())
         preemptions = run.core.stats()["num_preemptions"]

@@ -5,13 +5,14 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from protocol.codec import pack
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
-from protocol.sampling import SamplingParams, StructuredOutputParams
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
@@ -197,6 +198,43 @@ def test_prompt_logprobs_stand_at_every_token_but_the_first(alone: dict[str, Str
         assert values[0] <= values[1]
 
 
+ONE = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def test_embedding_is_the_state_that_the_next_token_is_made_of(worker: Worker) -> None:
+    prompts = [text(number, 20 + 30 * number) for number in range(4)]
+    with Run(worker, 2) as run:
+        states = run.serve(*(Stream(prompt, ONE, pooling=Pooling.LAST) for prompt in prompts))
+        model = worker.runner._engine.runner.model  # type: ignore[union-attr]
+        with torch.inference_mode():
+            logits = model.compute_logits(torch.tensor([stream.embedding for stream in states]))
+    with Run(worker, 1) as run:
+        tokens = [stream.tokens[0] for stream in run.serve(*(Stream(prompt, ONE) for prompt in prompts))]
+    assert logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_mean_is_that_of_all_tokens_states_in_chunks_and_beside_generation(
+    depth: int, worker: Worker
+) -> None:
+    prompt = text(3, 6)
+    long = text(1, 200)
+    with Run(worker, depth) as run:
+        prefixes = run.serve(*(Stream(prompt[: i + 1], ONE, pooling=Pooling.LAST) for i in range(6)))
+    expected = np.mean([stream.embedding for stream in prefixes], axis=0)
+    with Run(worker, 1) as run:
+        [alone] = run.serve(Stream(long, ONE, pooling=Pooling.MEAN))
+    with Run(worker, depth) as run:
+        mixed = [Stream(text(n, 50), DRAWN) for n in range(4)]
+        means = [Stream(prompt, ONE, pooling=Pooling.MEAN), Stream(long, ONE, pooling=Pooling.MEAN)]
+        short, chunked = run.serve(*mixed[:2], *means, *mixed[2:])[2:4]
+    assert len(long) > 3 * CHUNK
+    assert short.embedding == pytest.approx(expected, abs=1e-4)
+    assert chunked.embedding == pytest.approx(alone.embedding, abs=1e-4)
+    assert short.finish is not None
+    assert short.finish.reason is FinishReason.LENGTH or short.tokens == []
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
     names = ("greedy", "drawn", "another seed")
@@ -313,5 +351,5 @@ def test_what_is_loaded_says_what_it_holds(worker: Worker) -> None:
         loaded = worker.loaded
     assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
-    assert loaded.hidden_size == 0, "no embeddings so far"
+    assert loaded.hidden_size == 192
     assert torch.get_num_threads() == 1, "--threads"

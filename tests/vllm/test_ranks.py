@@ -9,11 +9,12 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from protocol.requests import FinishReason
-from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
+from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.capabilities import Combination, refusal
@@ -29,6 +30,7 @@ TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
 NUMBERS = range(12)
 STRUCTURED = (3, 7, 11)
+EMBEDDED = 50
 
 
 def work(config: str) -> None:
@@ -113,7 +115,15 @@ def ask(client: EngineClient, first: int = 0) -> list[int]:
         )
         structured = DATE if number in STRUCTURED else None
         client.generate(first + number, prompt, params, structured=structured)
+    prompt = [(i * 13) % 4000 for i in range(100)]
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    client.generate(first + EMBEDDED, prompt, params, pooling=Pooling.MEAN)
     return [first + number for number in NUMBERS]
+
+
+def embedding(client: EngineClient, first: int = 0) -> list[float]:
+    client.wait_finished(first + EMBEDDED)
+    return np.frombuffer(client.embeddings[first + EMBEDDED], np.float32).tolist()
 
 
 Tokens = list[list[int]]
@@ -136,6 +146,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, EngineCl
         client = running.client()
         client.wait_ready()
         tokens = answers(client, ask(client))
+        embedding(client)
         client.close()
         assert running.end() == [0]
     return tokens, client
@@ -152,6 +163,7 @@ def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
         state = client.wait_ready()
         assert state.info["backend"] == "vllm"
         assert answers(client, ask(client)) == tokens
+        assert embedding(client) == pytest.approx(embedding(one), abs=1e-4)
         assert client.logprobs[2].keys() == one.logprobs[2].keys()
         assert client.logprobs[6].keys() == one.logprobs[6].keys()
 
@@ -162,6 +174,7 @@ def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
         running.add_worker()
         running.add_worker()  # the rank that is left may wait in memory shared with the lost one: then it ends too
         assert answers(client, numbers) == tokens
+        assert embedding(client, 100) == pytest.approx(embedding(one), abs=1e-4)
         client.close()
         left, killed, *added = running.end()
         assert (left in (0, EXIT_STUCK), killed, added) == (True, -signal.SIGKILL, [0, 0])

@@ -15,7 +15,7 @@ from services.worker.backends.native.kernels.rows import gate_kernel, norm_kerne
 from services.worker.backends.native.linear import Linear, activation_dtype
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
-from services.worker.backends.native.pooling import PooledRows
+from services.worker.backends.pooling import PooledRows
 from services.worker.ranks import Ranks, Team
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint

@@ -33,9 +33,9 @@ from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.model import HiddenStates, Model
 from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.partition import Part, tensor_parallel_sizes
-from services.worker.backends.native.pooling import PooledRows, Pooler
 from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.batch import Rows, SlotTable
 from services.worker.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from protocol.membership import Assignment
 from services.config import WorkerConfig
 from services.worker import machine
+from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.group import Group
+from services.worker.batch import Rows
 from services.worker.runner import LoadError
 
 _set_num_threads = torch.set_num_threads  # vLLM takes the function away
@@ -94,6 +97,8 @@ class Engine:
         self._groups = names.get_kv_cache_groups(self.config, self._specs)
         self._check_groups()
         self._wrapper.determine_available_memory()  # compiles the model too
+        names.enable_envs_cache()  # vLLM asks for its settings in every step
+        names.freeze_gc_heap()
 
     @property
     def runner(self) -> Any:
@@ -107,6 +112,10 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         return int(self.config.model_config.max_model_len)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.model_config.get_hidden_size())
 
     @property
     def bytes_per_block(self) -> int:
@@ -155,6 +164,17 @@ class Engine:
 
     def execute(self, step: names.SchedulerOutput) -> Any:
         return self._wrapper.execute_model(step)
+
+    @torch.inference_mode()
+    def pool(self, pooled: PooledRows, ids: list[str], rows: Rows) -> None:
+        """The hidden states that the step just executed left, after the final norm. vLLM keeps the rows of its batch in
+        an order of its own; `pooled` counts tokens in the plan's, where `ids` are the requests of `rows`."""
+        batch = self.runner.input_batch
+        theirs = self.runner.query_start_loc.np[[batch.req_id_to_index[name] for name in ids]]
+        ours = np.cumsum(rows.counts) - rows.counts
+        shift = torch.from_numpy(np.repeat(theirs - ours, rows.counts).astype(np.int64))
+        states = self.runner.execute_model_state.hidden_states
+        pooled.take(states[pooled.tokens + shift[pooled.tokens]].float())
 
     def sample(self, grammar: names.GrammarOutput | None) -> Any:
         return self._wrapper.sample_tokens(grammar)

@@ -37,13 +37,17 @@ VERSION = check_version()
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a worker tells nobody what it serves
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is worth knowing, this worker says itself
 
-# What a model is, and how it is to be served.
+# How vLLM is brought up, and leaves.
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.envs import enable_envs_cache
 from vllm.platforms import current_platform
 
 # What a request asks for.
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+# What its engine does before it serves.
+from vllm.utils.gc_utils import freeze_gc_heap
 
 # What a cache is made of.
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -72,6 +76,8 @@ __all__ = [
     "current_platform",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "enable_envs_cache",
+    "freeze_gc_heap",
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
     "resolve_kv_cache_layout",

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
 from services.worker.batch import NONE, Rows
 
@@ -35,12 +36,14 @@ class Result:
     theirs: names.ModelRunnerOutput
     started: float
     ended: float
+    pooled: PooledRows | None = None
 
     def get(self) -> ModelRunnerOutput:
         rows, where = self.rows, self.theirs.req_id_to_index
         samples = rows.samples
         at = np.array([where[self.ids[row]] for row in np.flatnonzero(samples)], np.int64)
         tokens = np.array([self.theirs.sampled_token_ids[i][0] for i in at], np.int32)
+        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
         parts = [*self._prompts(), *self._sampled(at)]
         return ModelRunnerOutput(
             epoch=self.step.epoch,
@@ -52,6 +55,8 @@ class Result:
             started=self.started,
             ended=self.ended,
             logprobs=LogprobRows.joined(parts).packed() if parts else None,
+            embedding_slots=embedding_slots,
+            embeddings=embeddings,
         )
 
     def _sampled(self, at: NDArray[np.int64]) -> list[LogprobRows]:

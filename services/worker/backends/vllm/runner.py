@@ -17,6 +17,7 @@ from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.config import WorkerConfig
 from services.worker import machine
+from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.backends.vllm.checkpoint import Facts
 from services.worker.backends.vllm.engine import Engine, Options
 from services.worker.backends.vllm.group import Group
@@ -34,6 +35,8 @@ class _Pending:
     rows: Rows
     ids: list[str]
     asked: Asked
+    pooled: PooledRows | None
+    """None where no hidden state is asked for, and where another rank reports."""
     started: float
 
 
@@ -90,6 +93,7 @@ class VllmRunner:
             max_model_len=engine.max_model_len,
             bytes_per_block=engine.bytes_per_block,
             num_blocks=self._affordable(engine),
+            hidden_size=engine.hidden_size,
         )
 
     def _options(self, assignment: Assignment) -> Options:
@@ -119,6 +123,7 @@ class VllmRunner:
             assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
         )
         batch = engine.runner
+        self._pooler = Pooler(assignment.num_slots, engine.hidden_size)
         self._plans = Plans(self._table, engine.vocab_size, batch.requests, batch.num_prompt_logprobs)
         self._pending = None
 
@@ -134,9 +139,19 @@ class VllmRunner:
         rows = table.apply(step)
         theirs = self._plans.translated(step, rows)
         asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
+        ids, pooled = (
+            self._plans.ids(rows.slots),
+            self._pooler.rows(step, rows, table) if self._reports else None,
+        )
         with group.watched():
             engine.execute(theirs)
-        self._pending = _Pending(step, rows, self._plans.ids(rows.slots), asked, started)
+        if pooled is not None:
+            engine.pool(pooled, ids, rows)
+        self._pending = _Pending(step, rows, ids, asked, pooled, started)
+
+    @property
+    def _reports(self) -> bool:
+        return self._assignment.rank == self._assignment.output_rank
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         pending, self._pending = self._pending, None
@@ -148,10 +163,10 @@ class VllmRunner:
         engine, group = self._parts()
         with group.watched():
             theirs = engine.sample(self._plans.grammar(grammar) if grammar is not None else None)
-        if self._assignment.rank != self._assignment.output_rank:
+        if not self._reports:
             return _Passed()
-        ended = time.monotonic()
-        return Result(step, pending.rows, pending.ids, pending.asked, theirs, pending.started, ended)
+        ended, p = time.monotonic(), pending
+        return Result(step, p.rows, p.ids, p.asked, theirs, p.started, ended, p.pooled)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
@@ -163,7 +178,7 @@ class VllmRunner:
             self._close()
         elif self._engine is not None:
             self._engine.forget()
-        for name in ("_table", "_plans"):
+        for name in ("_table", "_plans", "_pooler"):
             self.__dict__.pop(name, None)
 
     def _close(self) -> None:
