@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("threads", 1), ("repeats", 3), ("prompts", 16), ("input-len", 96), ("output-len", 128), ("eagle", 3),
-        ("ngram", 3), ("sim-requests", 256), ("sim-output", 1200),
+        ("ngram", 3), ("sim-requests", 256), ("sim-output", 2400),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--skip-sim", action="store_true")
