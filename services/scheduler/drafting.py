@@ -11,8 +11,12 @@ from services.scheduler.slots import Column
 
 _MEMORY = 0.98
 """What a step's figures are worth one step later: about the last fifty count."""
-_PROBE_EVERY = 32
-"""Steps after which drafts that do not pay are tried once more."""
+_PROBE_AFTER = (32, 1024)
+"""Steps after which drafts that do not pay are tried once more: at first, and at most after trying in vain."""
+_VARY_EVERY = 12
+"""Steps after which one proposes a draft less, to see what it costs."""
+_OUTLIER = 2.0
+"""A step that takes so many times what was expected was held up by something else, and counts as no more."""
 _HOPE = 0.7
 """Acceptance at the first position until it was measured."""
 _MARGIN = 1.02
@@ -67,15 +71,20 @@ class Adaptive:
         """Rows that accepted this one too."""
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
-        self._since_probe = 0
+        self._since_change, self._patience = 0, _PROBE_AFTER[0]
 
     def length(self, num_rows: int) -> int:
         best = self._best(num_rows)
-        self._since_probe = 0 if best else self._since_probe + 1
-        if self._since_probe >= _PROBE_EVERY:
-            self._since_probe = 0
-            return 1
-        return best
+        self._since_change += 1
+        if best:
+            self._patience = _PROBE_AFTER[0]
+        if self._since_change < (_VARY_EVERY if best else self._patience):
+            return best
+        self._since_change = 0
+        if best:
+            return best - 1
+        self._patience = min(2 * self._patience, _PROBE_AFTER[1])
+        return 1
 
     def _best(self, num_rows: int) -> int:
         cost = self._cost()
@@ -101,8 +110,8 @@ class Adaptive:
         """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
         if self._normal[0, 0] < 4:
             return None
-        # A little weight on "no cost" decides what the steps so far cannot tell apart.
-        ridge = 1e-3 * np.diag(self._normal.diagonal()) + 1e-9 * np.eye(3)
+        # What the steps so far cannot tell apart is the step's own: drafts cost nothing until they were seen to.
+        ridge = np.diag(self._normal.diagonal() * (1e-6, 1e-3, 1e-3)) + 1e-9 * np.eye(3)
         solved = np.linalg.solve(self._normal + ridge, self._moment)
         return np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
 
@@ -110,6 +119,8 @@ class Adaptive:
         planned = step.drafts[step.samples]
         if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill would tell of other things
             x = np.array((1.0, len(step.slots) + drafted.sum(), step.proposes))
+            if (cost := self._cost()) is not None:
+                seconds = min(seconds, _OUTLIER * float(x @ cost))
             self._normal = _MEMORY * self._normal + np.outer(x, x)
             self._moment = _MEMORY * self._moment + x * seconds
         positions = np.arange(1, self._most + 1)

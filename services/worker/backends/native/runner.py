@@ -105,6 +105,7 @@ class _Result:
     logprobs: LogprobRows | None
     pooled: PooledRows | None
     started: float
+    ended: float
 
     def get(self) -> ModelRunnerOutput:
         samples = self.rows.samples
@@ -117,7 +118,7 @@ class _Result:
             counts=self.sampled.counts.tobytes(),
             token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
             started=self.started,
-            ended=time.monotonic(),
+            ended=self.ended,
             logprobs=self.logprobs.packed() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
@@ -328,7 +329,8 @@ class NativeRunner:
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.joined(scored) if scored else None
-        return _Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, pending.started)
+        times = pending.started, time.monotonic()
+        return _Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, *times)
 
     def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> Sampled:
         """Of the rows that sample."""
