@@ -13,6 +13,10 @@ _MEMORY = 0.98
 """What a step's figures are worth one step later: about the last fifty count."""
 _PROBE_AFTER = (32, 1024)
 """Steps after which drafts that do not pay are tried once more: at first, and at most after trying in vain."""
+_LOOK_EVERY = 4
+"""Steps after which it thinks again."""
+_ENOUGH = 4
+"""Steps that the first estimate of what they cost needs."""
 _VARY_EVERY = 12
 """Steps after which one proposes a draft less, to see what it costs."""
 _OUTLIER = 2.0
@@ -61,20 +65,23 @@ class Adaptive:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._rows = np.zeros(most)
-        """Rows that a draft at this position was planned for; here and below, of recent steps."""
-        self._drafted = np.zeros(most)
-        """Rows that had one."""
-        self._reached = np.zeros(most)
-        """Rows that accepted every draft before this position."""
-        self._accepted = np.zeros(most)
-        """Rows that accepted this one too."""
+        self._positions = np.arange(1, most + 1)
+        self._rows = np.zeros((4, most))
+        """Of recent steps, by position: rows that a draft was planned for there, that had one, that accepted every
+        draft before, and that accepted this one too."""
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
-        self._since_change, self._patience = 0, _PROBE_AFTER[0]
+        self._cost: NDArray[np.float64] | None = None
+        """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
+        self._best, self._num_rows = most, 0
+        """What was best when last looked at, for so many rows."""
+        self._steps = self._since_change = 0
+        self._patience = _PROBE_AFTER[0]
 
     def length(self, num_rows: int) -> int:
-        best = self._best(num_rows)
+        if self._steps % _LOOK_EVERY == 0 or num_rows != self._num_rows:
+            self._best, self._num_rows = self._best_for(num_rows), num_rows
+        best = self._best
         self._since_change += 1
         if best:
             self._patience = _PROBE_AFTER[0]
@@ -86,53 +93,57 @@ class Adaptive:
         self._patience = min(2 * self._patience, _PROBE_AFTER[1])
         return 1
 
-    def _best(self, num_rows: int) -> int:
-        cost = self._cost()
-        if cost is None:
+    def _best_for(self, num_rows: int) -> int:
+        if self._cost is None:
             return self._most
-        base, per_token, per_draft = cost
-        tokens = np.concatenate(([1.0], self._acceptance())).cumsum()
-        computed = np.concatenate(([1.0], (self._drafted + 1) / (self._rows + 1))).cumsum()
-        rate = tokens / (base + per_token * num_rows * computed + per_draft * np.arange(self._most + 1))
-        rate[0] *= _MARGIN
-        return int(rate.argmax())
+        base, per_token, per_draft = self._cost.tolist()
+        planned, had = self._rows[:2].tolist()
+        tokens = computed = 1.0
+        best, best_rate = 0, _MARGIN / (base + per_token * num_rows)
+        for position, chance in enumerate(self._acceptance()):
+            tokens += chance
+            computed += (had[position] + 1) / (planned[position] + 1)
+            rate = tokens / (base + per_token * num_rows * computed + per_draft * (position + 1))
+            if rate > best_rate:
+                best, best_rate = position + 1, rate
+        return best
 
     def _acceptance(self) -> list[float]:
         """P(at least j accepted), j = 1 .. most. A position of which little is known is like the one before it."""
         chances, all_so_far, here = [], 1.0, _HOPE
-        for accepted, reached in zip(self._accepted.tolist(), self._reached.tolist(), strict=True):
+        for reached, accepted in self._rows[2:].T.tolist():
             here = (accepted + here) / (reached + 1)
             all_so_far *= here
             chances.append(all_so_far)
         return chances
 
-    def _cost(self) -> NDArray[np.float64] | None:
-        """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
-        if self._normal[0, 0] < 4:
-            return None
-        # What the steps so far cannot tell apart is the step's own: drafts cost nothing until they were seen to.
-        ridge = np.diag(self._normal.diagonal() * (1e-6, 1e-3, 1e-3)) + 1e-9 * np.eye(3)
-        solved = np.linalg.solve(self._normal + ridge, self._moment)
-        return np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
-
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
-        planned = step.drafts[step.samples]
+        self._steps += 1
         if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill would tell of other things
-            x = np.array((1.0, len(step.slots) + drafted.sum(), step.proposes))
-            if (cost := self._cost()) is not None:
-                seconds = min(seconds, _OUTLIER * float(x @ cost))
-            self._normal = _MEMORY * self._normal + np.outer(x, x)
-            self._moment = _MEMORY * self._moment + x * seconds
-        positions = np.arange(1, self._most + 1)
-        had_room = planned[:, None] >= positions
-        for sums, happened in (
-            (self._rows, had_room),
-            (self._drafted, had_room & (drafted[:, None] >= positions)),
-            (self._reached, had_room & (counts[:, None] >= positions)),
-            (self._accepted, had_room & (counts[:, None] > positions)),
-        ):
-            sums *= _MEMORY
-            sums += happened.sum(axis=0)
+            self._learn_cost(np.array((1.0, len(step.slots) + drafted.sum(), step.proposes)), seconds)
+        self._rows *= _MEMORY
+        planned = step.drafts[step.samples][:, None]
+        if planned.any():
+            at, drafted, counts = self._positions, drafted[:, None], counts[:, None]
+            had_room = planned >= at
+            happened = (
+                had_room,
+                had_room & (drafted >= at),
+                had_room & (counts >= at),
+                had_room & (counts > at),
+            )
+            self._rows += [rows.sum(axis=0) for rows in happened]
+
+    def _learn_cost(self, x: NDArray[np.float64], seconds: float) -> None:
+        if self._cost is not None:
+            seconds = min(seconds, _OUTLIER * float(x @ self._cost))
+        self._normal = _MEMORY * self._normal + x[:, None] * x
+        self._moment = _MEMORY * self._moment + x * seconds
+        if self._normal[0, 0] > _ENOUGH and self._steps % _LOOK_EVERY == 0:
+            # What the steps so far cannot tell apart is the step's own: drafts cost nothing until they were seen to.
+            ridge = np.diag(self._normal.diagonal() * (1e-6, 1e-3, 1e-3)) + 1e-9 * np.eye(3)
+            solved = np.linalg.solve(self._normal + ridge, self._moment)
+            self._cost = np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
 
 
 def drafting(config: SpeculativeConfig | None) -> Drafting | None:

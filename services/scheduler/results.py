@@ -122,6 +122,7 @@ class Results(Lifecycle):
         self.ledger.remove_oldest()
         if self.drafting is not None:
             self.drafting.observe(step, sampled.drafted, counts, sampled.seconds)
+        if step.drafts.any():
             self._settle(rows, drafts, sampled, live)
         wanted = _wanted(sampled.logprobs, s.state)
         first = np.cumsum(counts, dtype=np.int32) - counts
