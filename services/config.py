@@ -38,6 +38,11 @@ class SpeculativeConfig(_Config):
     adaptive: bool = True
     """Fewer drafts while few are accepted or many requests run; off: always `num_speculative_tokens`."""
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the drafter has keys and values of its own, also where its drafts will stand."""
+        return self.method != "ngram"
+
     @model_validator(mode="after")
     def _method_has_what_it_needs(self) -> Self:
         if self.method == "ngram" and self.model:

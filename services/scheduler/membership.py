@@ -458,7 +458,7 @@ class WorkerGroup:
             block_size=c.block_size,
             enable_prefix_caching=c.enable_prefix_caching,
             stages=c.pipeline_parallel_size,
-            lookahead=k if s is not None and s.model else 0,
+            lookahead=k if s is not None and s.keeps_kv else 0,
             drafts_in_flight=k * c.depth,
         )
 

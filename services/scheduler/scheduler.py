@@ -6,9 +6,7 @@ What is per request and per step is columns by slot; only requests that arrive, 
 need a block cost Python time of their own.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -26,8 +24,6 @@ from services.scheduler.slots import DELIVER, LIVE, Column, Rows
 
 _NO_ROWS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
-NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
-
 
 T = TypeVar("T", Rows, Column)
 
@@ -116,7 +112,7 @@ class Scheduler(Results):
         while True:
             rows = self.policy.order(view)
             counts = self._slices(rows, budget)
-            missing = self.kv.missing(rows, self._ahead(self.slots.computed.take(rows) + counts))
+            missing = self.kv.missing(rows, self.limits.held(self.slots.computed.take(rows) + counts))
             short = int(np.searchsorted(np.cumsum(missing), self.kv.pool.num_free, side="right"))
             if short == len(rows):
                 break
@@ -145,11 +141,6 @@ class Scheduler(Results):
         if budget.prefill is not None:
             choice.prefill_left -= int(counts[~self.slots.decoding(rows)].sum())
 
-    def _ahead(self, ends: Column) -> Column:
-        """Tokens to have blocks for when a row ends there: a drafter looks ahead."""
-        lookahead = self.limits.lookahead
-        return np.minimum(ends + np.int32(lookahead), self.limits.max_model_len) if lookahead else ends
-
     def _register_known(self, rows: Rows, counts: Column) -> None:
         """Eager registration: chunks of tokens that are known enter the prefix cache with their dispatch."""
         s = self.slots
@@ -177,9 +168,8 @@ class Scheduler(Results):
             )
             count = min(count, room)
             del prefix[hit // self.limits.block_size :]
-            held = len(request.token_ids) if budget.runner_reports else hit + count
-            held = min(held + self.limits.lookahead, self.limits.max_model_len)
-            if not count or not self.kv.can_admit(prefix, held):
+            end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
+            if not count or not self.kv.can_admit(prefix, int(self.limits.held(end)[0])):
                 break
             self._admit(request, prefix, hit, count, choice)
             seats -= 1
@@ -198,7 +188,7 @@ class Scheduler(Results):
         if choice.runner_reports:
             self.kv.grow(row, self.kv.missing(row, np.array([len(tokens)], np.int32)))
         else:
-            self.kv.grow(row, self.kv.missing(row, self._ahead(end)))
+            self.kv.grow(row, self.kv.missing(row, self.limits.held(end)))
             self.kv.register(row, end)
         self.slots.computed[slot] = hit
         self.kv.queries += len(tokens)

@@ -5,6 +5,8 @@ import torch
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
 from services.worker.backends.native.drafters.postponed import MOST, Postponed
+from services.worker.backends.native.state import TokenHistory
+from services.worker.batch import SlotTable
 
 
 class Heard(Drafter):
@@ -20,6 +22,15 @@ class Heard(Drafter):
         return np.tile(advance.slots[advance.samples][:, None], k)
 
 
+def postponed(drafter: Drafter) -> Postponed:
+    """In an epoch in which every slot has a request."""
+    table = SlotTable(num_slots=8, block_size=4, num_blocks=8, max_model_len=8)
+    table.generation[:] = 1
+    postponed = Postponed(drafter)
+    postponed.begin(Slots(table, TokenHistory(8, 8, 8), 8))
+    return postponed
+
+
 def step(*rows: tuple[int, int, int], samples: bool = True) -> Advance:
     """(slot, start, count) each; the states of a token say whose it is and where it stands."""
     slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
@@ -29,7 +40,7 @@ def step(*rows: tuple[int, int, int], samples: bool = True) -> Advance:
 
 
 def test_steps_without_drafts_are_told_with_the_next_that_has_some() -> None:
-    drafter = Postponed(heard := Heard())
+    drafter = postponed(heard := Heard())
     assert drafter.reads == (2, -1)
     assert drafter.propose(step((5, 0, 4), (3, 7, 2)), 0).shape == (2, 0)
     assert drafter.propose(step((3, 9, 1)), 0).shape == (1, 0)
@@ -54,7 +65,7 @@ def test_steps_without_drafts_are_told_with_the_next_that_has_some() -> None:
 
 
 def test_whoever_left_is_not_told_of() -> None:
-    drafter = Postponed(heard := Heard())
+    drafter = postponed(heard := Heard())
     drafter.propose(step((5, 0, 4), (3, 7, 2)), 0)
     drafter.propose(step((5, 4, 1)), 0)
     drafter.assign(5)
@@ -65,8 +76,19 @@ def test_whoever_left_is_not_told_of() -> None:
     assert told.states[0].flatten().tolist() == [500, 501, 502, 307, 308]
 
 
+def test_whoever_left_without_a_successor_is_not_told_of() -> None:
+    """Its blocks may be another's by now."""
+    drafter = postponed(heard := Heard())
+    drafter.propose(step((5, 0, 4), (3, 7, 2)), 0)
+    drafter._table.release(np.array([5], np.int32))
+    drafter.propose(step((3, 9, 1)), 1)
+    (told,) = heard.heard
+    assert told.slots.tolist() == [3]
+    assert told.states[0].flatten().tolist() == [307, 308, 309]
+
+
 def test_not_more_is_kept_than_may_be() -> None:
-    drafter = Postponed(heard := Heard())
+    drafter = postponed(heard := Heard())
     drafter.propose(step((2, 0, MOST - 1), samples=False), 0)
     drafter.propose(step((2, MOST - 1, 1)), 0)
     assert not heard.heard

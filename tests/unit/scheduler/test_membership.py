@@ -278,3 +278,30 @@ def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g.register("a")
     with pytest.raises(GroupError, match="--num-gpu-blocks-override 2000: the workers can hold 1000 blocks"):
         g.say("a", replace_blocks(1000, 1))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lookahead"),
+    [
+        ({"method": "ngram"}, 0),
+        ({"method": "eagle"}, 3),
+        ({"method": "eagle", "model": "head"}, 3),
+        ({"method": "draft_model", "model": "smaller"}, 3),
+    ],
+)
+def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(
+    drafter: dict[str, str], lookahead: int
+) -> None:
+    """Also one that comes without a name, as the demo model's head does."""
+    speculative = drafter | {"num_speculative_tokens": 3}
+    group = Group(SchedulerConfig(speculative_config=speculative))  # type: ignore[arg-type]
+    (assigned,) = (a.message for a in group.register("a") if isinstance(a, Send))
+    assert isinstance(assigned, Assignment)
+    assert assigned.speculation is not None
+    assert (assigned.speculation.method, assigned.speculation.num_speculative_tokens) == (
+        drafter["method"],
+        3,
+    )
+    limits = group.go_on().limits
+    assert limits.lookahead == lookahead
+    assert limits.drafts_in_flight == 3 * group.config.depth

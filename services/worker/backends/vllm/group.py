@@ -1,8 +1,8 @@
 """The process groups of one epoch: ours, from which vLLM makes its own.
 
 vLLM takes the group that is there. So the ranks meet at the socket that rank 0 registered with, and those that do not
-come are waited for no longer than anywhere else in this project. vLLM's ranks hand one another pickles when they form
-their groups, so all of them must be trusted, as torch's own transport asks for too.
+come are waited for no longer than anywhere else in this project. To form its groups vLLM lets ranks send one another
+objects that run code when they are read, so all of them must be trusted, as torch's own transport asks for too.
 """
 
 import hashlib

@@ -7,8 +7,10 @@ switched down to nothing costs next to nothing.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
+from services.worker.batch import EMPTY, SlotTable
 
 MOST = 512
 """Tokens whose hidden states are kept."""
@@ -23,9 +25,11 @@ class Postponed(Drafter):
         self._kept: list[Advance] = []
         self._tokens = 0
         """Of all that is kept, or more where somebody has left."""
+        self._table: SlotTable
 
     def begin(self, slots: Slots) -> None:
         self._take()
+        self._table = slots.table
         self.drafter.begin(slots)
 
     def end(self) -> None:
@@ -33,7 +37,7 @@ class Postponed(Drafter):
         self.drafter.end()
 
     def assign(self, slot: int) -> None:
-        self._kept = [_without(advance, slot) for advance in self._kept]
+        self._kept = [_where(advance, advance.slots != slot) for advance in self._kept]
         self.drafter.assign(slot)
 
     def propose(self, advance: Advance, k: int) -> I32:
@@ -41,7 +45,8 @@ class Postponed(Drafter):
             self._kept.append(advance)
             self._tokens += int(advance.counts.sum())
             return np.empty((np.count_nonzero(advance.samples), 0), np.int32)
-        kept = self._take()
+        # The blocks of a slot that nobody has may be another's by now.
+        kept = [_where(each, self._table.generation[each.slots] != EMPTY) for each in self._take()]
         return self.drafter.propose(_joined(kept, advance) if kept else advance, k)
 
     def _take(self) -> list[Advance]:
@@ -49,8 +54,8 @@ class Postponed(Drafter):
         return kept
 
 
-def _without(advance: Advance, slot: int) -> Advance:
-    stays = advance.slots != slot
+def _where(advance: Advance, stays: NDArray[np.bool_]) -> Advance:
+    """The rows of bool[rows] `stays`."""
     if stays.all():
         return advance
     tokens = torch.from_numpy(np.flatnonzero(np.repeat(stays, advance.counts)))
