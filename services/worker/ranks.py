@@ -1,7 +1,7 @@
 """How the ranks of one epoch reach one another: process groups over torch.distributed, gloo on the CPU.
 
-Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. Sums over ranks are
-made in the order of ranks, so that a row's result does not depend on the batch it is in.
+Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. What ranks say to
+one another is in teams.py.
 
 There is no other transport yet: groups on CUDA devices (NCCL) are refused by name.
 """
@@ -10,21 +10,19 @@ import os
 import queue
 import socket
 import threading
-import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
 from torch import distributed
 
 from protocol.membership import Assignment
+from services.worker.messages import Peers, Waiter
 from services.worker.rendezvous import local_address
 from services.worker.runner import RanksLost
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.teams import Stages, Team
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """For the ranks to find one another."""
@@ -32,234 +30,7 @@ ATTEMPT = timedelta(seconds=5)
 """For one attempt to reach the first rank. An epoch that ends while its ranks join leaves a thread for that long."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Equal for all processes of a machine, in whichever container, and for no others."""
-STEP_TIMEOUT = timedelta(minutes=30)
-"""The last resort: the scheduler's own deadline is shorter and ends in `abort`."""
 _c10d: Any = distributed  # its stubs lack most of what is used here
-ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
-"""Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
-SMALL = 1 << 16
-"""Bytes that a connection gives at once. Who waits for as little to arrive can wait on its own thread, two switches
-faster, and layers do that twice: until it begins to arrive it fails with its connection."""
-AHEAD = 4
-"""Steps that a stage computes before the next stage takes the first of them: as many activations are kept."""
-
-
-_Works = Sequence[distributed.Work]
-
-
-class _Waiter:
-    """Waits for messages on a thread of its own, so that `abort` frees whoever needs them, always.
-
-    A closed connection is not enough: a message that is half on its way when its connection breaks is neither completed
-    nor failed by gloo, and no later call ends that wait.
-    """
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[_Works | None] = queue.SimpleQueue()
-        self._outcome: queue.SimpleQueue[RuntimeError | RanksLost | None] = queue.SimpleQueue()
-        self._aborted = threading.Event()
-        arguments = self._works, self._outcome
-        threading.Thread(target=_serve, args=arguments, name="messages", daemon=True).start()
-        weakref.finalize(self, self._works.put, None)
-
-    def wait(self, *works: distributed.Work) -> None:
-        """Raises: RanksLost"""
-        if self._aborted.is_set():
-            raise RanksLost("the epoch has ended")
-        self._works.put(works)
-        _raise(self._outcome.get())
-
-    def abort(self) -> None:
-        """From any thread. From now on nothing can be waited for."""
-        self._aborted.set()
-        self._outcome.put(RanksLost("the epoch ended while ranks waited for one another"))
-
-
-def _serve(works: "queue.SimpleQueue[_Works | None]", outcome: "queue.SimpleQueue[Any]") -> None:
-    while (some := works.get()) is not None:
-        error = _failure(some)
-        del some  # it keeps tensors
-        outcome.put(error)
-
-
-def _raise(error: RuntimeError | RanksLost | None) -> None:
-    if error is not None:
-        raise RanksLost(str(error)) from error
-
-
-def _failure(works: _Works) -> RuntimeError | None:
-    try:
-        for work in works:
-            work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
-    except RuntimeError as error:
-        return error
-    return None
-
-
-class _Peers:
-    """Messages between the ranks of one group. All of gloo's collectives would do, but its plain messages leave on the
-    calling thread: with few ranks they take a third of the time. They arrive in order per sender and tag."""
-
-    def __init__(self, group: Any, rank: int, size: int, waiter: _Waiter) -> None:
-        self._group, self.rank, self.wait = group, rank, waiter.wait
-        self.others = [other for other in range(size) if other != rank]
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> distributed.Work:
-        """`tensor` is contiguous and must not change until it has left. Raises: RanksLost"""
-        try:
-            return self._group.send([tensor], to, tag)
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> distributed.Work:
-        """Raises: RanksLost"""
-        try:
-            return self._group.recv([tensor], source, tag)
-        except RuntimeError as error:
-            raise RanksLost(str(error)) from error
-
-
-class Team:
-    """The tensor-parallel ranks of one stage; every one of them calls the same methods in the same order."""
-
-    def __init__(self, peers: _Peers | None = None) -> None:
-        self._peers = peers
-        self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
-        self._leaving: tuple[torch.Tensor, list[distributed.Work]] | None = None
-        """What was sent in the last `all_gather`: it has arrived by the time that the next one's has, from the same."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """`x` of every rank, in the order of ranks, its own not copied; equal shapes and dtypes. `x` must not change
-        before the next call has returned.
-
-        Raises: RanksLost
-        """
-        if self._peers is None:
-            return [x]
-        x, peers = x.contiguous(), self._peers
-        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        sent = [peers.send(x, rank, TEAM) for rank in peers.others]
-        received = [peers.receive(parts[rank], rank, TEAM) for rank in peers.others]
-        if x.nbytes > SMALL:
-            peers.wait(*received, *sent)
-        else:
-            _raise(_failure(received))
-            self._leaving = x, sent
-        return parts
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks, with the same bits on each. It is made in float32 and rounded once.
-
-        gloo's own sum goes around a ring in pieces, so an element's order of addition would depend on where it lies.
-
-        Raises: RanksLost
-        """
-        if self._peers is None:
-            return x
-        first, *others = self.all_gather(x)
-        total = first.float()
-        for part in others:
-            total = total + part
-        return total.to(x.dtype)
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """On the first rank `x` of every rank, in the order of ranks, on the others nothing; equal shapes and dtypes.
-
-        Raises: RanksLost
-        """
-        if self._peers is None:
-            return [x]
-        x, peers = x.contiguous(), self._peers
-        if not self.is_first:
-            peers.wait(peers.send(x, 0, TEAM))
-            return []
-        parts = [x, *(torch.empty_like(x) for _ in peers.others)]
-        peers.wait(*(peers.receive(parts[rank], rank, TEAM) for rank in peers.others))
-        return parts
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's contiguous `x`, written into everyone's.
-
-        Raises: RanksLost
-        """
-        if (peers := self._peers) is not None:
-            if self.is_first:
-                peers.wait(*(peers.send(x, rank, TEAM) for rank in peers.others))
-            else:
-                peers.wait(peers.receive(x, 0, TEAM))
-        return x
-
-
-class Stages:
-    """The pipeline stages that this rank's column of the group goes through: one rank of each, with equal `tp_rank`.
-
-    Sender and receiver must agree from the plan alone what is sent, and of which shape (spec 3(b) 10).
-    """
-
-    def __init__(self, peers: _Peers | None = None) -> None:
-        self._peers = peers
-        self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
-        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque())
-        """What is on its way, by tag, kept until it has left; gloo tells that only to those who wait."""
-        self._most = (AHEAD, 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size))
-        """Messages kept, by tag. Those to the first stage wait there until a step needs them, but never longer than
-        steps can be in flight; so nobody waits for them here."""
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-    def send_next(self, *tensors: torch.Tensor) -> None:
-        """Hands activations to the next stage without waiting for it. They must not change any more.
-
-        Raises: RanksLost
-        """
-        for tensor in tensors:
-            self._send(tensor, self.rank + 1, ACTIVATIONS)
-
-    def receive_previous(self, *tensors: torch.Tensor) -> None:
-        """Fills `tensors` with what the stage before sends next.
-
-        Raises: RanksLost
-        """
-        for tensor in tensors:
-            self._receive(tensor, self.rank - 1, ACTIVATIONS)
-
-    def send_first(self, tensor: torch.Tensor) -> None:
-        """From the last stage back to the first, without waiting for it.
-
-        Raises: RanksLost
-        """
-        self._send(tensor, 0, FEEDBACK)
-
-    def receive_last(self, tensor: torch.Tensor) -> None:
-        """Fills `tensor` with what the last stage sends next.
-
-        Raises: RanksLost
-        """
-        self._receive(tensor, self.size - 1, FEEDBACK)
-
-    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        if self._peers is None:
-            raise RuntimeError("a group of one stage sends nothing")
-        leaving = self._leaving[tag]
-        while len(leaving) >= self._most[tag]:
-            self._peers.wait(leaving.popleft()[1])
-        tensor = tensor.contiguous()
-        leaving.append((tensor, self._peers.send(tensor, to, tag)))
-
-    def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
-        if self._peers is None:
-            raise RuntimeError("a group of one stage receives nothing")
-        self._peers.wait(self._peers.receive(tensor, source, tag))
 
 
 class Ranks:
@@ -288,7 +59,7 @@ class Ranks:
         self._listener = listener
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._aborted = threading.Event()
-        self._waiter = _Waiter()
+        self._waiter = Waiter()
         self._others = sockets()
         """Not ours. Until the ranks have joined, every other socket is."""
         self._ours: set[str] | None = None
@@ -334,30 +105,10 @@ class Ranks:
     def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
         if assignment.world_size == 1:
             return _Joined(Team(), Stages(), 1, None)
-        store = self._meet(assignment, listener)
+        store = meet(assignment, listener, self._aborted.is_set)
         together = neighbours(store, assignment)
         address = local_address(assignment.rendezvous.rpartition(":")[0])
         return _Joined(self._team(store, address), self._stages(store, address), together, store)
-
-    def _meet(self, assignment: Assignment, listener: socket.socket | None) -> Any:
-        host, _, port = assignment.rendezvous.rpartition(":")
-        world = assignment.world_size
-        if assignment.rank == 0:
-            if listener is None:
-                raise ValueError("rank 0 needs the socket it registered with")
-            return _c10d.TCPStore(
-                host, int(port), world, True, JOIN_TIMEOUT,
-                wait_for_workers=False, master_listen_fd=listener.detach(),
-            )  # fmt: skip
-        for last in (*(False,) * (JOIN_TIMEOUT // ATTEMPT - 1), True):
-            try:
-                store = _c10d.TCPStore(host, int(port), world, False, ATTEMPT, wait_for_workers=False)
-                store.set_timeout(JOIN_TIMEOUT)
-                return store
-            except RuntimeError:
-                if last or self._aborted.is_set():
-                    raise
-        raise AssertionError("the last attempt returns or raises")
 
     def _team(self, store: Any, address: str) -> Team:
         rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
@@ -371,11 +122,11 @@ class Ranks:
             return Stages()
         return Stages(self._peers(_c10d.PrefixStore(name, store), rank, size, address))
 
-    def _peers(self, store: Any, rank: int, size: int, address: str) -> _Peers:
+    def _peers(self, store: Any, rank: int, size: int, address: str) -> Peers:
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = JOIN_TIMEOUT
-        return _Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size, self._waiter)
+        return Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size, self._waiter)
 
     def abort(self) -> None:
         """From any thread: whoever joins or waits in one of these groups gets RanksLost.
@@ -395,6 +146,32 @@ class _Joined(NamedTuple):
     stages: Stages
     on_this_machine: int
     store: Any
+
+
+def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callable[[], bool]) -> Any:
+    """The store that the ranks share, on the socket that rank 0 registered with, its `listener`; others try to reach it
+    as long as nobody says that it `is_over`.
+
+    Raises: RuntimeError, when rank 0 is not there in time.
+    """
+    host, _, port = assignment.rendezvous.rpartition(":")
+    world = assignment.world_size
+    if assignment.rank == 0:
+        if listener is None:
+            raise ValueError("rank 0 needs the socket it registered with")
+        return _c10d.TCPStore(
+            host, int(port), world, True, JOIN_TIMEOUT,
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    for last in (*(False,) * (JOIN_TIMEOUT // ATTEMPT - 1), True):
+        try:
+            store = _c10d.TCPStore(host, int(port), world, False, ATTEMPT, wait_for_workers=False)
+            store.set_timeout(JOIN_TIMEOUT)
+            return store
+        except RuntimeError:
+            if last or is_over():
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def neighbours(store: Any, assignment: Assignment) -> int:

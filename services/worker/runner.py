@@ -43,6 +43,14 @@ class Output(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Passed:
+    """An `Output` of a rank that is not the output rank."""
+
+    def get(self) -> None:
+        return None
+
+
 class ModelRunner(Protocol):
     def identify(self) -> Identity:
         """Reads what the checkpoint says of itself, no weights.

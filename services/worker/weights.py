@@ -10,11 +10,21 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
+from services.config import WorkerConfig
 from services.worker.runner import LoadError
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 Cut = tuple[slice, ...]
 """Which rows (and columns) of a tensor; `()` is all of it."""
+
+
+def located(config: WorkerConfig) -> Path:
+    """Where the files of the worker's model are. Raises: LoadError"""
+    try:
+        return resolve(config.model, config.revision, WEIGHT_FILES)
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
 
 
 class Checkpoint:

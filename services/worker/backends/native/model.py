@@ -16,8 +16,9 @@ from services.worker.backends.native.linear import Linear, activation_dtype
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
 from services.worker.backends.pooling import PooledRows
-from services.worker.ranks import Ranks, Team
+from services.worker.ranks import Ranks
 from services.worker.runner import Progress
+from services.worker.teams import Team
 from services.worker.weights import Checkpoint
 
 FINAL = -1

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.rows import LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from services.checkpoint import WEIGHT_FILES, CheckpointError, default_dtype, resolve
+from services.checkpoint import default_dtype
 from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.native.acceptance import Places
@@ -38,9 +38,9 @@ from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.batch import Rows, SlotTable
 from services.worker.ranks import Ranks
-from services.worker.runner import Identity, LoadError, Output, Progress
+from services.worker.runner import Identity, LoadError, Output, Passed, Progress
 from services.worker.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.weights import Checkpoint
+from services.worker.weights import Checkpoint, located
 
 NO_DRAFTS = np.empty((0, 0), np.int32)
 
@@ -127,14 +127,6 @@ class _Result:
         )
 
 
-@dataclass(frozen=True)
-class _Passed:
-    """A step that another rank reports."""
-
-    def get(self) -> None:
-        return None
-
-
 class NativeRunner:
     """A `ModelRunner`. Llama, Mistral, Qwen2 and Qwen3 checkpoints in float32 or bfloat16."""
 
@@ -151,7 +143,7 @@ class NativeRunner:
     def identify(self) -> Identity:
         """As it was when first asked: what is in memory stays what was registered."""
         if self._identity is None:
-            directory = self._directory()
+            directory = located(self._config)
             config = ModelConfig.from_directory(directory)
             self._identity = Identity(
                 model_hash=_digest(directory, Checkpoint(directory)),
@@ -160,12 +152,6 @@ class NativeRunner:
                 max_pipeline_parallel_size=config.num_layers,
             )
         return self._identity
-
-    def _directory(self) -> Path:
-        try:
-            return resolve(self._config.model, self._config.revision, WEIGHT_FILES)
-        except CheckpointError as error:
-            raise LoadError(str(error)) from error
 
     @torch.inference_mode()
     def load(
@@ -193,7 +179,7 @@ class NativeRunner:
         """Read now, or kept from an epoch before."""
         if self._model is None or self._model.part.shard != shard:
             self._model = None  # freed before the next ones are read
-            directory = self._directory()
+            directory = located(self._config)
             config, checkpoint = ModelConfig.from_directory(directory), Checkpoint(directory)
             if _digest(directory, checkpoint) != self.identify().model_hash:
                 raise LoadError(f"the files in {directory} have changed; start this worker again")
@@ -211,7 +197,7 @@ class NativeRunner:
         made_for = speculation, model, assignment.block_size, limit
         if self._drafter is None or self._made_for != made_for:
             self._drafter = None  # freed before the next one is read
-            directory = self._directory()
+            directory = located(self._config)
             files = directory, Checkpoint(directory)
             target = Target(speculation, model, *files, self._dtype, assignment.block_size, limit)
             self._drafter, self._made_for = create(target), made_for
@@ -316,7 +302,7 @@ class NativeRunner:
             if ranks.stages.size == 1 and pending.sampling:
                 message = ranks.team.broadcast(pending.message())
                 self._learn(pending, Outcome.read(message, pending.step.num_speculative_tokens))
-            return _Passed()
+            return Passed()
         sampled = self._sampled(pending, grammar)
         self._learn(pending, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
         drafts = self._proposed(pending, sampled)

@@ -16,7 +16,8 @@ from torch import distributed
 
 from protocol.membership import Assignment
 from services.worker.backends.vllm import names
-from services.worker.ranks import BOOT_ID, JOIN_TIMEOUT, STEP_TIMEOUT, neighbours, shut_down, sockets
+from services.worker.messages import STEP_TIMEOUT
+from services.worker.ranks import BOOT_ID, meet, neighbours, shut_down, sockets
 from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here
@@ -67,20 +68,9 @@ class Group:
         return f"tcp://{assignment.rendezvous}.{_machine() if self.is_of_several else os.getpid()}"
 
     def _store(self) -> Any:
-        assignment, listener = self._assignment, self._listener
-        if assignment.world_size == 1:
+        if not self.is_of_several:
             return _c10d.HashStore()
-        host, _, port = assignment.rendezvous.rpartition(":")
-        if assignment.rank:
-            return _c10d.TCPStore(
-                host, int(port), assignment.world_size, False, JOIN_TIMEOUT, wait_for_workers=False
-            )
-        if listener is None:
-            raise ValueError("rank 0 needs the socket it registered with")
-        return _c10d.TCPStore(
-            host, int(port), assignment.world_size, True, JOIN_TIMEOUT,
-            wait_for_workers=False, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        return meet(self._assignment, self._listener, lambda: self._aborted)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

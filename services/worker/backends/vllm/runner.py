@@ -7,14 +7,12 @@ ahead find them there, however many are on their way, and the worker is told of 
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
-from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
 from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows, Pooler
@@ -24,7 +22,8 @@ from services.worker.backends.vllm.group import Group
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
 from services.worker.backends.vllm.result import Asked, Result
 from services.worker.batch import Rows, SlotTable
-from services.worker.runner import Identity, LoadError, Output, Progress
+from services.worker.runner import Identity, LoadError, Output, Passed, Progress
+from services.worker.weights import located
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,6 @@ class _Pending:
     started: float
 
 
-@dataclass(frozen=True)
-class _Passed:
-    """A step that another rank reports."""
-
-    def get(self) -> None:
-        return None
-
-
 class VllmRunner:
     """A `ModelRunner`. Models of vLLM that are one group of full attention, on its CPU build."""
 
@@ -61,14 +52,8 @@ class VllmRunner:
     def identify(self) -> Identity:
         """As it was when first asked: what is in memory stays what was registered."""
         if self._facts is None:
-            self._facts = Facts.of(self._directory(), self._config)
+            self._facts = Facts.of(located(self._config), self._config)
         return Identity(self._facts.digest, self._facts.dtype, self._facts.tensor_parallel_sizes)
-
-    def _directory(self) -> Path:
-        try:
-            return resolve(self._config.model, self._config.revision, WEIGHT_FILES)
-        except CheckpointError as error:
-            raise LoadError(str(error)) from error
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
@@ -97,7 +82,7 @@ class VllmRunner:
         )
 
     def _options(self, assignment: Assignment) -> Options:
-        directory = self._directory()
+        directory = located(self._config)
         if Facts.of(directory, self._config) != self._facts:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
         return Options.of(directory, self.identify().dtype, self._config, assignment)
@@ -164,7 +149,7 @@ class VllmRunner:
         with group.watched():
             theirs = engine.sample(self._plans.grammar(grammar) if grammar is not None else None)
         if not self._reports:
-            return _Passed()
+            return Passed()
         ended, p = time.monotonic(), pending
         return Result(step, p.rows, p.ids, p.asked, theirs, p.started, ended, p.pooled)
 
