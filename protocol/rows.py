@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protocol.codec import ProtocolError, unpack
 from protocol.logprobs import Logprobs
 from protocol.requests import RequestOutputs
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 I32 = NDArray[np.int32]
 
@@ -67,6 +67,31 @@ class StepRows(NamedTuple):
             block_ids,
             released,
         )
+
+
+class GrammarRows(NamedTuple):
+    """A step's masks, those of a row one after the other."""
+
+    slots: I32
+    """int32[rows]"""
+    counts: I32
+    """int32[rows]: masks of each row, at least 1"""
+    masks: I32
+    """int32[sum(counts), ceil(vocab / 32)]"""
+
+    @classmethod
+    def of(cls, grammar: GrammarOutput, vocab_size: int) -> Self:
+        """Raises: ProtocolError"""
+        slots, words, width = unpack(grammar.slots), unpack(grammar.bitmask), -(-vocab_size // 32)
+        counts = unpack(grammar.counts) if grammar.counts else np.ones(len(slots), np.int32)
+        _same_length("the grammar", slots=slots, counts=counts)
+        number = int(np.add.reduce(counts, dtype=np.int64))
+        if _negative(slots | (counts - 1)) or len(words) != number * width:
+            raise ProtocolError(
+                f"the grammar of step {grammar.step_id} has {len(words)} words of bitmask for {len(slots)} rows with "
+                f"{number} masks of {width}"
+            )
+        return cls(slots, counts, words.reshape(number, width))
 
 
 class ResultRows(NamedTuple):

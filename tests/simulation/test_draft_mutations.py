@@ -9,6 +9,7 @@ import pytest
 
 from services.scheduler.kv_cache import KVCacheManager
 from services.scheduler.ledger import Ledger
+from services.scheduler.limits import Limits
 from services.scheduler.request import Request
 from services.scheduler.results import Results
 from services.scheduler.scheduler import Scheduler
@@ -247,7 +248,7 @@ def a_preempted_request_forgets_its_drafts(give: Any) -> Any:
     return broken
 
 
-def blocks_for_what_is_computed_only(ahead: Any) -> Any:
+def blocks_for_what_is_computed_only(held: Any) -> Any:
     """The drafter's look-ahead has none."""
     return lambda self, ends: ends
 
@@ -268,7 +269,7 @@ FAULTS: list[Fault] = [
     (Scheduler, "_register_known", drafts_enter_the_prefix_cache_at_dispatch),
     (KVCacheManager, "commit", drafts_enter_the_prefix_cache_with_their_result),
     (Scheduler, "preempt", a_preempted_request_waits_for_its_drafts),
-    (Scheduler, "_ahead", blocks_for_what_is_computed_only),
+    (Limits, "held", blocks_for_what_is_computed_only),
 ]
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.codec import ProtocolError
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.native.sampler import Sampled, Sampler
@@ -290,9 +291,7 @@ def test_grammar_comes_after_all_other_rules_and_wins_over_them() -> None:
 def test_bitmask_of_another_shape_is_refused() -> None:
     batch = Batch()
     batch.add(0, [1], params())
-    with pytest.raises(
-        RuntimeError, match="step 3: a bitmask of 4 words for 1 rows with 1 masks, which need 5"
-    ):
+    with pytest.raises(ProtocolError, match="step 3 has 4 words of bitmask for 1 rows with 1 masks of 5"):
         batch.sample([0], torch.zeros(1, VOCAB), GrammarOutput(1, 3, i32(0), bytes(16)))
 
 

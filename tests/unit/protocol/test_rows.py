@@ -6,8 +6,8 @@ import pytest
 
 from protocol.codec import ProtocolError, pack
 from protocol.requests import RequestOutputs
-from protocol.rows import OutputRows, ResultRows, StepRows
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.rows import GrammarRows, OutputRows, ResultRows, StepRows
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 PLAN = SchedulerOutput(
     epoch=1,
@@ -138,3 +138,16 @@ def test_drafted_counts_belong_to_rows() -> None:
     for drafted in ([3], [-1, 0]):
         with pytest.raises(ProtocolError):
             ResultRows.of(msgspec.structs.replace(RESULT, drafted=pack(drafted)))
+
+
+def test_masks_belong_to_rows() -> None:
+    grammar = GrammarOutput(1, 2, pack([4, 0]), memoryview(pack([7, 8, 9])), pack([2, 1]))
+    rows = GrammarRows.of(grammar, 32)
+    assert [column.tolist() for column in rows] == [[4, 0], [2, 1], [[7], [8], [9]]]
+    alike = msgspec.structs.replace(grammar, counts=b"", bitmask=memoryview(pack([7, 8])))
+    assert GrammarRows.of(alike, 32).counts.tolist() == [1, 1]
+    for counts in ([2, 2], [3, 0], [4, -1], [3]):
+        with pytest.raises(ProtocolError):
+            GrammarRows.of(msgspec.structs.replace(grammar, counts=pack(counts)), 32)
+    with pytest.raises(ProtocolError):
+        GrammarRows.of(grammar, 33)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.codec import unpack
+from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput
 from services.worker.backends.native.kernels.rules import mask_kernel
 
@@ -27,17 +27,9 @@ class Mask(NamedTuple):
     def of(cls, grammar: GrammarOutput, slots: I32, drafts: I32, vocab_size: int) -> Self:
         """`slots` and `drafts` are those of the sampling rows; what the grammar says of others is nobody's.
 
-        Raises: RuntimeError, when the bitmask has another shape.
+        Raises: ProtocolError
         """
-        constrained, words = unpack(grammar.slots), unpack(grammar.bitmask)
-        counts = unpack(grammar.counts) if grammar.counts else np.ones(len(constrained), np.int32)
-        width = -(-vocab_size // 32)
-        number = int(counts.sum())
-        if len(counts) != len(constrained) or (counts < 1).any() or len(words) != number * width:
-            raise RuntimeError(
-                f"step {grammar.step_id}: a bitmask of {len(words)} words for {len(constrained)} rows with {number} "
-                f"masks, which need {width} each"
-            )
+        constrained, counts, masks = GrammarRows.of(grammar, vocab_size)
         order = np.argsort(slots, kind="stable")
         found = order[np.searchsorted(slots, constrained, sorter=order).clip(max=len(slots) - 1)]
         here = slots[found] == constrained
@@ -45,10 +37,10 @@ class Mask(NamedTuple):
         acceptable[found[here]] = np.minimum(drafts[found[here]], counts[here] - 1)
         first = np.cumsum(drafts + 1) - drafts - 1
         owners = np.repeat(np.arange(len(counts)), counts)
-        offsets = np.arange(number) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = np.arange(len(masks)) - np.repeat(np.cumsum(counts) - counts, counts)
         used = here[owners] & (offsets <= drafts[found[owners]])
         rows = first[found[owners[used]]] + offsets[used]
-        return cls(rows.astype(np.int32), words.reshape(-1, width)[used], acceptable)
+        return cls(rows.astype(np.int32), masks[used], acceptable)
 
 
 class Masker:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import unpack
+from protocol.rows import GrammarRows
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.worker.backends.sim.hashing import U64
@@ -65,13 +65,10 @@ class Masks(NamedTuple):
         """`slots` are those of the sampled rows."""
         if grammar is None:
             return cls({})
-        words = unpack(grammar.bitmask).reshape(-1, -(-vocab_size // 32))
-        constrained = unpack(grammar.slots).tolist()
-        counts = unpack(grammar.counts) if grammar.counts else np.ones(len(constrained), np.int32)
+        constrained, counts, masks = GrammarRows.of(grammar, vocab_size)
         row_of = {slot: row for row, slot in enumerate(slots.tolist())}
-        ends = np.cumsum(counts).tolist()
-        rows = zip(constrained, counts.tolist(), ends, strict=True)
-        return cls({row_of[s]: words[end - count : end] for s, count, end in rows if s in row_of})
+        rows = zip(constrained.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True)
+        return cls({row_of[s]: masks[end - count : end] for s, count, end in rows if s in row_of})
 
     def acceptable(self, drafts: I32) -> I32:
         """Drafts of each sampled row that may be accepted: one less than it has masks (spec 2(b) 14)."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
+from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.parameters import Generator, translated
@@ -80,11 +81,10 @@ class Plans:
         return empty
 
     def grammar(self, grammar: GrammarOutput) -> names.GrammarOutput:
-        slots = unpack(grammar.slots)
-        mask = (
-            unpack(grammar.bitmask).reshape(len(slots), -1).copy()
-        )  # torch wants what it reads to be writable
-        return names.GrammarOutput(self.ids(slots), mask)
+        """Raises: ProtocolError"""
+        rows = GrammarRows.of(grammar, self._vocab_size)
+        # torch wants what it reads to be writable
+        return names.GrammarOutput(self.ids(rows.slots), rows.masks.copy())
 
     def _left(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():
