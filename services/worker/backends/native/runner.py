@@ -7,7 +7,6 @@ first rank hands them to the others, with the drafts for the next step, which no
 
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.rows import LogprobRows
-from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.checkpoint import default_dtype
 from services.config import WorkerConfig
 from services.worker import machine
@@ -35,7 +34,8 @@ from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.partition import Part, tensor_parallel_sizes
 from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
-from services.worker.backends.pooling import PooledRows, Pooler
+from services.worker.backends.native.step import Pending, Result
+from services.worker.backends.pooling import Pooler
 from services.worker.batch import Rows, SlotTable
 from services.worker.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Passed, Progress
@@ -43,88 +43,6 @@ from services.worker.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.weights import Checkpoint, located
 
 NO_DRAFTS = np.empty((0, 0), np.int32)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A step between its forward pass and its sampling."""
-
-    step: SchedulerOutput
-    rows: Rows
-    """At their true positions."""
-    logits: torch.Tensor | None
-    """None where another rank samples."""
-    hidden: HiddenStates | None
-    """What the drafter reads, where there is one."""
-    pooled: PooledRows | None
-    prompts: PromptScores | None
-    """None where no token of a prompt is scored; on the output rank it has the scores."""
-    started: float
-
-    @property
-    def sampling(self) -> bool:
-        return bool(self.rows.samples.any())
-
-    @property
-    def slots(self) -> NDArray[np.int32]:
-        """int32[sampling rows]"""
-        return self.rows.slots[self.rows.samples]
-
-    @property
-    def firsts(self) -> NDArray[np.int32]:
-        """int32[sampling rows]: position of the first token that each samples."""
-        return (self.rows.ends - self.rows.drafts)[self.rows.samples]
-
-    def message(self) -> torch.Tensor:
-        """For the outcome; alike on all ranks."""
-        most = 1 + int(self.rows.drafts.max())
-        return Outcome.message(len(self.slots), most, self.step.num_speculative_tokens)
-
-    def states(self, kept: NDArray[np.int32]) -> list[torch.Tensor]:
-        """[tokens, hidden] of what the drafter reads, of the first `kept` positions of each row."""
-        if self.hidden is None or not self.hidden.reads:
-            return []
-        every = [self.hidden.taken[read] for read in self.hidden.reads]
-        counts = self.rows.counts
-        if (kept == counts).all():
-            return every
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        stays = torch.from_numpy(np.flatnonzero(offsets < np.repeat(kept, counts)))
-        return [states[stays] for states in every]
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A step's result. On this device the ids are there at once, in memory that no later step touches (S3-1)."""
-
-    step: SchedulerOutput
-    rows: Rows
-    sampled: Sampled
-    drafts: NDArray[np.int32]
-    """int32[sampling rows, k]: for the next step"""
-    logprobs: LogprobRows | None
-    pooled: PooledRows | None
-    started: float
-    ended: float
-
-    def get(self) -> ModelRunnerOutput:
-        samples = self.rows.samples
-        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
-        return ModelRunnerOutput(
-            epoch=self.step.epoch,
-            step_id=self.step.step_id,
-            slots=self.rows.slots[samples].tobytes(),
-            generations=self.rows.generations[samples].tobytes(),
-            counts=self.sampled.counts.tobytes(),
-            token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
-            started=self.started,
-            ended=self.ended,
-            logprobs=self.logprobs.packed() if self.logprobs is not None else None,
-            embedding_slots=embedding_slots,
-            embeddings=embeddings,
-            drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",
-            draft_token_ids=self.drafts.tobytes() if self.step.has_structured_output_requests else b"",
-        )
 
 
 class NativeRunner:
@@ -138,7 +56,7 @@ class NativeRunner:
         """On the output rank, where there is speculation."""
         self._made_for: tuple[object, ...] = ()
         self._ranks: Ranks | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     def identify(self) -> Identity:
         """As it was when first asked: what is in memory stays what was registered."""
@@ -252,7 +170,7 @@ class NativeRunner:
         context = Context(batch, self._cache, self._table.block_table)
         hidden = HiddenStates(self._drafter.reads) if self._drafter is not None else None
         logits = model.forward(ids, context, ranks, pooled, prompts, hidden)
-        self._pending = _Pending(step, rows, logits, hidden, pooled, prompts, started)
+        self._pending = Pending(step, rows, logits, hidden, pooled, prompts, started)
 
     def _assign(self, step: SchedulerOutput, ranks: Ranks) -> None:
         """Tokens are kept where they are input, and where rules of sampling look at them."""
@@ -316,9 +234,9 @@ class NativeRunner:
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.joined(scored) if scored else None
         times = pending.started, time.monotonic()
-        return _Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, *times)
+        return Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, *times)
 
-    def _sampled(self, pending: _Pending, grammar: GrammarOutput | None) -> Sampled:
+    def _sampled(self, pending: Pending, grammar: GrammarOutput | None) -> Sampled:
         """Of the rows that sample."""
         step, rows = pending.step, pending.rows
         assert pending.logits is not None, "the output rank has the logits"
@@ -329,7 +247,7 @@ class NativeRunner:
         drafts = rows.drafts[rows.samples]
         return self._sampler.sample(pending.logits, pending.slots, pending.firsts, grammar, drafts)
 
-    def _learn(self, pending: _Pending, outcome: Outcome) -> None:
+    def _learn(self, pending: Pending, outcome: Outcome) -> None:
         """Tokens stand in the history from now on, and drafts wait for the next row of their slot."""
         if not pending.sampling:
             return
@@ -339,7 +257,7 @@ class NativeRunner:
         self._drafts.advance(slots, pending.firsts, counts)
         self._drafts.propose(slots, outcome.drafts)
 
-    def _proposed(self, pending: _Pending, sampled: Sampled) -> NDArray[np.int32]:
+    def _proposed(self, pending: Pending, sampled: Sampled) -> NDArray[np.int32]:
         """int32[sampling rows, k]: what the drafter proposes now; what it keeps of each request goes on as well."""
         k = pending.step.num_speculative_tokens
         if self._drafter is None:

@@ -1,0 +1,98 @@
+"""One step on its way through the runner: computed and not yet sampled, then a result to be fetched."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.rows import LogprobRows
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.native.logprobs import PromptScores
+from services.worker.backends.native.model import HiddenStates
+from services.worker.backends.native.outcome import Outcome
+from services.worker.backends.native.sampler import Sampled
+from services.worker.backends.pooling import PooledRows
+from services.worker.batch import Rows
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step between its forward pass and its sampling."""
+
+    step: SchedulerOutput
+    rows: Rows
+    """At their true positions."""
+    logits: torch.Tensor | None
+    """None where another rank samples."""
+    hidden: HiddenStates | None
+    """What the drafter reads, where there is one."""
+    pooled: PooledRows | None
+    prompts: PromptScores | None
+    """None where no token of a prompt is scored; on the output rank it has the scores."""
+    started: float
+
+    @property
+    def sampling(self) -> bool:
+        return bool(self.rows.samples.any())
+
+    @property
+    def slots(self) -> NDArray[np.int32]:
+        """int32[sampling rows]"""
+        return self.rows.slots[self.rows.samples]
+
+    @property
+    def firsts(self) -> NDArray[np.int32]:
+        """int32[sampling rows]: position of the first token that each samples."""
+        return (self.rows.ends - self.rows.drafts)[self.rows.samples]
+
+    def message(self) -> torch.Tensor:
+        """For the outcome; alike on all ranks."""
+        most = 1 + int(self.rows.drafts.max())
+        return Outcome.message(len(self.slots), most, self.step.num_speculative_tokens)
+
+    def states(self, kept: NDArray[np.int32]) -> list[torch.Tensor]:
+        """[tokens, hidden] of what the drafter reads, of the first `kept` positions of each row."""
+        if self.hidden is None or not self.hidden.reads:
+            return []
+        every = [self.hidden.taken[read] for read in self.hidden.reads]
+        counts = self.rows.counts
+        if (kept == counts).all():
+            return every
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        stays = torch.from_numpy(np.flatnonzero(offsets < np.repeat(kept, counts)))
+        return [states[stays] for states in every]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A step's result. On this device the ids are there at once, in memory that no later step touches (S3-1)."""
+
+    step: SchedulerOutput
+    rows: Rows
+    sampled: Sampled
+    drafts: NDArray[np.int32]
+    """int32[sampling rows, k]: for the next step"""
+    logprobs: LogprobRows | None
+    pooled: PooledRows | None
+    started: float
+    ended: float
+
+    def get(self) -> ModelRunnerOutput:
+        samples = self.rows.samples
+        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
+        return ModelRunnerOutput(
+            epoch=self.step.epoch,
+            step_id=self.step.step_id,
+            slots=self.rows.slots[samples].tobytes(),
+            generations=self.rows.generations[samples].tobytes(),
+            counts=self.sampled.counts.tobytes(),
+            token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
+            started=self.started,
+            ended=self.ended,
+            logprobs=self.logprobs.packed() if self.logprobs is not None else None,
+            embedding_slots=embedding_slots,
+            embeddings=embeddings,
+            drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",
+            draft_token_ids=self.drafts.tobytes() if self.step.has_structured_output_requests else b"",
+        )
