@@ -68,11 +68,6 @@ REFUSED: tuple[Refused, ...] = (
         batching_policy="phased",
         speculation=True,
     ),
-    Refused(
-        "drafts do not travel between pipeline stages: use --pipeline-parallel-size 1",
-        pipeline=True,
-        speculation=True,
-    ),
     Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
     Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
     Refused(

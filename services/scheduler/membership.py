@@ -459,7 +459,7 @@ class WorkerGroup:
             enable_prefix_caching=c.enable_prefix_caching,
             stages=c.pipeline_parallel_size,
             lookahead=k if s is not None and s.keeps_kv else 0,
-            drafts_in_flight=k * c.depth,
+            drafts_in_flight=k * -(-c.depth // c.pipeline_parallel_size),
         )
 
 

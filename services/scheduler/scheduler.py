@@ -39,6 +39,12 @@ def _limit(budget: int | None) -> int:
     return _UNLIMITED if budget is None else budget
 
 
+def _first(want: Column, rows: int) -> Column:
+    """The first so many of those that want something: the others get nothing."""
+    want[np.cumsum(want > 0) > rows] = 0
+    return want
+
+
 def _within(want: Column, budget: int) -> Column:
     """What the budget leaves of `want`, row after row."""
     before = np.cumsum(want, dtype=np.int32) - want
@@ -103,7 +109,7 @@ class Scheduler(Results):
         np.minimum(want, budget.chunk, out=want)
         if budget.decodes is not None or budget.prefill is not None:
             decodes = self.slots.decoding(rows)
-            want[decodes] = _within(want[decodes], _limit(budget.decodes))
+            want[decodes] = _first(want[decodes], _limit(budget.decodes))
             want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
         return _within(want, budget.tokens)
 

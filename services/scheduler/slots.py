@@ -51,7 +51,7 @@ class SlotTable:
         self.sampling = column()
         """Rows in flight that sample: each yields one token at least."""
         self.proposed = column()
-        """Drafts that the newest sampling row was told to propose."""
+        """Drafts that the newest sampling row was told to propose; they wait in the slot for its next row."""
         self.drafted = column()
         """Drafts verified in this slot, and ..."""
         self.accepted = column()
@@ -149,24 +149,19 @@ class SlotTable:
     def wanted(self, rows: Rows, next_step: int, stages: int) -> Column:
         """Tokens that each slot could compute now, drafts included (spec 0.3); 0 where the next one is not known to the
         device yet."""
-        tokens, computed, sampled = (
+        tokens, computed, sampling = (
             self.tokens.take(rows),
             self.computed.take(rows),
-            self.sampled_step.take(rows),
+            self.sampling.take(rows),
         )
-        sampling = self.sampling.take(rows)
-        want = tokens + self.placeholders.take(rows) - computed
-        drafts = self.proposed.take(rows)
-        if drafts.any():
-            drafts[sampled + 1 != next_step] = 0  # a skipped step clears them (spec 0.8)
-            want += drafts
+        want = tokens + self.placeholders.take(rows) - computed + self.proposed.take(rows)
         # As if every draft in flight were accepted, the context may be full before it is (S2-5).
         np.minimum(want, self.history.shape[1] - computed, out=want)
         want[tokens + sampling >= self.limit.take(rows)] = (
             0  # certainly finished: exact at any depth (spec 0.5 A)
         )
-        if stages > 1:  # a token sampled by the last stage reaches the first after so many steps
-            want[(sampling > 0) & (next_step - sampled < stages)] = 0
+        if stages > 1:  # what the last stage sampled and proposed reaches the first after so many steps
+            want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
         return want
 
     def decoding(self, rows: Rows) -> NDArray[np.bool_]:

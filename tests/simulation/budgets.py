@@ -49,10 +49,10 @@ class WatchedPolicy:
                 demand(slot in self.shown, "policy", f"slot {slot} was hidden")
             demand(count <= budget.chunk, "policy", f"a chunk of {count}, allowed {budget.chunk}")
             is_prefill = start < slots.entry[slot]
-            sums["prefill" if is_prefill else "decodes"] += count
+            sums["prefill" if is_prefill else "decodes"] += count if is_prefill else 1
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
-            demand(most is None or total <= most, "S4-5", f"{name}: {total} tokens, budget {most}")
+            demand(most is None or total <= most, "S4-5", f"{name}: {total}, budget {most}")
         most = budget.admissions
         demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

@@ -52,7 +52,8 @@ class Speculating:
 
     def limits(self, limits: Limits, depth: int) -> Limits:
         ahead = self.most if self.looks_ahead else 0
-        return replace(limits, lookahead=ahead, drafts_in_flight=self.most * depth)
+        rows = -(-depth // limits.stages)
+        return replace(limits, lookahead=ahead, drafts_in_flight=self.most * rows)
 
     def draft(self, right: list[int], identity: int, first: int, vocab: int) -> list[int]:
         """Drafts in place of the `right` tokens from position `first` on, for a request of that `identity` in whatever

@@ -83,7 +83,7 @@ class Checker:
             full = int(s.computed[slot]) >= limits.max_model_len
             if want < 1 or promised >= int(s.limit[slot]) or on_its_way or full:
                 continue
-            want += int(s.proposed[slot]) * int(s.sampled_step[slot] == scheduler._next_step - 1)
+            want += int(s.proposed[slot])
             most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead
             most = min(most, limits.max_model_len)
             if -(-most // size) - len(scheduler.kv.tables[slot]) > pool.num_free:

@@ -79,8 +79,7 @@ def draw(seed: int, speculates: bool = False) -> Workload:
         stages=of_group.choice((1, 1, 1, 1, 1, 2, 4)),
     )
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
-    if speculates:  # phased and stages do not speculate
-        limits = replace(limits, stages=1)
+    if speculates:  # phased does not
         policy = "chunked" if policy == "phased" else policy
     if policy == "phased":  # chunks are whole blocks
         limits = replace(

@@ -34,7 +34,8 @@ class BalancedPolicy:
         left += _waiting(view, stages * most - left)
         even = -(-(left + under_way) // stages) if left else 0
         prefill = min(left, max(even, MIN_CHUNK))
-        return StepBudget(min(most, decodes + prefill), chunk, decodes, prefill)
+        widest = 1 + int(view.slots.proposed.take(view.running).max(initial=0))
+        return StepBudget(min(most, decodes * widest + prefill), chunk, decodes, prefill)
 
     def order(self, view: SchedulerView) -> Rows:
         """Longest not scheduled first, then by rank: cohorts take turns, and none starves."""
@@ -49,13 +50,13 @@ class BalancedPolicy:
 
 def _share(demand: int, step: int, stages: int) -> int:
     """One step's part of a round: any `stages` steps in a row get `demand` together, and no two differ by more than
-    one token."""
+    one."""
     place = step % stages
     return demand * (place + 1) // stages - demand * place // stages
 
 
 def _running(view: SchedulerView) -> tuple[int, int, int]:
-    """Tokens of running requests: decodes that a round wants, prefill not dispatched yet, prefill in flight."""
+    """Of running requests: rows of decodes that a round wants, tokens of prefill not dispatched yet and in flight."""
     s, rows = view.slots, view.running
     entry, computed = s.entry.take(rows), s.computed.take(rows)
     goes_on = s.tokens.take(rows) + s.sampling.take(rows) < s.limit.take(rows)

@@ -58,7 +58,7 @@ class StepBudget:
     chunk: int
     """Most tokens of one request in the step, at least 1."""
     decodes: int | None = None
-    """Most tokens of requests that are past their prefill."""
+    """Most requests that are past their prefill; each computes a token and its drafts."""
     prefill: int | None = None
     """Most tokens of requests that are not, waiting ones included."""
     admissions: int | None = None

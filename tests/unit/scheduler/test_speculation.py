@@ -141,8 +141,8 @@ def test_drafts_end_at_the_context_limit() -> None:
     assert driver.finished[0].reason is FinishReason.LENGTH
 
 
-def test_a_skipped_step_clears_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spec 0.8: a row that is left out of a step comes back without drafts, the others keep theirs."""
+def test_drafts_wait_for_a_row_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S2-6: they are those of its latest sampling step, however many steps ago that was."""
     driver = Driver()
     driver.generate(0)
     driver.generate(1)
@@ -154,7 +154,7 @@ def test_a_skipped_step_clears_the_drafts(monkeypatch: pytest.MonkeyPatch) -> No
         driver.answer([6, 7])
     plan = driver.dispatch()
     assert unpack(plan.slots).tolist() == [0, 1]
-    assert starts_and_counts(plan) == [(4, 1, 0), (6, 1 + K, K)]
+    assert starts_and_counts(plan) == [(4, 1 + K, K), (6, 1 + K, K)]
 
 
 @pytest.mark.parametrize("row", [[], [5, 6, 7, 8, 9]])
