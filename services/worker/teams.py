@@ -11,8 +11,9 @@ from torch import distributed
 from services.worker.messages import Peers, failure, raise_lost
 from services.worker.staging import MAX_STEPS_IN_FLIGHT
 
-ACTIVATIONS, FEEDBACK, TEAM = 0, 1, 2
-"""Tags of what stages send onwards, of what the last sends to the first, and of what a team exchanges."""
+ACTIVATIONS, FEEDBACK, ROWS, TEAM = 0, 1, 2, 3
+"""Tags of what stages send onwards, of what the last sends to the first, of what a stage says about a step before its
+activations, and of what a team exchanges."""
 SMALL = 1 << 16
 """Bytes that a connection gives at once. Who waits for as little to arrive can wait on its own thread, two switches
 faster, and layers do that twice: until it begins to arrive it fails with its connection."""
@@ -104,9 +105,9 @@ class Stages:
     def __init__(self, peers: Peers | None = None) -> None:
         self._peers = peers
         self.rank, self.size = (peers.rank, len(peers.others) + 1) if peers else (0, 1)
-        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque())
+        self._leaving: tuple[deque[tuple[torch.Tensor, distributed.Work]], ...] = (deque(), deque(), deque())
         """What is on its way, by tag, kept until it has left; gloo tells that only to those who wait."""
-        self._most = (AHEAD, 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size))
+        self._most = (AHEAD, 2 * max(MAX_STEPS_IN_FLIGHT, 2 * self.size), AHEAD)
         """Messages kept, by tag. Those to the first stage wait there until a step needs them, but never longer than
         steps can be in flight; so nobody waits for them here."""
 
@@ -133,6 +134,21 @@ class Stages:
         """
         for tensor in tensors:
             self._receive(tensor, self.rank - 1, ACTIVATIONS)
+
+    def tell_next(self, rows: torch.Tensor) -> None:
+        """Tells the next stage of a step's rows, before their activations and without waiting for it.
+
+        Raises: RanksLost
+        """
+        self._send(rows, self.rank + 1, ROWS)
+
+    def hear_previous(self, rows: torch.Tensor) -> torch.Tensor:
+        """Fills `rows` with what the stage before tells next, and returns them.
+
+        Raises: RanksLost
+        """
+        self._receive(rows, self.rank - 1, ROWS)
+        return rows
 
     def send_first(self, tensor: torch.Tensor) -> None:
         """From the last stage back to the first, without waiting for it.

@@ -81,8 +81,8 @@ class Launched:
 
 
 class Driver:
-    """Loads `model` and holds its batch. With `speculation` every sampling row of a request that sampled in the step
-    before has as many drafts as that step asked for."""
+    """Loads `model` and holds its batch. With `speculation` every sampling row of a request has as many drafts as the
+    step that sampled for it last asked for."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Driver:
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
         self.promised_drafts: dict[int, int] = {}
-        """By slot, for the next step: others have none (spec 0.8)."""
+        """By slot, for its next row."""
         self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
         self.loaded = self.load(max_model_len)
         self.max_model_len = self.loaded.max_model_len
@@ -137,6 +137,7 @@ class Driver:
     def preempt(self, request: Request) -> Request:
         """Its slot and blocks are given up; it comes back elsewhere, with all tokens it has."""
         self.released.append(request.slot)
+        self.promised_drafts.pop(request.slot, None)
         again = self.add(request.tokens, request.params)
         return Request(
             again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output,
@@ -146,13 +147,13 @@ class Driver:
     def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
         """The plan that computes the next so many tokens of each request."""
         new, block_slots, block_ids, starts, samples, drafts = [], [], [], [], [], []
-        promised, self.promised_drafts = self.promised_drafts, {}
         for request, count in rows:
             starts.append(request.computed)
             request.computed += count
             samples.append(request.computed == request.known)
             room = self.max_model_len - request.computed
-            drafts.append(min(promised.get(request.slot, 0), room) if samples[-1] else 0)
+            promised = self.promised_drafts.pop(request.slot, 0)
+            drafts.append(min(promised, room) if samples[-1] else 0)
             request.computed += drafts[-1]
             positions = min(request.computed + self.k, self.max_model_len)  # a drafter's look-ahead
             grown = [
@@ -262,4 +263,5 @@ class Driver:
 
     def finish(self, request: Request) -> None:
         self.runner.release(np.array([request.slot], np.int32))
+        self.promised_drafts.pop(request.slot, None)
         self.free_slots.append(request.slot)

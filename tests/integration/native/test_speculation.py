@@ -127,7 +127,9 @@ def test_answers_are_those_without_drafts(
     for request in requests:
         assert 0 < request.accepted < request.drafted
     counts = {int(count) for seen in driver.runner._drafter.seen[9:] for count in seen.counts[seen.samples]}
-    assert counts >= {1, 2, min(k, 4) + 1}
+    assert counts >= (
+        {1, 2, k + 1} if k < 4 else {2, 3, 5}
+    )  # no two wrong drafts are further apart, or neighbours
 
 
 @pytest.mark.usefixtures("told")
@@ -168,7 +170,7 @@ def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: lis
 
 @pytest.mark.usefixtures("told")
 def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[Request]) -> None:
-    """Drafts belong to slots, not rows; who skips a step has none in the next (S2-6, 2(e) 5 and 9)."""
+    """Drafts belong to slots, not rows, and wait there for whoever skips a step (S2-6, 2(e) 5 and 9)."""
     driver, rng = Driver(llama.path, speculation=Speculation("told", 3)), np.random.default_rng(4)
     requests = crowd(driver, alone)
     while any(len(request.output) < TOKENS for request in requests):
@@ -184,7 +186,6 @@ def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: lis
     driver = Driver(llama.path, speculation=Speculation("told", 3))
     requests = crowd(driver, alone)
     driver.generate(requests, 9)
-    driver.promised_drafts.clear()
     again = [driver.preempt(request) for request in requests]
     driver.runner._drafter.told = {
         request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)

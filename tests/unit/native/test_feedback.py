@@ -1,6 +1,7 @@
 """The first stage takes sampled ids when it needs them, in order, and never for a slot's next owner."""
 
 import numpy as np
+import torch
 
 from services.worker.backends.native.feedback import Feedback
 
@@ -9,15 +10,19 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def expect(feedback: Feedback, slots: np.ndarray, firsts: np.ndarray) -> None:
+    feedback.expect(slots, firsts, 0, torch.empty(len(slots), 2, dtype=torch.int32))
+
+
 def taken(feedback: Feedback, *slots: int) -> list[int]:
     return [message.number for message in feedback.due(i32(*slots))]
 
 
 def test_a_step_takes_what_its_rows_need_and_all_before_it() -> None:
     feedback = Feedback(8, most=8)
-    feedback.expect(i32(0, 1), i32(5, 9))
-    feedback.expect(i32(2), i32(4))
-    feedback.expect(i32(0, 3), i32(6, 7))
+    expect(feedback, i32(0, 1), i32(5, 9))
+    expect(feedback, i32(2), i32(4))
+    expect(feedback, i32(0, 3), i32(6, 7))
     assert taken(feedback, 5) == []
     assert taken(feedback, 2, 5) == [1, 2]
     assert taken(feedback, 1) == []  # message 1 has come
@@ -28,10 +33,10 @@ def test_a_step_takes_what_its_rows_need_and_all_before_it() -> None:
 def test_a_slots_next_owner_needs_nothing_and_gets_nothing() -> None:
     """Not even if its generation is that of the one before, as after a canary step."""
     feedback = Feedback(4, most=8)
-    feedback.expect(i32(0, 1), i32(5, 9))
+    expect(feedback, i32(0, 1), i32(5, 9))
     feedback.assign(0)
     assert taken(feedback, 0) == []
-    feedback.expect(i32(0), i32(3))
+    expect(feedback, i32(0), i32(3))
     first, second = feedback.due(i32(0))
     assert feedback.wanted(first).tolist() == [False, True]
     assert feedback.wanted(second).tolist() == [True]
@@ -44,5 +49,5 @@ def test_what_nobody_needs_does_not_pile_up() -> None:
         seen += taken(feedback, 3)
         assert seen == list(range(1, number - 2))
         feedback.assign(0)
-        feedback.expect(i32(0), i32(1))
+        expect(feedback, i32(0), i32(1))
     assert len(seen) == 16

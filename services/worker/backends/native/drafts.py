@@ -1,7 +1,8 @@
 """What the device knows of every slot that the host does not: how far its request really is, and its drafts.
 
 The host plans as if every draft were accepted, at any depth (spec 2(b) 5). A step's rows are brought to their true
-positions here, once, before anything is computed from them; whatever comes after sees no others.
+positions here, once, before anything is computed from them; whatever comes after sees no others. Ranks that neither
+take tokens in nor sample them are told, by the stage before them.
 """
 
 import numpy as np
@@ -13,6 +14,18 @@ from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import EMPTY, PlanError, Rows
 
 I32 = NDArray[np.int32]
+
+
+def told(rows: Rows) -> torch.Tensor:
+    """int32[2, rows]: what of settled rows is not in the plan, for the next stage."""
+    return torch.from_numpy(np.stack((rows.starts, rows.drafts)))
+
+
+def as_told(planned: Rows, message: torch.Tensor) -> Rows:
+    """The plan's rows as the stage before has settled them."""
+    starts, drafts = message.numpy()
+    counts = planned.counts - planned.drafts + drafts
+    return Rows(planned.slots, planned.generations, starts, counts, planned.samples, drafts)
 
 
 class Drafts:
@@ -29,6 +42,10 @@ class Drafts:
         self._tokens = np.full((num_slots, most), NO_DRAFT, np.int32)
         self._proposed = np.zeros(num_slots, np.int32)
         """Drafts for the next row, by the slot's latest sampling step (S2-6)."""
+
+    @property
+    def speculates(self) -> bool:
+        return self._most > 0
 
     def assign(self, slot: int) -> None:
         """The slot has another request; nothing stays of the one before."""

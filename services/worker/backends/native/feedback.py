@@ -1,27 +1,33 @@
-"""Sampled ids on their way from the last stage back to the first, as the first stage sees it.
+"""Outcomes on their way from the last stage back to the first, as the first stage sees it.
 
 The last stage sends one message per step that has a sampling row, in the order of steps; both sides know from the plan
-which steps these are (spec 3(b) 10). The first stage takes a message when a step needs a token of it, and no sooner:
-until then the pipeline holds other requests' steps. What nobody needs is taken when it is so old that its step has long
-ended, so that messages do not pile up.
+which steps these are (spec 3(b) 10), and what their messages look like. The first stage takes a message when a step
+needs it, and no sooner: until then the pipeline holds other requests' steps. What nobody needs is taken when it is so
+old that its step has long ended, so that messages do not pile up.
 """
 
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 
 
 class Message(NamedTuple):
-    """Where the ids of one step belong; int32[rows]."""
+    """The outcome of one step; int32[rows]."""
 
     number: int
     """1, 2, 3 ... of the messages in an epoch."""
     slots: I32
-    positions: I32
+    firsts: I32
+    """Position of the first token that each samples."""
+    drafts: int
+    """Proposed for each."""
+    body: torch.Tensor
+    """Of an `Outcome`, to be filled."""
 
 
 class Feedback:
@@ -44,10 +50,10 @@ class Feedback:
         """Another request gets the slot, with all its tokens; what is under way to the one before is nobody's."""
         self._newest[slot], self._since[slot] = 0, self._sent
 
-    def expect(self, slots: I32, positions: I32) -> None:
-        """A step was launched that samples a token at each of `positions` (at least one)."""
+    def expect(self, slots: I32, firsts: I32, drafts: int, body: torch.Tensor) -> None:
+        """A step was launched whose rows (at least one) sample tokens from `firsts` on."""
         self._sent += 1
-        self._awaited.append(Message(self._sent, slots, positions))
+        self._awaited.append(Message(self._sent, slots, firsts, drafts, body))
         self._newest[slots] = self._sent
 
     def due(self, slots: I32) -> list[Message]:

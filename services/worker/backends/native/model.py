@@ -91,7 +91,7 @@ class Model:
             ids: int64[tokens]; only the first stage reads them.
             pooled: takes the hidden states that it asks for; only the last stage has them.
             prompts: takes the logits that it asks for, on the output rank; the last stage's ranks agree on them.
-            hidden: takes the states that it asks for; in a group of one stage.
+            hidden: takes the states that it asks for, of this stage's layers.
 
         Returns:
             float32[sampled tokens, vocab_size], the logits after each token of `batch.sampled`: on the output rank.
@@ -112,8 +112,8 @@ class Model:
         reads = hidden.reads if hidden is not None else ()
         for number, layer in enumerate(self._layers):
             normed = self._normed(residual, delta, layer.input_norm)
-            if hidden is not None and number in reads:
-                hidden.taken[number] = residual.clone()
+            if hidden is not None and (whole := self.part.layers[number]) in reads:
+                hidden.taken[whole] = residual.clone()
             qkv = layer.qkv(normed)
             self._attention.run(number, qkv, layer.head_norms, attended)
             delta = team.all_reduce(layer.out(attended))

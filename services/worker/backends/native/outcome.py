@@ -1,4 +1,4 @@
-"""What a step decided of its rows, as every rank of a team learns it: one message of tokens, counts and drafts."""
+"""What a step decided of its rows, as other ranks learn it: one message of tokens, counts and drafts."""
 
 from typing import NamedTuple, Self
 
@@ -24,12 +24,19 @@ class Outcome(NamedTuple):
         """int32[rows, 1 + most + k], to be filled; `most` tokens of a row. Every rank knows the shape from the plan."""
         return torch.zeros(rows, 1 + most + k, dtype=torch.int32)
 
-    def write(self, message: torch.Tensor) -> None:
+    def where(self, stay: NDArray[np.bool_]) -> Self:
+        """That of some of the rows, bool[rows]."""
+        tokens = torch.from_numpy(np.repeat(stay, self.counts))
+        return type(self)(self.ids[tokens], self.counts[stay], self.drafts[stay])
+
+    def write(self, message: torch.Tensor) -> torch.Tensor:
+        """Returns the message."""
         columns, k = message.numpy(), self.drafts.shape[1]
         most = columns.shape[1] - 1 - k
         columns[:, 0] = self.counts
         columns[:, 1 : 1 + most][np.arange(most) < self.counts[:, None]] = self.ids.numpy()
         columns[:, 1 + most :] = self.drafts
+        return message
 
     @classmethod
     def read(cls, message: torch.Tensor, k: int) -> Self:

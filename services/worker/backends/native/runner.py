@@ -1,8 +1,9 @@
 """The native backend: one rank that computes with torch and compiled kernels on the CPU.
 
-The ids that a step samples are input of later steps, so they go where input is looked up: to the first stage. Without
-stages that is the team that sampled them; with stages the last sends them to the first (feedback.py). Within a team the
-first rank hands them to the others, with the drafts for the next step, which nobody else proposes.
+The ids that a step samples are input of later steps, so they go where input is looked up: to the first stage, with the
+drafts for the next step, which nobody else proposes. Without stages that is the team that sampled them; with stages the
+last sends them to the first (feedback.py). Within a team the first rank hands them to the others. With drafts, who is
+not told of tokens does not know where a request really is: each stage tells the next one with every step.
 """
 
 import socket
@@ -25,7 +26,7 @@ from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.drafters import create
 from services.worker.backends.native.drafters.base import Advance, Drafter, Slots, Target
-from services.worker.backends.native.drafts import Drafts
+from services.worker.backends.native.drafts import Drafts, as_told, told
 from services.worker.backends.native.feedback import Feedback
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.logprobs import PromptScores
@@ -36,7 +37,7 @@ from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.step import Pending, Result
 from services.worker.backends.pooling import Pooler
-from services.worker.batch import Rows, SlotTable
+from services.worker.batch import PlanError, Rows, SlotTable
 from services.worker.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Passed, Progress
 from services.worker.staging import MAX_STEPS_IN_FLIGHT
@@ -107,10 +108,8 @@ class NativeRunner:
 
     def _drafts_by(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
         """Made now, or kept from an epoch before, for the same model."""
-        speculation, ranks = assignment.speculation, self._parts()[1]
-        if speculation is not None and ranks.stages.size > 1:
-            raise LoadError("drafts do not travel between pipeline stages; use --pipeline-parallel-size 1")
-        if speculation is None or not ranks.is_output:
+        speculation = assignment.speculation
+        if speculation is None or not self._parts()[1].is_output:
             return None
         made_for = speculation, model, assignment.block_size, limit
         if self._drafter is None or self._made_for != made_for:
@@ -162,15 +161,18 @@ class NativeRunner:
         started = time.monotonic()
         planned = self._table.apply(step)
         self._assign(step, ranks)
-        rows = self._drafts.settle(planned, self._history)
+        rows = self._settled(planned, ranks)
         batch = Batch.of(rows)
-        ids = self._input(rows, batch, ranks) if ranks.stages.is_first else None
+        ids = self._history.gather(batch.slots, batch.positions) if ranks.stages.is_first else None
         pooled = self._pooler.rows(step, rows, self._table) if ranks.is_output else None
         prompts = self._prompts(rows) if ranks.stages.is_last else None
         context = Context(batch, self._cache, self._table.block_table)
         hidden = HiddenStates(self._drafter.reads) if self._drafter is not None else None
         logits = model.forward(ids, context, ranks, pooled, prompts, hidden)
-        self._pending = Pending(step, rows, logits, hidden, pooled, prompts, started)
+        self._pending = pending = Pending(step, rows, logits, hidden, pooled, prompts, started)
+        if ranks.stages.is_first and ranks.stages.size > 1 and pending.sampling:
+            drafts = step.num_speculative_tokens
+            self._feedback.expect(pending.slots, pending.firsts, drafts, pending.message())
 
     def _assign(self, step: SchedulerOutput, ranks: Ranks) -> None:
         """Tokens are kept where they are input, and where rules of sampling look at them."""
@@ -187,28 +189,39 @@ class NativeRunner:
     def _prompts(self, rows: Rows) -> PromptScores | None:
         return PromptScores.of(rows, self._table, self._sampler.scorer, self._history)
 
-    def _input(self, rows: Rows, batch: Batch, ranks: Ranks) -> torch.Tensor:
-        """int64[tokens]: the ids that the first stage embeds."""
-        if ranks.stages.size > 1:
-            self._take_feedback(rows, ranks)
-        return self._history.gather(batch.slots, batch.positions)
+    def _settled(self, planned: Rows, ranks: Ranks) -> Rows:
+        """The plan's rows where they really stand. The last stage samples what moves them and the first one is told of
+        it; all others hear of it from the stage before.
+
+        Raises: PlanError, also where the last stage knows of another position than it is told.
+        """
+        stages = ranks.stages
+        if stages.is_first and stages.size > 1:
+            self._take_feedback(planned, ranks)
+        rows = planned
+        if stages.is_first or ranks.is_output:
+            rows = self._drafts.settle(planned, self._history)
+        if stages.size == 1 or not self._drafts.speculates:
+            return rows
+        if not stages.is_first:
+            own = rows
+            rows = as_told(
+                planned, stages.hear_previous(torch.empty(2, len(planned.slots), dtype=torch.int32))
+            )
+            if ranks.is_output and not torch.equal(told(own), told(rows)):
+                raise PlanError(f"the stage before takes slots {own.slots.tolist()} to be elsewhere")
+        if not stages.is_last:
+            stages.tell_next(told(rows))
+        return rows
 
     def _take_feedback(self, rows: Rows, ranks: Ranks) -> None:
-        """Waits for the sampled ids that these rows compute, and no others; expects those that they will yield."""
-        messages = self._feedback.due(rows.slots)
-        if messages:
-            ids = torch.empty(sum(len(message.slots) for message in messages), dtype=torch.int64)
-            parts = ids.split([len(message.slots) for message in messages])
-            for part in parts if ranks.team.is_first else ():
-                ranks.stages.receive_last(part)
-            ranks.team.broadcast(ids)
-            for message, part in zip(messages, parts, strict=True):
-                wanted = self._feedback.wanted(message)
-                self._history.append(
-                    message.slots[wanted], message.positions[wanted], part[torch.from_numpy(wanted)]
-                )
-        if rows.samples.any():
-            self._feedback.expect(rows.slots[rows.samples], rows.ends[rows.samples])
+        """Waits for the outcomes of the steps that sampled these rows last, and learns them."""
+        for message in self._feedback.due(rows.slots):
+            if ranks.team.is_first:
+                ranks.stages.receive_last(message.body)
+            outcome = Outcome.read(ranks.team.broadcast(message.body), message.drafts)
+            stay = self._feedback.wanted(message)
+            self._learn(message.slots[stay], message.firsts[stay], outcome.where(stay))
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
@@ -219,17 +232,19 @@ class NativeRunner:
         if not ranks.is_output:
             if ranks.stages.size == 1 and pending.sampling:
                 message = ranks.team.broadcast(pending.message())
-                self._learn(pending, Outcome.read(message, pending.step.num_speculative_tokens))
+                outcome = Outcome.read(message, pending.step.num_speculative_tokens)
+                self._learn(pending.slots, pending.firsts, outcome)
             return Passed()
         sampled = self._sampled(pending, grammar)
-        self._learn(pending, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
+        if pending.sampling:
+            self._learn(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
         drafts = self._proposed(pending, sampled)
-        if pending.sampling and ranks.stages.size > 1:
-            ranks.stages.send_first(sampled.ids)
-        elif pending.sampling and ranks.team.size > 1:
-            message = pending.message()
-            Outcome(sampled.ids, sampled.counts, drafts).write(message)
-            ranks.team.broadcast(message)
+        if pending.sampling and ranks.assignment.world_size > 1:
+            message = Outcome(sampled.ids, sampled.counts, drafts).write(pending.message())
+            if ranks.stages.size > 1:
+                ranks.stages.send_first(message)
+            else:
+                ranks.team.broadcast(message)
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.joined(scored) if scored else None
@@ -247,14 +262,12 @@ class NativeRunner:
         drafts = rows.drafts[rows.samples]
         return self._sampler.sample(pending.logits, pending.slots, pending.firsts, grammar, drafts)
 
-    def _learn(self, pending: Pending, outcome: Outcome) -> None:
-        """Tokens stand in the history from now on, and drafts wait for the next row of their slot."""
-        if not pending.sampling:
-            return
-        slots, counts = pending.slots, outcome.counts
-        places = Places.of(slots, pending.firsts, counts - np.int32(1))
+    def _learn(self, slots: NDArray[np.int32], firsts: NDArray[np.int32], outcome: Outcome) -> None:
+        """Of rows whose first tokens stand at `firsts`: tokens stand in the history from now on, and drafts wait for
+        the next row of their slot."""
+        places = Places.of(slots, firsts, outcome.counts - np.int32(1))
         self._history.append(places.slots, places.positions, outcome.ids)
-        self._drafts.advance(slots, pending.firsts, counts)
+        self._drafts.advance(slots, firsts, outcome.counts)
         self._drafts.propose(slots, outcome.drafts)
 
     def _proposed(self, pending: Pending, sampled: Sampled) -> NDArray[np.int32]:

@@ -18,6 +18,7 @@ from services.worker.backends.native.drafters.base import I32, Target
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.kernels.likeliest import likeliest_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
+from services.worker.backends.native.model import FINAL
 from services.worker.backends.native.product import Product
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
@@ -165,6 +166,12 @@ def load(directory: Path, target: Target) -> EagleModel:
     """The head in `directory`. Raises: LoadError, also when it is not one of this model's."""
     method = target.speculation.method
     config = EagleConfig.from_directory(directory, method, target.model.part.whole)
+    layers = target.model.part.layers
+    if foreign := [read for read in config.reads if read != FINAL and read not in layers]:
+        raise LoadError(
+            f"it reads hidden states of layers {foreign}, but only layers {layers.start} to {layers.stop - 1} are "
+            "computed where it runs, by the last pipeline stage; use fewer stages, or a head that reads no others"
+        )
     kind = Eagle if method == "eagle" else Eagle3
     return kind(config, Checkpoint(directory), target)
 
