@@ -83,7 +83,6 @@ class Plans:
         self._generations = [0] * SLOTS
         self._entering: list[Request] = []
         self._released: list[int] = []
-        self._asked: list[Request] = []
         """Whose last row was in the step before, and proposed drafts."""
         self.step_id = 0
 
@@ -131,7 +130,7 @@ class Plans:
         self, *rows: Request | tuple[Request, int], grammar: bool = False, propose: int = 0
     ) -> SchedulerOutput:
         """Rows in the order given; a request alone computes all it can, drafts included. `propose` drafts for each row
-        that samples; who is left out of a step has none (S2-6)."""
+        that samples; they wait for its next row."""
         self.step_id += 1
         entering, self._entering = self._entering, []
         new = [
@@ -143,9 +142,6 @@ class Plans:
         columns: list[tuple[int, int, int, int, int, int]] = []
         growth: list[tuple[int, int]] = []
         chosen = [row if isinstance(row, tuple) else (row, row.left + row.placeholders) for row in rows]
-        for request in self._asked:
-            request.placeholders *= any(request is one for one, _ in chosen)
-        self._asked = [request for request, _ in chosen]
         for request, count in chosen:
             growth += [(request.slot, block) for block in self._grow(request, request.start + count)]
             samples, drafts = count >= request.left, max(0, count - request.left)

@@ -537,17 +537,10 @@ def test_more_drafts_than_were_agreed_on_are_refused() -> None:
         runner.execute_model(plan)
 
 
-@pytest.mark.parametrize(
-    ("stages", "flags", "text"),
-    [(2, {}, "--pipeline-parallel-size 1"), (1, {"sim_rigid": True}, "without --sim-rigid")],
-)
-def test_what_has_no_room_for_drafts_refuses_them(stages: int, flags: dict[str, bool], text: str) -> None:
-    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, **flags)  # type: ignore[arg-type]
-    how = Speculation("ngram", 3)
-    assignment = Assignment(
-        1, 0, stages, BLOCK, SLOTS, 512, CONTEXT, pipeline_parallel_size=stages, speculation=how
-    )
-    with pytest.raises(LoadError, match=text):
+def test_a_rigid_device_has_no_room_for_drafts() -> None:
+    config = WorkerConfig(backend="sim", sim_vocab_size=VOCAB, sim_rigid=True)
+    assignment = Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT, speculation=Speculation("ngram", 3))
+    with pytest.raises(LoadError, match="without --sim-rigid"):
         SimRunner(config).load(assignment, lambda *_: None)
 
 

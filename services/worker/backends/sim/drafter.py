@@ -1,8 +1,9 @@
 """The simulator's own drafter: it knows what the target will say, and is wrong where it was told to be.
 
 It stands in for every method, since what matters here is which drafts hold and when they are there. Drafts stay in the
-memory of the device, by slot, until the slot's next row takes them (spec 2(b) 5). What the host tells the drafter about
-rows is a snapshot or the drafter's own copy on the device, never a buffer that somebody else writes (spec 2(d)).
+memory of the device, by slot, until the slot's next row takes them (spec 2(b) 5), however many steps later. What the
+host tells the drafter about rows is a snapshot or the drafter's own copy on the device, never a buffer that somebody
+else writes (spec 2(d)).
 """
 
 from typing import NamedTuple
@@ -45,18 +46,17 @@ class Drafts:
     def forget(self, slot: int) -> None:
         self._have[slot] = self._asked[slot] = 0
 
-    def put(self, step_id: int, slots: I32, firsts: I32, tokens: I32, counts: I32) -> None:
-        """int32[rows, asked] tokens, of which each row has its first `counts`."""
+    def put(self, step_id: int, slots: I32, firsts: I32, tokens: I32) -> None:
+        """int32[rows, asked] tokens, NO_DRAFT from where a row has no more."""
         asked = tokens.shape[1]
         self._tokens[slots, :asked], self._firsts[slots], self._steps[slots] = tokens, firsts, step_id
-        self._have[slots], self._asked[slots] = counts, asked
+        self._have[slots], self._asked[slots] = (tokens != NO_DRAFT).cumprod(1).sum(1), asked
 
-    def take(self, step_id: int, slots: I32, firsts: I32, wanted: I32) -> tuple[I32, I32]:
+    def take(self, slots: I32, firsts: I32, wanted: I32) -> tuple[I32, I32]:
         """int32[rows]: how many each row gets of the `wanted` ones, the first of which stands at `firsts`; and the
         tokens, rows back to back. After that there are none.
 
-        Raises: OracleError, if they were proposed for another position or not in the step before, or the plan counts
-            on more than it asked for.
+        Raises: OracleError, if they were proposed for another position, or the plan counts on more than it asked for.
         """
         if not self._most:
             return wanted, _NOTHING
@@ -66,7 +66,6 @@ class Drafts:
             return wanted, _NOTHING
         counts = np.minimum(wanted, have)
         wrong = (wanted > asked) | ((counts > 0) & (self._firsts[slots] != firsts))
-        wrong |= (wanted > 0) & (self._steps[slots] != step_id - 1)
         if wrong.any():
             i = int(wrong.argmax())
             raise OracleError(
@@ -119,7 +118,7 @@ class Drafter:
         if len(at):
             to.tokens[at] = self._tokens(to, at, firsts[at], asked)
             to.tokens[np.arange(asked) >= counts[:, None]] = NO_DRAFT
-        self._drafts.put(to.step_id, acceptance.slots, firsts, to.tokens, counts)
+        self._drafts.put(to.step_id, acceptance.slots, firsts, to.tokens)
 
     def _tokens(self, to: Proposed, at: NDArray[np.int64], firsts: I32, asked: int) -> I32:
         """int32[rows, asked] of the sampled rows `at`."""

@@ -42,16 +42,22 @@ class Batch:
 
 
 class Activations(NamedTuple):
-    """What stands for a step's hidden states between stages; one entry per token, rows back to back."""
+    """What stands for a step's hidden states between stages: one entry per planned token, rows back to back, of which
+    there are fewer where drafts are missing. And what a stage cannot know by itself of rows with drafts."""
 
     tokens: I32
     """Input ids: of those that were sampled, a middle stage knows no other source."""
     hashes: U64
     """Of everything up to and including each token."""
+    starts: I32
+    """int32[rows]: where rows really start"""
+    drafts: I32
+    """int32[rows]: how many drafts they have"""
 
     @classmethod
-    def empty(cls, tokens: int) -> "Activations":
-        return cls(np.empty(tokens, np.int32), np.empty(tokens, np.uint64))
+    def empty(cls, tokens: int, rows: int) -> "Activations":
+        zeros = np.zeros((2, rows), np.int32)
+        return cls(np.zeros(tokens, np.int32), np.zeros(tokens, np.uint64), *zeros)
 
 
 class Oracle:
@@ -98,12 +104,50 @@ class Oracle:
 
     def settle(self, slots: I32, frontiers: I32, tokens: I32) -> None:
         """Positions before `frontiers` hold; `tokens` stand there in place of a rejected draft or behind all drafts."""
+        self._forget(slots, frontiers)
+        self.append(slots, frontiers, tokens)
+
+    def _forget(self, slots: I32, frontiers: I32) -> None:
+        """Everything from `frontiers` on."""
         behind = self._extent[slots] - frontiers
         if behind.any():
             rows, positions = spread(frontiers, behind)
             self._history[slots[rows], positions] = 0
-        self.chained[slots] = frontiers
-        self.append(slots, frontiers, tokens)
+        self._extent[slots] = self.chained[slots] = frontiers
+
+    def confirm(self, slots: I32, firsts: I32, counts: I32, tokens: I32) -> None:
+        """Another rank has sampled `tokens`, int32[sum(counts)], from `firsts` on: all but the last of each row are the
+        drafts that stand there.
+
+        Raises: OracleError, if they are others, or more than there are.
+        """
+        frontiers = firsts + counts - 1
+        rows, positions = spread(firsts, counts)
+        stood = positions < frontiers[rows]
+        wrong = (counts < 1) | (frontiers > self.chained[slots])
+        others = self.tokens(slots[rows[stood]], positions[stood]) != tokens[stood]
+        wrong[rows[stood][others]] = True
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"slot {slots[i]}: {counts[i]} tokens were sampled from position {firsts[i]} on, but "
+                f"{self.chained[slots[i]]} positions are computed here, or with other drafts"
+            )
+        self.settle(slots, frontiers, tokens[~stood])
+
+    def rewind(self, slots: I32, starts: I32) -> None:
+        """Rows go on from `starts`, as the stage before says: from there on drafts were computed that were rejected.
+
+        Raises: OracleError, where not even so much is computed.
+        """
+        chained = self.chained[slots]
+        if ((early := starts > chained) & (chained > 0)).any():
+            i = int((early & (chained > 0)).argmax())
+            raise OracleError(
+                f"slot {slots[i]}: a row starts at {starts[i]}, {chained[i]} positions are computed here"
+            )
+        back = chained > starts
+        self._forget(slots[back], starts[back])
 
     def known(self, slot: int, start: int, end: int) -> I32:
         """int32[end - start] ids of a slot, as the device has them. Raises: OracleError, where one is unknown."""
@@ -153,22 +197,23 @@ class Oracle:
         Raises:
             OracleError: names slot, position, block, the hash expected there and the one found.
         """
-        skipped = self.chained[batch.slots]
+        skipped, tokens = self.chained[batch.slots], int(batch.counts.sum())
         if arrived is not None:
-            self._learn(batch, arrived.tokens)
+            self._learn(batch, arrived.tokens[:tokens])
         self._believe(batch, skipped)
         if arrived is not None:
-            self._compare(batch, arrived.hashes)
+            self._compare(batch, arrived.hashes[:tokens])
         self._write(batch)
         self._read(batch, skipped)
         self._turn += 1
         return self.chain[batch.slots, batch.ends]
 
-    def activations(self, batch: Batch) -> Activations:
+    def activations(self, batch: Batch, leaving: Activations) -> None:
         """What `forward` made of the batch, for the next stage."""
         rows, positions = spread(batch.starts, batch.counts)
         slots = batch.slots[rows]
-        return Activations(self.tokens(slots, positions), self.chain[slots, positions + 1])
+        leaving.tokens[: len(rows)] = self.tokens(slots, positions)
+        leaving.hashes[: len(rows)] = self.chain[slots, positions + 1]
 
     def _learn(self, batch: Batch, tokens: I32) -> None:
         """Input ids of the batch that only the stage before knows; what is known here must be the same."""

@@ -13,11 +13,18 @@ from services.worker.batch import I32, Rows
 
 @dataclass(frozen=True)
 class Feedback:
-    """Ids that the last stage sampled in an earlier step, int32[rows] each; of owners that still have their slot."""
+    """What became of an earlier step on the last stage; int32[rows] each, of owners that still have their slot."""
 
+    step_id: int
     slots: I32
-    positions: I32
+    firsts: I32
+    """Position of each row's first token."""
+    counts: I32
+    """Tokens of the row: drafts that were accepted and one more."""
     token_ids: I32
+    """int32[sum(counts)], rows back to back"""
+    drafts: I32
+    """int32[rows, proposed]: for the next row, NO_DRAFT from where there are no more."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,11 @@ class Place(Protocol):
         """The ranks of a stage compare `hashes`, uint64[rows], and hand `leaving` on; None on the last stage."""
         ...
 
-    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
-        """The ranks of the last stage compare the step's tokens and send them to the first stage."""
+    def sampled(
+        self, device: Device, step: SchedulerOutput, sampled: Acceptance, drafts: I32, ended: float
+    ) -> None:
+        """The ranks of the last stage compare the step's tokens and send them to the first stage, with `drafts`,
+        int32[rows, proposed]."""
         ...
 
     def abort(self) -> None:
@@ -80,7 +90,9 @@ class Alone:
     ) -> None:
         pass
 
-    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
+    def sampled(
+        self, device: Device, step: SchedulerOutput, sampled: Acceptance, drafts: I32, ended: float
+    ) -> None:
         pass
 
     def abort(self) -> None:

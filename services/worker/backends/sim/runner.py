@@ -20,13 +20,13 @@ from services.worker.backends.sim.drafter import Drafter, Drafts, Proposed
 from services.worker.backends.sim.extras import HIDDEN_SIZE, Copied, Extras, HiddenSums, extras
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
-from services.worker.backends.sim.oracle import Activations, Batch, Oracle, spread
+from services.worker.backends.sim.oracle import Activations, Batch, Oracle, OracleError, spread
 from services.worker.backends.sim.output import StepOutput
 from services.worker.backends.sim.place import Alone, Place
 from services.worker.backends.sim.rigid import Reach, Rigid, Shape, as_scheduled
 from services.worker.backends.sim.sampler import Masks, Sampler, Wishes, wishes
 from services.worker.backends.sim.trace import StepTrace
-from services.worker.batch import PlanError, Rows, SlotTable
+from services.worker.batch import I32, PlanError, Rows, SlotTable
 from services.worker.runner import Identity, LoadError, Progress
 from services.worker.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
@@ -78,8 +78,6 @@ class SimRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        if assignment.speculation and assignment.pipeline_parallel_size > 1:
-            raise LoadError("drafts do not travel between pipeline stages: use --pipeline-parallel-size 1")
         if assignment.speculation and self._config.sim_rigid:
             raise LoadError("a rigid device has no room for drafts: speculate without --sim-rigid")
         self._facts = Facts.of(self._config)
@@ -181,33 +179,59 @@ class SimRunner:
         staged.copy_to(device, self._inputs, n, width)
         self._ring.release(device.record())
         hashes, acceptance = np.empty(n, np.uint64), Acceptance(rows)  # this step's own (S3-8)
-        leaving = None if self._is_last else Activations.empty(int(rows.counts.sum()))
+        leaving = None if self._is_last else Activations.empty(int(rows.counts.sum()), n)
 
         def forward() -> None:
             for request in step.new:
                 oracle.enter(request.slot, unpack(request.token_ids))
                 drafts.forget(request.slot)
             for late in arrived.feedback:
-                oracle.append(late.slots, late.positions, late.token_ids)
+                oracle.confirm(late.slots, late.firsts, late.counts, late.token_ids)
+                drafts.put(late.step_id, late.slots, late.firsts + late.counts, late.drafts)
             i = self._inputs
             slots, planned, wanted = i.slots[:n], i.counts[:n], i.drafts[:n]
-            starts = oracle.starts(slots, i.starts[:n])
-            firsts = starts + planned - wanted
-            counts, tokens = drafts.take(step.step_id, slots, firsts, wanted)
-            if len(tokens):
-                at, positions = spread(firsts, counts)
-                oracle.append(slots[at], positions, tokens)
-            acceptance.begin(firsts, counts)
+            starts, counts = self._settled(slots, i.starts[:n], planned - wanted, wanted, arrived.activations)
+            acceptance.begin(starts + planned - wanted, counts)
             batch = Batch(slots, starts, planned - wanted + counts, i.block_table[:n])
             hashes[:] = oracle.forward(batch, arrived.activations)
             if leaving is not None:
-                leaving.tokens[:], leaving.hashes[:] = oracle.activations(batch)
+                leaving.starts[:], leaving.drafts[:] = starts, counts
+                oracle.activations(batch, leaving)
 
         seconds = self._cost.step(padded, self._table.num_prompt[rows.slots]) if n else 0.0
         event = device.launch(forward, seconds, arrived.at)
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
         more = extras(rows, self._table, self._facts.vocab_size) if self._is_output else None
         self._pending = _Pending(step, rows, acceptance, wishes(rows, self._table), more, event, shape)
+
+    def _settled(
+        self, slots: I32, planned: I32, known: I32, wanted: I32, arrived: Activations | None
+    ) -> tuple[I32, I32]:
+        """int32[rows] each: where rows really start and how many drafts they have, which are input then. A stage in the
+        middle is told both; the last one is, too, and knows.
+
+        Args:
+            planned, known, wanted: where rows are planned to start, with how many tokens beside drafts and how many
+                drafts
+
+        Raises: OracleError
+        """
+        oracle = self._oracle
+        if arrived is not None and not self._is_last:
+            oracle.rewind(slots, arrived.starts)
+            return arrived.starts, arrived.drafts
+        starts = oracle.starts(slots, planned)
+        counts, tokens = self._drafts.take(slots, starts + known, wanted)
+        if len(tokens):
+            at, positions = spread(starts + known, counts)
+            oracle.append(slots[at], positions, tokens)
+        if arrived is not None and (wrong := (starts != arrived.starts) | (counts != arrived.drafts)).any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"slot {slots[i]}: a row starts at {starts[i]} with {counts[i]} drafts, but on the stage before at "
+                f"{arrived.starts[i]} with {arrived.drafts[i]} (S2-5, S2-6)"
+            )
+        return starts, counts
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         pending, self._pending = self._pending, None
@@ -226,32 +250,28 @@ class SimRunner:
             if more is not None:
                 more.compute(self._logits, self._oracle, self._hidden_sums, sampled)
 
-        event = device.launch(sample, 0.0)
-        self._place.sampled(device, step, sampled, event.ended)
+        device.launch(sample, 0.0)
         tokens, copied = sampled.copy_out(device)
         host_extras: Copied | None = None
         if more is not None:
             host_extras, copied = more.copy_out(device)
-        drafts: NDArray[np.int32] | None = None
-        if proposed := self._propose(step, sampled, pending.wishes):
-            drafts, copied = proposed
+        proposed, ended = self._propose(step, sampled, pending.wishes)
+        drafts: I32 | None = None
+        if step.has_structured_output_requests and proposed.size:  # else no result waits for the drafter
+            drafts, copied = device.copy_out(proposed)
+        self._place.sampled(device, step, sampled, proposed, ended)
         reported = tokens if self._is_output else None
         return StepOutput(
             step, rows, reported, forward, copied, self._trace, pending.shape, host_extras, drafts
         )
 
-    def _propose(
-        self, step: SchedulerOutput, sampled: Acceptance, wishes: Wishes
-    ) -> tuple[NDArray[np.int32], Event] | None:
-        """Drafts for the next step; the host's copy of them, where a grammar looks at them: else no result waits for
-        the drafter."""
-        asked = step.num_speculative_tokens
-        if not asked or not len(sampled.slots):
-            return None
+    def _propose(self, step: SchedulerOutput, sampled: Acceptance, wishes: Wishes) -> tuple[I32, float]:
+        """int32[sampled rows, asked] drafts for the next step, on the device, and when they are there."""
+        asked, device, drafter = step.num_speculative_tokens, self._ready(), self._drafter
         to = Proposed(step.step_id, sampled, wishes, np.full((len(sampled.slots), asked), NO_DRAFT, np.int32))
-        drafter = self._drafter
-        self._ready().launch(lambda: drafter.propose(to), self._cost.drafts(asked))
-        return self._ready().copy_out(to.tokens) if step.has_structured_output_requests else None
+        if not to.tokens.size:
+            return to.tokens, device.record().ended
+        return to.tokens, device.launch(lambda: drafter.propose(to), self._cost.drafts(asked)).ended
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)

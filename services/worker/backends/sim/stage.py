@@ -1,10 +1,9 @@
 """A rank among others: stages hand on tokens and hashes in place of hidden states, ranks of a stage compare results.
 
 What one stage tells another is an int64 array: the step it belongs to, the moment on the modelled timeline when it is
-there (the bits of a float64), and the body. Activations: input ids, then hashes. Feedback: sampled ids, one message
-per step with sampling rows.
-
-Between stages there are no drafts; ranks of a stage compare how many of them hold with the tokens that do.
+there (the bits of a float64), and the body, which has room for all planned drafts. Activations: input ids, hashes, and
+of each row where it starts and how many drafts it has. Feedback, one message per step with sampling rows: sampled ids,
+of each row where they begin and how many hold, and its next drafts.
 
 The first stage takes feedback when a step needs it, so it never waits for a token too early. A message belongs to the
 owners that the slots had when its step was launched: ids for a slot that was given away since are dropped.
@@ -23,7 +22,7 @@ from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device import Device
 from services.worker.backends.sim.hashing import U64
-from services.worker.backends.sim.oracle import Activations, OracleError
+from services.worker.backends.sim.oracle import Activations, OracleError, spread
 from services.worker.backends.sim.place import Arrived, Feedback
 from services.worker.batch import I32, Rows
 from services.worker.ranks import Ranks
@@ -36,11 +35,34 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class _Promise:
-    """Ids that the last stage will send; int32[rows] each."""
+    """What the last stage will send; int32[rows] each."""
 
     step_id: int
     slots: I32
-    positions: I32
+    room: I32
+    """Tokens that a row may have."""
+    proposed: int
+    """Drafts for each row."""
+
+    def kept(self, body: I64, stay: NDArray[np.bool_]) -> Feedback:
+        """Of the rows that stay; `body` is what came. Raises: OracleError, if a row has more tokens than room."""
+        rows, tokens = len(self.slots), int(self.room.sum())
+        ids, rest = body[:tokens].astype(np.int32), body[tokens:].astype(np.int32)
+        firsts, counts, drafts = (
+            rest[:rows],
+            rest[rows : 2 * rows],
+            rest[2 * rows :].reshape(rows, self.proposed),
+        )
+        if (wrong := (counts < 1) | (counts > self.room)).any():
+            i = int(wrong.argmax())
+            raise OracleError(f"slot {self.slots[i]}: {counts[i]} of {self.room[i]} tokens came back")
+        _, at = spread((np.cumsum(self.room) - self.room)[stay].astype(np.int32), counts[stay])
+        slots, firsts, counts = self.slots[stay], firsts[stay], counts[stay]
+        return Feedback(self.step_id, slots, firsts, counts, ids[at], drafts[stay])
+
+    @property
+    def size(self) -> int:
+        return int(self.room.sum()) + (2 + self.proposed) * len(self.slots)
 
 
 class Stage:
@@ -70,9 +92,16 @@ class Stage:
         return self._feedback(step, rows) if self._stages.is_first else self._activations(step, rows)
 
     def _activations(self, step: SchedulerOutput, rows: Rows) -> Arrived:
-        tokens = int(rows.counts.sum())
-        at, body = _receive(self._stages.receive_previous, "activations", step.step_id, 2 * tokens)
-        return Arrived(at, (), Activations(body[:tokens].astype(np.int32), body[tokens:].view(np.uint64)))
+        tokens, n = int(rows.counts.sum()), len(rows.slots)
+        size = 2 * (tokens + n)
+        at, body = _receive(self._stages.receive_previous, "activations", step.step_id, size)
+        ids, hashes, starts, drafts = np.split(body, (tokens, 2 * tokens, 2 * tokens + n))
+        if ((drafts < 0) | (drafts > rows.drafts)).any():
+            raise OracleError(
+                f"step {step.step_id} has {drafts} drafts on the stage before, of {rows.drafts}"
+            )
+        small = (column.astype(np.int32) for column in (starts, drafts))
+        return Arrived(at, (), Activations(ids.astype(np.int32), hashes.view(np.uint64), *small))
 
     def _feedback(self, step: SchedulerOutput, rows: Rows) -> Arrived:
         """All messages up to the newest one that a row needs, and those that no step in flight can be about."""
@@ -83,21 +112,20 @@ class Stage:
         at, feedback = 0.0, []
         while self._promised and self._promised[0].step_id <= needed:
             promise = self._promised.popleft()
-            at, ids = _receive(self._stages.receive_last, "sampled ids", promise.step_id, len(promise.slots))
-            stays = self._entered_in[promise.slots] <= promise.step_id
-            feedback.append(
-                Feedback(promise.slots[stays], promise.positions[stays], ids[stays].astype(np.int32))
-            )
+            at, body = _receive(self._stages.receive_last, "sampled ids", promise.step_id, promise.size)
+            feedback.append(promise.kept(body, self._entered_in[promise.slots] <= promise.step_id))
         sampled = rows.samples
         if sampled.any():
-            self._promised.append(_Promise(step.step_id, rows.slots[sampled], rows.ends[sampled]))
-            self._sampled_in[rows.slots[sampled]] = step.step_id
+            slots, room = rows.slots[sampled], 1 + rows.drafts[sampled]
+            self._promised.append(_Promise(step.step_id, slots, room, step.num_speculative_tokens))
+            self._sampled_in[slots] = step.step_id
         return Arrived(at, tuple(feedback))
 
     def _hand_on(self, step_id: int, leaving: Activations, ended: float) -> None:
         arrives = max(ended, self._link_free_at) + self._cost.hop(len(leaving.tokens))
         self._link_free_at = arrives
-        self._stages.send_next(_message(step_id, arrives, leaving.tokens, leaving.hashes.view(np.int64)))
+        tokens, hashes, starts, drafts = leaving
+        self._stages.send_next(_message(step_id, arrives, tokens, hashes.view(np.int64), starts, drafts))
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -115,7 +143,9 @@ class Stage:
         if leaving is not None:
             self._hand_on(step.step_id, leaving, ended)
 
-    def sampled(self, device: Device, step: SchedulerOutput, sampled: Acceptance, ended: float) -> None:
+    def sampled(
+        self, device: Device, step: SchedulerOutput, sampled: Acceptance, drafts: I32, ended: float
+    ) -> None:
         token_ids = sampled.token_ids
         if not len(token_ids):
             return
@@ -123,7 +153,8 @@ class Stage:
         owners = np.repeat(sampled.slots, sampled.room)
         self._agree("token", step.step_id, owners, token_ids.astype(np.int64))
         if self._stages.size > 1:
-            self._stages.send_first(_message(step.step_id, ended + self._cost.hop(0), token_ids))
+            body = (token_ids, sampled.firsts, sampled.counts, drafts.ravel())
+            self._stages.send_first(_message(step.step_id, ended + self._cost.hop(0), *body))
 
     def _agree(self, what: str, step_id: int, slots: I32, mine: I64) -> None:
         """Before anything is reported: each rank sees that of all others, so a wrong rank is not alone to know."""
