@@ -127,6 +127,8 @@ class WorkerGroup:
     members: dict[bytes, Member] = field(default_factory=dict)
     epochs_lost: int = 0
     """Epochs that ended because of a fault."""
+    news: list[str] = field(default_factory=list)
+    """Who came and who was lost, for the log; emptied by who writes it."""
     _actions: list[Action] = field(default_factory=list)
     _model: Register | None = None
     """What the workers of the first epoch were; the frontends' tokenizer belongs to it."""
@@ -232,6 +234,8 @@ class WorkerGroup:
         elif member.state in IN_EPOCH:  # it left the epoch by itself
             self._end(f"worker {member.name} registered again", now)
         self.members[peer] = Member(peer, register, State.SPARE, now, now)
+        if member is None:
+            self._tell(f"worker {self.members[peer].name} has registered")
         self._form(now)
 
     def _objection(self, peer: bytes, register: Register) -> str | None:
@@ -271,6 +275,7 @@ class WorkerGroup:
     def _lose(self, member: Member, reason: str, now: float) -> None:
         del self.members[member.peer]
         self._changed_at = now
+        self._tell(reason)
         if member.state in IN_EPOCH:
             self._end(reason, now)
 
@@ -408,6 +413,9 @@ class WorkerGroup:
 
     def _send(self, peer: bytes, message: GroupMessage, everywhere: bool = False) -> None:
         self._actions.append(Send(peer, message, everywhere))
+
+    def _tell(self, what: str) -> None:
+        self.news.append(f"{what}; there are {len(self.members)} workers")
 
     def _describe(self, wanted: tuple[int, int] | None) -> None:
         """What people are told while there is no group."""

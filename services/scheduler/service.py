@@ -216,6 +216,8 @@ class Service:
 
     def _act(self) -> None:
         """Does what the group wants done."""
+        while self.group.news:
+            log.info("%s", self.group.news.pop(0))
         for action in self.group.take_actions():
             match action:
                 case Send(peer, message, everywhere):
