@@ -29,13 +29,13 @@ from protocol.membership import (
     Ready,
     Register,
     Shard,
-    Speculation,
     WorkerMessage,
 )
 from protocol.requests import EnginePhase
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal
 from services.scheduler.limits import Limits
+from services.scheduler.sizes import GroupError, fit, speculation
 
 LOAD_SILENCE = 30.0
 """Seconds of silence that loading excuses at least: importing and compiling can hold up even the heartbeat."""
@@ -60,10 +60,6 @@ class State(enum.Enum):
 
 
 IN_EPOCH = (State.LOADING, State.LOADED, State.INITIALIZING, State.READY)
-
-
-class GroupError(Exception):
-    """No group can be formed with this configuration, or none lasts; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +127,8 @@ class WorkerGroup:
     members: dict[bytes, Member] = field(default_factory=dict)
     epochs_lost: int = 0
     """Epochs that ended because of a fault."""
+    news: list[str] = field(default_factory=list)
+    """Who came and who was lost, for the log; emptied by who writes it."""
     _actions: list[Action] = field(default_factory=list)
     _model: Register | None = None
     """What the workers of the first epoch were; the frontends' tokenizer belongs to it."""
@@ -236,6 +234,8 @@ class WorkerGroup:
         elif member.state in IN_EPOCH:  # it left the epoch by itself
             self._end(f"worker {member.name} registered again", now)
         self.members[peer] = Member(peer, register, State.SPARE, now, now)
+        if member is None:
+            self._tell(f"worker {self.members[peer].name} has registered")
         self._form(now)
 
     def _objection(self, peer: bytes, register: Register) -> str | None:
@@ -275,6 +275,7 @@ class WorkerGroup:
     def _lose(self, member: Member, reason: str, now: float) -> None:
         del self.members[member.peer]
         self._changed_at = now
+        self._tell(reason)
         if member.state in IN_EPOCH:
             self._end(reason, now)
 
@@ -357,20 +358,13 @@ class WorkerGroup:
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             rendezvous=rendezvous,
-            speculation=self._speculation(),
+            speculation=speculation(c),
         )
-
-    def _speculation(self) -> Speculation | None:
-        s = self.config.speculative_config
-        if s is None:
-            return None
-        k, revision, longest = s.num_speculative_tokens, s.revision or "", s.max_model_len or 0
-        return Speculation(s.method, k, s.model, revision, longest, s.prompt_lookup_min, s.prompt_lookup_max)
 
     def _initialize_when_loaded(self, now: float) -> None:
         ranks = self._ranks()
         if len(ranks) == self._world and all(m.state is State.LOADED for m in ranks):
-            limits = self._fit([m.loaded for m in ranks if m.loaded is not None])
+            limits = fit(self.config, [m.loaded for m in ranks if m.loaded is not None])
             for member in ranks:
                 self._become(member, State.INITIALIZING, now)
                 self._send(member.peer, InitializeCache(limits.num_blocks, limits.max_model_len))
@@ -384,7 +378,7 @@ class WorkerGroup:
             self._last_fault = ""
             self.phase, self.detail, self.progress = EnginePhase.READY, "ready", 1.0
             peers = [m.peer for m in ranks]
-            self._actions.append(Started(self.epoch, peers, self._fit(loaded), loaded[0]))
+            self._actions.append(Started(self.epoch, peers, fit(self.config, loaded), loaded[0]))
 
     def _end(self, reason: str, now: float, is_fault: bool = True) -> None:
         """Ends the current epoch, wherever it stands; its members return to registration."""
@@ -420,6 +414,9 @@ class WorkerGroup:
     def _send(self, peer: bytes, message: GroupMessage, everywhere: bool = False) -> None:
         self._actions.append(Send(peer, message, everywhere))
 
+    def _tell(self, what: str) -> None:
+        self.news.append(f"{what}; there are {len(self.members)} workers")
+
     def _describe(self, wanted: tuple[int, int] | None) -> None:
         """What people are told while there is no group."""
         if self._world:
@@ -433,34 +430,6 @@ class WorkerGroup:
             needed = c.tensor_parallel_size * c.pipeline_parallel_size
             text = f"waiting for workers: {there} of {needed} have registered"
         self.detail = f"{text} ({self._last_fault})" if self._last_fault else text
-
-    def _fit(self, loaded: list[Loaded]) -> Limits:
-        """The engine's sizes from what the worker can hold; a context that does not fit is lowered, or refused where
-        the user asked for it. Raises: GroupError"""
-        c = self.config
-        least = min(rank.num_blocks for rank in loaded)
-        num_blocks = c.num_gpu_blocks_override or least
-        if num_blocks > least:
-            raise GroupError(f"--num-gpu-blocks-override {num_blocks}: the workers can hold {least} blocks")
-        holds = num_blocks * c.block_size
-        if c.max_model_len and c.max_model_len > holds:
-            raise GroupError(
-                f"--max-model-len {c.max_model_len} does not fit the KV cache of {holds} tokens; "
-                f"use --max-model-len {holds} or more --kv-cache-memory-bytes"
-            )
-        s = c.speculative_config
-        k = s.num_speculative_tokens if s is not None else 0
-        return Limits(
-            max_num_seqs=c.max_num_seqs,
-            max_num_batched_tokens=c.max_num_batched_tokens,
-            max_model_len=min(holds, *(rank.max_model_len for rank in loaded)),
-            num_blocks=num_blocks,
-            block_size=c.block_size,
-            enable_prefix_caching=c.enable_prefix_caching,
-            stages=c.pipeline_parallel_size,
-            lookahead=k if s is not None and s.keeps_kv else 0,
-            drafts_in_flight=k * -(-c.depth // c.pipeline_parallel_size),
-        )
 
 
 def _seat(spares: list[Member], tp: int, pp: int) -> list[Member]:

@@ -40,10 +40,11 @@ from services.scheduler.engine import EngineCore, StallError
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import Vocabulary
 from services.scheduler.limits import Limits
-from services.scheduler.membership import Ended, GroupError, Refuse, Send, Started, WorkerGroup
+from services.scheduler.membership import Ended, Refuse, Send, Started, WorkerGroup
 from services.scheduler.policies import make_policy
 from services.scheduler.results import UnknownResult
 from services.scheduler.scheduler import Scheduler
+from services.scheduler.sizes import GroupError
 from services.scheduler.step_watch import StepWatch
 
 log = logging.getLogger("runahead.scheduler")
@@ -215,6 +216,8 @@ class Service:
 
     def _act(self) -> None:
         """Does what the group wants done."""
+        while self.group.news:
+            log.info("%s", self.group.news.pop(0))
         for action in self.group.take_actions():
             match action:
                 case Send(peer, message, everywhere):

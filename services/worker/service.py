@@ -71,6 +71,16 @@ class Worker:
         """Seconds spent in receive since the last plan, with no step waiting for its grammar."""
         self._next_progress = 0.0
         self.sockets_closed = False
+        self._leaving = False
+
+    def leave(self, *_: object) -> None:
+        """The handler of signals: ends what the main thread does, unless it is on its way out already.
+
+        Raises: SystemExit, which is lost where Python lets no exception pass, in a finaliser; so the loop looks too.
+        """
+        if not self._leaving:
+            self._leaving = True
+            raise SystemExit(0)
 
     def run(self) -> int:
         """Returns the exit status: 0 or EXIT_FAULT.
@@ -80,13 +90,14 @@ class Worker:
         try:
             self._connect()
             self._register()
-            while self._session.phase not in (Phase.LEAVING, Phase.FAILED):
+            while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._leaving:
                 frame = self._receive()
                 if frame is not None:
                     self._handle(frame)
                 if self._results.failed.is_set():
                     self._session.failed()
         finally:
+            self._leaving = True
             self._close_listener()
             self._client.close()
             self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
@@ -297,6 +308,8 @@ def run(config: WorkerConfig) -> int:
     except LoadError as error:  # the backend itself is missing
         log.error("%s", error)
         return EXIT_MODEL
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, worker.leave)
     try:
         return worker.run()
     except LoadError as error:

@@ -15,12 +15,15 @@ from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from tests.integration.scheduler.engine import Engine, EngineClient, engine
 
+pytestmark = pytest.mark.timeout(1800)
+"""Whoever waits here gives up when nothing comes further. On a busy machine much can come, and slowly."""
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
 MOMENTS = range(20 if SOAK else 3)
 LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
 STREAMS, TOKENS = range(32), 48
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)} | ({"tp2-pp2": (2, 2)} if SOAK else {})
+LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2)} | ({"tp2-pp2": (2, 2)} if SOAK else {})
+DRAFTS = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}}
 
 
 def scheduler(layout: str) -> dict[str, object]:
@@ -30,7 +33,7 @@ def scheduler(layout: str) -> dict[str, object]:
         "pipeline_parallel_size": pp,
         "max_model_len": 256,
         "heartbeat_timeout_seconds": 3.0,
-    }
+    } | (DRAFTS if "drafts" in layout else {})
 
 
 def generate(client: EngineClient) -> None:
@@ -102,7 +105,7 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, calm: dict[int, list[i
             disturb(client, rng)
             victim = running.workers.pop(rng.randrange(tp * pp))
             victim.kill()
-            victim.communicate()
+            victim.wait()
             client.wait_finished(*STREAMS)
             assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
             assert client.tokens == calm, f"{layout}, moment {moment}"

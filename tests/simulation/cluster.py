@@ -35,13 +35,13 @@ from services.scheduler.membership import (
     IN_EPOCH,
     MAX_FUTILE_EPOCHS,
     Ended,
-    GroupError,
     Refuse,
     Send,
     Started,
     State,
     WorkerGroup,
 )
+from services.scheduler.sizes import GroupError
 from services.worker.session import Execute, Phase, Session
 from tests.simulation.invariants import demand
 from tests.simulation.oracle import OracleWorker

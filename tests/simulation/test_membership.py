@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from services.config import SchedulerConfig
+from services.scheduler import membership
 from services.scheduler.limits import Limits
 from services.scheduler.membership import (
     LOAD_STALL,
@@ -428,7 +430,7 @@ def test_an_idle_group_may_lose_workers_as_often_as_it_takes() -> None:
 
 # -- the simulator can fail --------------------------------------------------------------------------------------------
 
-Fault = tuple[type, str, Callable[[Any], Any]]
+Fault = tuple[type | ModuleType, str, Callable[[Any], Any]]
 
 
 def a_lost_member_does_not_end_its_epoch(lose: Any) -> Any:
@@ -471,7 +473,7 @@ def serves_when_the_first_rank_is_ready(ranks: Any) -> Any:
 
 
 def the_most_blocks_of_any_rank(fit: Any) -> Any:
-    return lambda self, loaded: fit(self, [max(loaded, key=lambda rank: rank.num_blocks)])
+    return lambda config, loaded: fit(config, [max(loaded, key=lambda rank: rank.num_blocks)])
 
 
 def any_model_will_do(objection: Any) -> Any:
@@ -517,7 +519,7 @@ FAULTS: list[Fault] = [
     (WorkerGroup, "_assignment", one_rank_for_all),
     (WorkerGroup, "_begin", the_rendezvous_of_another),
     (WorkerGroup, "_start_when_ready", serves_when_the_first_rank_is_ready),
-    (WorkerGroup, "_fit", the_most_blocks_of_any_rank),
+    (membership, "fit", the_most_blocks_of_any_rank),
     (WorkerGroup, "_objection", any_model_will_do),
     (WorkerGroup, "_wanted", auto_takes_the_smallest_size),
     (WorkerGroup, "_form", spares_wait_for_the_next_register),

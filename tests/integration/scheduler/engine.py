@@ -3,9 +3,11 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -24,20 +26,28 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.config import SchedulerConfig, WorkerConfig
 
-PATIENCE = 120.0
-"""Seconds after which a silent engine fails a test."""
+PATIENCE = 240.0
+"""Seconds without any progress after which a test gives up; kernels may have to be compiled, on a busy machine."""
 
 
-def spawn(service: str, config: SchedulerConfig | WorkerConfig) -> subprocess.Popen[str]:
+def spawn(
+    service: str, config: SchedulerConfig | WorkerConfig, log: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """`log`: where its log goes. A pipe must be read, or a service that says much waits for its reader."""
     code = (
-        "import logging, sys; logging.basicConfig(level=logging.INFO)\n"
+        "import logging, sys\n"
+        "logging.basicConfig(level=logging.INFO, format='%(asctime)s %(name)s %(message)s')\n"
         f"from services.config import {type(config).__name__} as Config\n"
         f"from services.{service}.service import run\n"
         "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, config.model_dump_json()], stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", code, config.model_dump_json()], stderr=log, text=True)
+
+
+def _advance(state: EngineState) -> tuple[object, ...]:
+    """What of a state changes when the engine comes further."""
+    stats = state.stats
+    return state.phase, state.detail, state.progress, stats.get("num_workers"), stats.get("steps_total")
 
 
 class EngineClient:
@@ -53,6 +63,8 @@ class EngineClient:
         """By request and position: rank, ids and log-probabilities as bytes; the first that came."""
         self.embeddings: dict[int, bytes] = {}
         self.state: EngineState | None = None
+        self._moved = time.monotonic()
+        """When the engine was last seen to come further, or asked for something."""
 
     def wait_ready(self) -> EngineState:
         while self.state is None or self.state.phase is not EnginePhase.READY:
@@ -72,7 +84,7 @@ class EngineClient:
         message = GenerateRequest(
             number, pack(prompt), len(prompt), params, priority, structured=structured, pooling=pooling
         )
-        self._client.send(message)
+        self._send(message)
 
     def resubmit(
         self,
@@ -85,20 +97,26 @@ class EngineClient:
         """A request whose first tokens were delivered before."""
         self.tokens[number], self.logprobs[number] = list(delivered), {}
         tokens = pack([*prompt, *delivered])
-        self._client.send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
+        self._send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
 
     def abort(self, *numbers: int) -> None:
-        self._client.send(AbortRequest(list(numbers)))
+        self._send(AbortRequest(list(numbers)))
+
+    def _send(self, message: GenerateRequest | AbortRequest) -> None:
+        self._moved = time.monotonic()
+        self._client.send(message)
 
     def receive(self) -> RequestOutputs | EngineState:
         """The next message, applied. Token indices must be contiguous, and nothing may follow a finish."""
         frame = self._client.receive(PATIENCE)
-        assert frame is not None, "the engine is silent"
+        assert frame is not None, f"the engine is silent: {self.state}"
         message = self._decoder.decode(frame)
         match message:
             case EngineState():
+                self._watch(message)
                 self.state = message
             case RequestOutputs():
+                self._moved = time.monotonic()
                 numbers = np.frombuffer(message.numbers, np.uint32).tolist()
                 for number, index, token in zip(
                     numbers, unpack(message.indices).tolist(), unpack(message.token_ids).tolist(), strict=True
@@ -112,6 +130,12 @@ class EngineClient:
                     assert finish.number not in self.finished, "a second finish"
                     self.finished[finish.number] = finish
         return message
+
+    def _watch(self, state: EngineState) -> None:
+        """A busy engine says every second how it stands, a stuck one too."""
+        if self.state is None or _advance(self.state) != _advance(state):
+            self._moved = time.monotonic()
+        assert time.monotonic() - self._moved < PATIENCE, f"the engine comes no further: {state}"
 
     def _take_logprobs(self, message: RequestOutputs) -> None:
         if message.logprobs is None:
@@ -138,8 +162,21 @@ class Engine:
         self.directory = directory
         self.client_endpoint = scheduler.client_endpoint
         self._worker_config = worker
-        self.scheduler = spawn("scheduler", scheduler)
-        self.workers = [spawn("worker", worker) for _ in range(num_workers)]
+        self._logs: dict[subprocess.Popen[str], Path] = {}
+        """Of every process that was ever started."""
+        self.scheduler = self._spawn("scheduler", scheduler)
+        self.workers = [self._spawn("worker", worker) for _ in range(num_workers)]
+
+    def _spawn(self, service: str, config: SchedulerConfig | WorkerConfig) -> subprocess.Popen[str]:
+        path = self.directory / f"{len(self._logs)}-{service}.log"
+        with path.open("w") as log:
+            process = spawn(service, config, log)
+        self._logs[process] = path
+        return process
+
+    def log(self, process: subprocess.Popen[str]) -> str:
+        """What it has written so far."""
+        return self._logs[process].read_text()
 
     @property
     def worker(self) -> subprocess.Popen[str]:
@@ -149,7 +186,7 @@ class Engine:
     def add_worker(self, **changes: object) -> subprocess.Popen[str]:
         """One more, of the same configuration but for `changes`."""
         config = WorkerConfig.model_validate(self._worker_config.model_dump() | changes)
-        self.workers.append(spawn("worker", config))
+        self.workers.append(self._spawn("worker", config))
         return self.workers[-1]
 
     def stop(self) -> tuple[int, ...]:
@@ -158,11 +195,14 @@ class Engine:
         return tuple(process.wait(PATIENCE) for process in (self.scheduler, *self.workers))
 
     def kill(self) -> None:
-        for process in (self.scheduler, *self.workers):
+        for process in self._logs:
             process.kill()
             process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
+
+    def print_logs(self) -> None:
+        """For whoever reads why a test failed."""
+        for process, path in self._logs.items():
+            print(f"== {path.name}, process {process.pid}, exit status {process.poll()}\n{path.read_text()}")
 
 
 @contextmanager
@@ -181,5 +221,8 @@ def engine(
     )
     try:
         yield running
+    except BaseException:
+        running.print_logs()
+        raise
     finally:
         running.kill()

@@ -96,9 +96,8 @@ def test_cell_that_is_not_refused_serves_the_same_answers(
 )
 def test_cell_that_is_refused_says_why_and_the_scheduler_stays(cell: Combination, tmp_path: Path) -> None:
     with engine(tmp_path, scheduler(cell), WORKERS[cell.backend]) as running:
-        _, log = running.worker.communicate(timeout=PATIENCE)
-        assert running.worker.returncode == 4
-        assert str(refusal(cell)) in log
+        assert running.worker.wait(PATIENCE) == 4
+        assert str(refusal(cell)) in running.log(running.worker)
         assert running.scheduler.poll() is None
 
 

@@ -141,9 +141,8 @@ def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_serves_on
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
         worker = running.add_worker(**other)
-        _, log = worker.communicate(timeout=PATIENCE)
-        assert worker.returncode == 4
-        assert named in log
+        assert worker.wait(PATIENCE) == 4
+        assert named in running.log(worker)
         client.generate(1, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(1)
         assert len(client.tokens[1]) == 5
@@ -154,9 +153,9 @@ def test_worker_beyond_ranks_and_spares_is_refused_by_name(tmp_path: Path) -> No
     with engine(tmp_path, SCHEDULER | {"max_spare_workers": 0}, SIM) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
-        _, log = (worker := running.add_worker()).communicate(timeout=PATIENCE)
-        assert worker.returncode == 4
-        assert "1 ranks and 0 spares" in log
+        worker = running.add_worker()
+        assert worker.wait(PATIENCE) == 4
+        assert "1 ranks and 0 spares" in running.log(worker)
         client.close()
 
 

@@ -2,13 +2,16 @@
 
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from protocol.codec import pack
 from protocol.membership import (
@@ -88,17 +91,18 @@ def test_prompts_are_not_logged(scheduler: ScriptedScheduler, tmp_path: Path) ->
 
 def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
     """Nothing is queued between these steps, so the device idles from the end of one to the start of the next; the
-    times a result carries say how long."""
+    times a result carries say how long. On a busy machine a plan may be there before the worker waits for it: then it
+    did not wait."""
     with worker_process(tmp_path, sim_step_ms=20.0):
         scheduler.serve()
         plans = Plans()
         request = plans.admit(prompt(1, 6))
-        results = []
-        for _ in range(3):
+        results: list[ModelRunnerOutput] = []
+        while not any(result.idle for result in results):
             scheduler.send(plans.step(request))
             results += scheduler.results(1)
         for before, after in pairwise(results):
-            assert 0 < after.idle <= after.started - before.ended
+            assert 0 <= after.idle <= after.started - before.ended
 
 
 def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
@@ -222,7 +226,7 @@ def _gap(plans: Plans) -> list[msgspec.Struct]:
     ("script", "step_id", "text"),
     [
         (_wrong_generation, 2, "PlanError: slot 0: row of generation 7, the slot has 1"),
-        (_short_bitmask, 2, "ValueError: "),
+        (_short_bitmask, 2, "ProtocolError: the grammar of step 2 has "),
         (_token_outside_the_vocabulary, 2, f"OracleError: slot 1 position 0: token {VOCAB} is not among"),
         (_gap, 3, "step 3 arrived, but step 2 is next"),
     ],
@@ -280,6 +284,34 @@ def test_a_signal_ends_it_cleanly(scheduler: ScriptedScheduler, tmp_path: Path, 
         status, text = exit_status(process)
         assert status == 0
         assert "Traceback" not in text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_the_middle_of_a_finaliser_is_not_forgotten(
+    scheduler: ScriptedScheduler, tmp_path: Path
+) -> None:
+    """Python prints an exception that a finaliser raises, and goes on."""
+
+    class Finalising(SimRunner):
+        def release(self, slots: NDArray[np.int32]) -> None:
+            mortal = {0}
+            reference = weakref.ref(mortal, worker.leave)
+            del mortal
+            assert reference() is None
+
+    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{tmp_path}/w"})
+    worker = Worker(config, Finalising(config))
+    status: list[int] = []
+    thread = threading.Thread(target=lambda: status.append(worker.run()))
+    thread.start()
+    try:
+        scheduler.serve()  # the canary step has released its slot
+        thread.join(PATIENCE)
+        assert status == [0]
+    finally:
+        with suppress(PeerGone):
+            scheduler.send(Shutdown())
+        thread.join(PATIENCE)
 
 
 def test_steps_in_flight_are_answered_before_it_leaves(scheduler: ScriptedScheduler, tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ from services.scheduler.membership import (
     RETURN_TIMEOUT,
     Action,
     Ended,
-    GroupError,
     Refuse,
     Send,
     Started,
     State,
     WorkerGroup,
 )
+from services.scheduler.sizes import GroupError
 
 WORKER = Register(
     "sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2, 4), max_pipeline_parallel_size=4
