@@ -51,16 +51,21 @@ def one_rejected_draft_too_few(settle: Any) -> Any:
     return broken
 
 
-def drafts_survive_a_skipped_step(wanted: Any) -> Any:
-    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
-        before = self.sampled_step[rows].copy()
-        self.sampled_step[rows] = next_step - 1
-        try:
-            return wanted(self, rows, next_step, stages)
-        finally:
-            self.sampled_step[rows] = before
+def drafts_survive_the_row_that_had_them(add: Any) -> Any:
+    """S2-6: where a step proposes none, or fewer, those of a step before are planned again."""
+
+    def broken(self: Ledger, step: Any) -> None:
+        slots = step.slots[step.samples]
+        before = self._slots.proposed[slots].copy()
+        add(self, step)
+        self._slots.proposed[slots] = np.maximum(before, step.proposes)
 
     return broken
+
+
+def a_row_follows_before_its_drafts_can_be_there(wanted: Any) -> Any:
+    """2(d): the first stage has neither the token nor the drafts yet."""
+    return lambda self, rows, next_step, stages: wanted(self, rows, next_step, stages - 1)
 
 
 def one_draft_more_than_was_asked_for(wanted: Any) -> Any:
@@ -258,12 +263,13 @@ FAULTS: list[Fault] = [
     (Results, "_settle", rejected_drafts_are_settled_twice),
     (Results, "_settle", one_rejected_draft_too_few),
     (Results, "_settle", drafts_are_counted_twice),
-    (SlotTable, "wanted", drafts_survive_a_skipped_step),
+    (SlotTable, "wanted", a_row_follows_before_its_drafts_can_be_there),
     (SlotTable, "wanted", one_draft_more_than_was_asked_for),
     (SlotTable, "wanted", more_drafts_than_the_context_has_room_for),
     (SlotTable, "wanted", drafts_count_as_certain_tokens),
     (SlotTable, "give_draft_counts", a_preempted_request_forgets_its_drafts),
     (Ledger, "add", drafts_are_not_reserved),
+    (Ledger, "add", drafts_survive_the_row_that_had_them),
     (Results, "_until_the_end", tokens_after_a_stop_are_delivered),
     (Results, "_until_the_end", a_stop_counts_at_the_end_of_a_row_only),
     (Scheduler, "_register_known", drafts_enter_the_prefix_cache_at_dispatch),

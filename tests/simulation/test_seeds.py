@@ -134,6 +134,13 @@ MUST_HAPPEN_TO_DRAFTS = [
     "drafts: fewer than planned",
     "drafts: refused by a grammar",
     "drafts: stale rows of several tokens",
+    "policies: chunked",
+    "policies: balanced",
+    "policies: whimsical",
+    "stages: 1",
+    "stages: 2",
+    "stages: 4",
+    "uneven stages",
 ]
 
 

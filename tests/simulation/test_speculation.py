@@ -15,7 +15,7 @@ from protocol.codec import unpack
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from services.scheduler.limits import Limits
-from services.scheduler.policies import ChunkedPolicy, SchedulerView
+from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy, SchedulerView
 from services.scheduler.slots import Rows
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
@@ -44,9 +44,9 @@ def steps_of(world: World) -> int:
 # -- 2(e) 1: acceptance at any depth -----------------------------------------------------------------------------
 
 
-def together(acceptance: str, k: int, depth: int) -> World:
+def together(acceptance: str, k: int, depth: int, stages: int = 1) -> World:
     """Requests that all run from the first step on, greedy and drawn, and end by every kind of stop (S2-2)."""
-    world = World(ROOMY, depth, speculating=Speculating(acceptance, (k,)))
+    world = World(replace(ROOMY, stages=stages), depth, speculating=Speculating(acceptance, (k,)))
     for i in range(10):
         stops = (i, i + 20) if i % 3 == 0 else ()
         sampling = params(15 + 3 * i, *stops, eos=i % 2 == 0, seed=None if i % 4 < 2 else i)
@@ -219,15 +219,19 @@ def test_a_drafter_with_a_shorter_context(depth: int) -> None:
     assert world.coverage["drafts: planned"] > 3 * world.coverage["drafts: verified"]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refused(depth: int) -> None:
-    """S2-5: drafts in flight need blocks behind the last token; nobody waits for blocks that there never are."""
+@pytest.mark.parametrize(
+    ("stages", "depth", "rows"), [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 2, 1), (2, 3, 2), (4, 8, 2)]
+)
+def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refused(
+    stages: int, depth: int, rows: int
+) -> None:
+    """S2-5: drafts in flight, of so many rows, need blocks behind the last token; nobody waits for blocks that there
+    never are."""
     how, sampling = Speculating("never", (3,)), params(20, eos=False)
-    needed = 12 + 20 - 1 + 3 * depth
+    needed = 12 + 20 - 1 + 3 * rows
     for blocks, fits in ((-(-needed // 4), True), (-(-needed // 4) - 1, False)):
-        world = World(
-            replace(ROOMY, max_model_len=256, num_blocks=blocks, block_size=4), depth, speculating=how
-        )
+        limits = replace(ROOMY, max_model_len=256, num_blocks=blocks, block_size=4, stages=stages)
+        world = World(limits, depth, speculating=how)
         stream = world.add(prompt_of(12), sampling)
         world.drain()
         assert stream.finish is not None
@@ -273,6 +277,49 @@ def test_grammars_that_fail_within_a_row(depth: int) -> None:
     assert [len(stream.tokens) for stream in bad] == list(range(6))
     assert all(stream.finish and stream.finish.reason is FinishReason.ERROR for stream in bad)
     assert [len(stream.tokens) for stream in good] == [12, 12]
+
+
+# -- pipeline stages ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [ChunkedPolicy, BalancedPolicy])
+@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (2, 4), (4, 4), (4, 5), (4, 8)])
+def test_the_permutation_matrix_through_stages(
+    policy: type[BatchingPolicy], stages: int, depth: int
+) -> None:
+    """S2-1, S4-2: preemptions, chunks, grammars that look ahead; a row waits for the drafts of its last one, which are
+    where tokens are (2(d))."""
+    how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
+    for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
+        world = storm(replace(STORM, stages=stages), depth, name, speculating=how, policy=policy())
+        assert world.scheduler.counters["preemptions"] > 0
+        assert world.coverage["resumed"] > 0
+        assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
+        assert_it_shows(world, name)
+
+
+@pytest.mark.parametrize("k", LENGTHS)
+@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (4, 5)])
+def test_drafted_and_accepted_are_those_of_one_stage(stages: int, depth: int, k: int) -> None:
+    """S2-2: drafts outlast the way through the stages, however many requests share it."""
+    expected, world = together("every third", k, 1), together("every third", k, depth, stages)
+    assert counted(world) == counted(expected)
+    assert [stream.tokens for stream in world.streams] == [stream.tokens for stream in expected.streams]
+
+
+@pytest.mark.parametrize(("stages", "requests"), [(2, 7), (4, 30)])
+def test_s4_3_drafts_leave_microbatches_even(stages: int, requests: int) -> None:
+    """After two rounds no two steps differ by more than one row and its drafts."""
+    limits = replace(ROOMY, max_num_seqs=64, stages=stages)
+    world = World(limits, stages + 1, policy=BalancedPolicy(), speculating=Speculating("always", (3,)))
+    for i in range(requests):
+        world.add(prompt_of(5, i), params(60, eos=False))
+    while len(world.plans) < 6 * stages:
+        world.step()
+    sizes = [len(plan.slots) // 4 for plan in world.plans[3 * stages : 6 * stages]]
+    assert max(sizes) - min(sizes) <= 1
+    tokens = [sum(unpack(plan.counts).tolist()) for plan in world.plans[3 * stages : 6 * stages]]
+    assert tokens == [4 * size for size in sizes]
 
 
 # -- together with the rest --------------------------------------------------------------------------------------

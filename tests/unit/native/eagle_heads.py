@@ -33,6 +33,7 @@ TARGET = {
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
 }
+WHOLE = Shard()
 Tensors = dict[str, torch.Tensor]
 
 
@@ -132,11 +133,12 @@ class World:
         self.table.num_blocks[:] = self.table.block_table.shape[1]
         self.drafter.begin(Slots(self.table, self.history, NUM_BLOCKS))
 
-    def load(self, head: Path, dtype: torch.dtype = torch.float32, **speculation: Any) -> EagleDrafter:
+    def load(
+        self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any
+    ) -> EagleDrafter:
         checkpoint = Checkpoint(self.path)
-        model = Model(
-            Part.of(ModelConfig.from_directory(self.path), Shard()), checkpoint, dtype, lambda *_: None
-        )
+        part = Part.of(ModelConfig.from_directory(self.path), shard)
+        model = Model(part, checkpoint, dtype, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
         target = Target(wanted, model, self.path, checkpoint, dtype, BLOCK_SIZE, CONTEXT)
         return EagleDrafter(target, self.least_chance)

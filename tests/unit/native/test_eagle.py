@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from protocol.membership import Shard
 from protocol.steps import NO_DRAFT
+from services.worker.runner import LoadError
 from tests.unit.native.eagle_heads import BLOCK_SIZE, CONTEXT, HIDDEN, VOCAB, Head, World
 
 K = 4
@@ -175,6 +177,22 @@ def test_hidden_states_that_are_read(tmp_path: Path) -> None:
 
     assert reads(HEADS["eagle"]) == (-1,)
     assert reads(HEADS["eagle3-two-states"]) == (0, 3)
+
+
+def test_states_of_another_pipeline_stage_cannot_be_read(tmp_path: Path) -> None:
+    """Of five layers the last of two stages has 3 and 4."""
+    last = Shard(pp_rank=1, pipeline_parallel_size=2)
+    for name, served in (("eagle", True), ("eagle3", False), ("eagle3-two-states", False)):
+        world = World(tmp_path, HEADS[name])
+        if served:
+            world.load(tmp_path / "head", shard=last)
+            continue
+        with pytest.raises(
+            LoadError, match=r"states of layers \[.*\], but only layers 3 to 4 .* fewer stages"
+        ):
+            world.load(tmp_path / "head", shard=last)
+    own = Head("eagle3", {"eagle_aux_hidden_state_layer_ids": [3, 4]}, reads=2)
+    assert World(tmp_path, own).load(tmp_path / "head", shard=last).reads == (3, 4)
 
 
 def test_a_bfloat16_model_drafts_too(tmp_path: Path) -> None:
