@@ -11,6 +11,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from services.scheduler.limits import Limits
+from services.scheduler.policies import BatchingPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
@@ -36,10 +37,16 @@ def plain(stream: Stream) -> list[int]:
 
 
 def storm(
-    limits: Limits, depth: int, name: str, requests: int = 20, speculating: Speculating | None = None
+    limits: Limits,
+    depth: int,
+    name: str,
+    requests: int = 20,
+    speculating: Speculating | None = None,
+    policy: BatchingPolicy | None = None,
 ) -> World:
     """Requests join and leave in every step, half of them with the parameter, and blocks never suffice."""
-    rng, world = Random(name), World(limits, depth, VOCAB, use_priority=True, speculating=speculating)
+    rng = Random(name)
+    world = World(limits, depth, VOCAB, use_priority=True, policy=policy, speculating=speculating)
     others = ("none", name, name, rng.choice(MATRIX))
     while len(world.streams) < requests or world.engine.requests:
         for _ in range(min(rng.choice((1, 1, 2)), requests - len(world.streams))):

@@ -283,10 +283,8 @@ def test_grammars_that_fail_within_a_row(depth: int) -> None:
 
 
 @pytest.mark.parametrize("policy", [ChunkedPolicy, BalancedPolicy])
-@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (2, 4), (4, 4), (4, 5), (4, 8)])
-def test_the_permutation_matrix_through_stages(
-    policy: type[BatchingPolicy], stages: int, depth: int
-) -> None:
+@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 4), (4, 5)])
+def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], stages: int, depth: int) -> None:
     """S2-1, S4-2: preemptions, chunks, grammars that look ahead; a row waits for the drafts of its last one, which are
     where tokens are (2(d))."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from tokenizers import Tokenizer
 
 from protocol.requests import FinishReason
@@ -95,6 +96,18 @@ def test_a_pool_that_preempts_while_others_leave(tmp_path: Path) -> None:
     client = serve(
         tmp_path, aborts=True, speculative_config=THREE | {"adaptive": True}, batch_queue_depth=3, **sizes
     )
+    assert sum(finish.num_preemptions for finish in client.finished.values()) > 0
+    assert_same_answers(client)
+
+
+@pytest.mark.parametrize(("policy", "stages", "depth"), [("chunked", 2, 2), ("balanced", 4, 5)])
+def test_stages_in_step_with_the_scheduler_and_ahead_of_it(
+    tmp_path: Path, policy: str, stages: int, depth: int
+) -> None:
+    """A pool that preempts and requests that leave, while outcomes are on their way back to the first stage."""
+    sizes: dict[str, object] = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 48}
+    sizes |= {"pipeline_parallel_size": stages, "batching_policy": policy, "batch_queue_depth": depth}
+    client = serve(tmp_path, stages, aborts=True, speculative_config=THREE, **sizes)
     assert sum(finish.num_preemptions for finish in client.finished.values()) > 0
     assert_same_answers(client)
 
