@@ -1,18 +1,18 @@
 """`runahead serve`: frontend, scheduler and worker on this machine, over sockets in a private directory."""
 
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.transport import MAX_IPC_PATH
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.preflight import check_model, free_port, warning
+from services.cli.private import PREFIX as PRIVATE
+from services.cli.private import private_directory
 from services.cli.readiness import Probe, Readiness
 from services.cli.settings import PREFIX
 from services.cli.start import SERVICES
@@ -58,7 +58,7 @@ def serve(config: ServeConfig) -> int:
         return None
 
     try:
-        with supervisor.signals(), _private_directory() as directory:
+        with supervisor.signals(), private_directory(_short_base()) as directory:
             for name, arguments in _commands(config, directory):
                 is_worker = name.startswith("worker")
                 supervisor.start(name, arguments, _environment(), comes_back=is_worker, final=FINAL)
@@ -100,22 +100,13 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 
-@contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A directory for this user only, with a path short enough for sockets; gone afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="runahead-", dir=_short_base()))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _short_base() -> str | None:
-    room = MAX_IPC_PATH - len("/runahead-xxxxxxxx/clients")
+def _short_base() -> Path:
+    """Where a private directory's path is short enough for sockets."""
+    room = MAX_IPC_PATH - len(f"/{PRIVATE}xxxxxxxx/clients")
     for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
         if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
-            return base
-    return "/tmp"  # noqa: S108  mkdtemp makes the directory inside it private
+            return Path(base)
+    return Path("/tmp")  # noqa: S108  only a directory inside it is used, which is private
 
 
 def _welcome(probe: Probe, needs_key: bool, seconds: float) -> str:

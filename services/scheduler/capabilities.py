@@ -75,11 +75,6 @@ REFUSED: tuple[Refused, ...] = (
         pipeline=True,
         backend="vllm",
     ),
-    Refused(
-        "vLLM's drafters are not driven by this scheduler yet: leave --speculative-config out",
-        backend="vllm",
-        speculation=True,
-    ),
 )
 
 

@@ -16,12 +16,11 @@ from typing import TextIO
 
 import zmq
 
-from protocol.codec import Decoder, ProtocolError
+from protocol.codec import ProtocolError
 from protocol.handshake import Hello
 from protocol.membership import Loaded, Shutdown, WorkerMessage
 from protocol.requests import (
     AbortRequest,
-    ClientMessage,
     EnginePhase,
     EngineState,
     Finish,
@@ -30,13 +29,13 @@ from protocol.requests import (
     RequestOutputs,
 )
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
-from protocol.transport import PeerGone, PeerSlow, Server
 from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
 from services.scheduler.connections import WorkerConnections
 from services.scheduler.drafting import drafting
 from services.scheduler.engine import EngineCore, StallError
+from services.scheduler.frontends import FrontendConnections
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import Vocabulary
 from services.scheduler.limits import Limits
@@ -62,7 +61,7 @@ class Service:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.compiler = _compiler(config)
-        self.clients = Server(config.client_endpoint, {"frontend"})
+        self.frontends = FrontendConnections(config.client_endpoint)
         self.workers = WorkerConnections(config.worker_endpoint)
         self.group = WorkerGroup(config)
         self.engine: EngineCore | None = None
@@ -73,9 +72,6 @@ class Service:
         self._watch = StepWatch(config.step_timeout_seconds)
         self._lost_at: float | None = None
         """When the last epoch ended, until the next one is in effect."""
-        self._client_ids: dict[bytes, int] = {}
-        self._client_peers: list[bytes] = []
-        self._from_client: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
         self._worker_seconds = {"idle": 0.0, "busy": 0.0}
         self._draining = False
         self._stop_now = False
@@ -91,7 +87,7 @@ class Service:
         try:
             with _signals() as wakeup:
                 poller = zmq.Poller()
-                for source in (self.clients.socket, *self.workers.sockets, wakeup):
+                for source in (self.frontends.socket, *self.workers.sockets, wakeup):
                     poller.register(source, zmq.POLLIN)
                 if self.compiler is not None:
                     poller.register(self.compiler.fileno(), zmq.POLLIN)
@@ -111,7 +107,7 @@ class Service:
         finally:
             if self.compiler is not None:
                 self.compiler.close()
-            self.clients.close(LINGER_MS)
+            self.frontends.close(LINGER_MS)
             self.workers.close(LINGER_MS)
             if self._trace is not None:
                 self._trace.close()
@@ -143,21 +139,16 @@ class Service:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def _read_clients(self) -> None:
-        while (received := self.clients.receive()) is not None:
-            peer, frame = received
-            if isinstance(frame, Hello):
-                self._client_ids.setdefault(peer, len(self._client_ids))
-                if len(self._client_peers) < len(self._client_ids):
-                    self._client_peers.append(peer)
-                self._send_state(peer, self._state())
-                continue
+        for client, message in self.frontends.receive():
             try:
-                self._on_client_message(self._client_ids[peer], self._from_client.decode(frame))
+                self._on_client_message(client, message)
             except (ProtocolError, ValueError) as error:
-                self.clients.count_error(peer, error)
+                self.frontends.count_error(client, error)
 
-    def _on_client_message(self, client: int, message: GenerateRequest | AbortRequest) -> None:
+    def _on_client_message(self, client: int, message: Hello | GenerateRequest | AbortRequest) -> None:
         match message:
+            case Hello():
+                self.frontends.tell(client, self._state())
             case GenerateRequest() if self.engine is None or self._draining:
                 why = "the engine is shutting down" if self._draining else "the engine is not ready"
                 finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
@@ -299,15 +290,8 @@ class Service:
             self._send_to_client(client, outputs)
 
     def _send_to_client(self, client: int, outputs: RequestOutputs) -> None:
-        try:
-            self.clients.send(self._client_peers[client], outputs)
-        except (PeerGone, PeerSlow) as error:
-            log.warning("frontend %d is lost, its requests are aborted: %s", client, error)
-            if self.engine is not None:
-                self.engine.drop_client(client)
-            self.clients.refuse(
-                self._client_peers[client], "this frontend did not read; its requests were aborted"
-            )
+        if not self.frontends.send(client, outputs) and self.engine is not None:
+            self.engine.drop_client(client)
 
     def _state(self) -> EngineState:
         loaded, limits = self._loaded, self._limits
@@ -360,12 +344,7 @@ class Service:
     def _report_state(self) -> None:
         state, self._reported = self._state(), self._visible()
         self._next_report = time.monotonic() + STATE_INTERVAL
-        for peer in self._client_peers:
-            self._send_state(peer, state)
-
-    def _send_state(self, peer: bytes, state: EngineState) -> None:
-        with contextlib.suppress(PeerGone, PeerSlow):
-            self.clients.send(peer, state)
+        self.frontends.tell_all(state)
 
     def _tell_workers(self, message: Shutdown) -> None:
         for worker in list(self.group.members):

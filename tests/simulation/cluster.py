@@ -509,7 +509,9 @@ class Cluster:
         ranks = self._assigned[started.epoch]
         order = [ranks[rank].peer for rank in sorted(ranks)]
         demand(started.peers == order, "ranks", f"{started.peers} for ranks {order}")
-        tp, pp = self.group._size
+        pp = started.limits.stages
+        tp = len(ranks) // pp  # the group may have ended the epoch in the same breath
+        demand(self.config.tensor_parallel_size in ("auto", tp), "ranks", f"{tp} x {pp}")
         demand(sorted(ranks) == list(range(tp * pp)), "ranks", f"{sorted(ranks)} for {tp} x {pp}")
         leader = ranks[0]
         for rank, worker in ranks.items():
@@ -533,7 +535,7 @@ class Cluster:
         demand(started.limits.num_blocks <= least, "cache", f"{started.limits.num_blocks} blocks of {least}")
         demand(started.limits.stages == pp == self.config.pipeline_parallel_size, "stages", pp)
         self.coverage[f"epochs of {tp} x {pp}"] += 1
-        self.coverage["recoveries"] += self.group.epoch > 1
+        self.coverage["recoveries"] += started.epoch > 1
 
     def _check_group(self) -> None:
         group = self.group

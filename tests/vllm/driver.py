@@ -8,12 +8,13 @@ from typing import Any, Self
 import numpy as np
 
 from protocol.codec import Decoder, encode, pack, unpack
-from protocol.membership import Assignment, InitializeCache
+from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.config import SchedulerConfig, WorkerConfig
+from services.scheduler.drafting import Fixed
 from services.scheduler.engine import EngineCore
 from services.scheduler.limits import Limits
 from services.scheduler.policies import make_policy
@@ -42,6 +43,8 @@ class Stream:
     pooling: Pooling = Pooling.NONE
     embedding: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """How many tokens came at a time."""
     scores: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
     """By position: rank, ids and log-probabilities, as they came first."""
     finish: Finish | None = None
@@ -51,15 +54,18 @@ class Stream:
 class Worker:
     """One `VllmRunner`, which goes from epoch to epoch."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, speculation: Speculation | None = None, **config: Any) -> None:
         settings = {"backend": "vllm", "threads": 1, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
         self.runner = VllmRunner(WorkerConfig.model_validate(settings | config))
+        self.speculation = speculation
         self.epoch = 0
         self.loads = 0
 
     def enter(self, num_blocks: int) -> Session:
         self.epoch += 1
-        assignment = Assignment(self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT)
+        assignment = Assignment(
+            self.epoch, 0, 1, BLOCK, 2 * MAX_SEQS, CHUNK, CONTEXT, speculation=self.speculation
+        )
         session, cache = Session(), InitializeCache(num_blocks, CONTEXT)
         session.on(assignment)
         self.loaded = self.runner.load(assignment, self._progress)
@@ -84,18 +90,25 @@ class Run:
         prefix_caching: bool = True,
         policy: str = "chunked",
     ) -> None:
-        limits = Limits(MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching)
+        how = worker.speculation
+        drafts = how.num_speculative_tokens if how is not None else 0
+        limits = Limits(
+            MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching, drafts_in_flight=depth * drafts
+        )
         self.compilation = Compilation(VOCAB)
         self._worker, self._runner = worker, worker.runner
         self._session = worker.enter(num_blocks)
         config = SchedulerConfig.model_validate(
             {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
         )
-        scheduler = Scheduler(limits, make_policy(config, limits), worker.epoch)
+        drafting = Fixed(drafts) if drafts else None
+        scheduler = Scheduler(limits, make_policy(config, limits), worker.epoch, drafting=drafting)
         self.core = EngineCore(
             scheduler, depth, VOCAB, compiler=self.compilation, hidden_size=worker.loaded.hidden_size
         )
         self._outputs: deque[Output] = deque()
+        self.counts: list[int] = []
+        """Tokens of every row that came back, those of requests that had ended included."""
         self.streams: dict[int, Stream] = {}
 
     def __enter__(self) -> Self:
@@ -133,6 +146,7 @@ class Run:
             result = self._outputs.popleft().get()
             assert result is not None
             self.core.on_result(RESULTS.decode(encode(result)))
+            self.counts += unpack(result.counts).tolist()
         self._publish()
 
     def dispatch(self) -> None:
@@ -162,12 +176,20 @@ class Run:
         self.finish()
         return list(streams)
 
+    def serve_one(self, number: int, stream: Stream) -> Stream:
+        self.add(number, stream)
+        self.finish()
+        return stream
+
     def _publish(self) -> None:
         for _, message in self.core.take_outputs():
             columns = unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids)
             for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
                 assert index == len(self.streams[number].tokens)
                 self.streams[number].tokens.append(token)
+            numbers, counts = np.unique(columns[0], return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                self.streams[number].rows.append(count)
             if message.logprobs is not None:
                 self._score(LogprobRows.of(message.logprobs))
             for embedding in message.embeddings:

@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.codec import pack
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
-from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.sampling import Pooling, SamplingParams
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
-from tests.simulation.grammar import Automaton, structured
+from tests.simulation.grammar import Automaton
+from tests.vllm.asked import ASKED, DEPTHS, DRAWN, FEW, GRAMMAR, GREEDY, assert_equal, everything, text
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
-
-DEPTHS = (1, 2, 3)
-FEW = 14
-"""Blocks that four of the longer requests fill."""
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
-DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
 
 
 @pytest.fixture(scope="module")
@@ -32,44 +26,6 @@ def worker() -> Iterator[Worker]:
     worker = Worker()
     yield worker
     worker.runner.shutdown()
-
-
-def text(number: int, length: int = 0) -> list[int]:
-    return [(number * 37 + i * 11) % 4000 for i in range(length or 5 + 21 * number)]
-
-
-GRAMMAR = structured(5)
-ASKED: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
-    name: (msgspec.structs.replace(base, **changes), grammar)
-    for name, base, changes, grammar in (
-        ("greedy", GREEDY, {}, None),
-        ("drawn", DRAWN, {}, None),
-        ("another seed", DRAWN, {"seed": 2**64 - 1}, None),
-        ("temperature", DRAWN, {"temperature": 3.0}, None),
-        ("top_k", DRAWN, {"temperature": 3.0, "top_k": 2}, None),
-        ("top_p", DRAWN, {"temperature": 3.0, "top_p": 0.2}, None),
-        ("min_p", DRAWN, {"temperature": 3.0, "min_p": 0.3}, None),
-        ("presence_penalty", GREEDY, {"presence_penalty": 2.0}, None),
-        ("frequency_penalty", GREEDY, {"frequency_penalty": 2.0}, None),
-        ("repetition_penalty", GREEDY, {"repetition_penalty": 2.0}, None),
-        ("logit_bias", GREEDY, {"logit_bias": ((77, 100.0), (78, 100.0))}, None),
-        ("bad_words", GREEDY, {"bad_words": ((19,), (204, 204), (292, 271), (271,))}, None),
-        ("allowed_token_ids", GREEDY, {"allowed_token_ids": pack(range(100, 200))}, None),
-        ("min_tokens", GREEDY, {"min_tokens": 12, "stop_token_ids": tuple(range(16, 1024))}, None),
-        ("logprobs", GREEDY, {"logprobs": 3}, None),
-        ("prompt_logprobs", DRAWN, {"prompt_logprobs": 2, "logprobs": 0}, None),
-        ("grammar", GREEDY, {}, GRAMMAR),
-        ("grammar, drawn, penalties", DRAWN, {"repetition_penalty": 1.5, "logprobs": 1}, GRAMMAR),
-    )
-}
-
-
-def everything() -> list[Stream]:
-    """A request for each thing that can be asked for, with prompts of one chunk and of several."""
-    return [
-        Stream(text(number % 9, 40 + 17 * (number % 6)), params, grammar)
-        for number, (params, grammar) in enumerate(ASKED.values())
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +36,6 @@ def alone(worker: Worker) -> dict[str, Stream]:
         with Run(worker, 1, prefix_caching=False) as run:
             run.serve(stream)
     return streams
-
-
-def assert_equal(got: Stream, expected: Stream) -> None:
-    assert got.tokens == expected.tokens
-    assert got.finish is not None
-    assert expected.finish is not None
-    assert got.finish.reason == expected.finish.reason
-    assert got.scores.keys() == expected.scores.keys()
-    for position, (rank, ids, values) in got.scores.items():
-        wanted = expected.scores[position]
-        assert (rank, ids) == wanted[:2], position
-        assert values == pytest.approx(wanted[2], abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -114,8 +58,12 @@ def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: d
         assert run.core.stats()["num_preemptions"] >= 3
 
 
-CELLS = {cell: reason for cell, reason in table() if cell.backend == "vllm" and not cell.structured}
-"""Structured output is among what is asked for in each."""
+CELLS = {
+    cell: reason
+    for cell, reason in table()
+    if cell.backend == "vllm" and not cell.structured and not cell.speculation
+}
+"""Structured output is among what is asked for in each; those with drafts are in test_speculation.py."""
 
 
 @pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
@@ -128,9 +76,9 @@ def test_cell_that_is_not_refused_serves_the_same_answers(
             assert_equal(got, expected)
 
 
-def test_stages_and_drafts_are_refused_in_every_cell() -> None:
+def test_stages_are_refused_in_every_cell() -> None:
     for cell, reason in CELLS.items():
-        assert (reason is not None) == (cell.pipeline or cell.speculation), str(cell)
+        assert (reason is not None) == cell.pipeline, str(cell)
 
 
 def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:

@@ -10,12 +10,12 @@ import torch
 from protocol.codec import pack, unpack
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.parameters import Generator, translated
-from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans, Translated
 from services.worker.backends.vllm.result import Asked, Result
-from services.worker.batch import NONE, SlotTable
+from services.worker.batch import NONE, PlanError, SlotTable
 
 VOCAB = 100
 BLOCK = 32
@@ -97,16 +97,24 @@ def test_a_draw_for_an_incomplete_prompt_is_taken_back() -> None:
 class World:
     """A slot table and what vLLM would keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_drafts: int = 0) -> None:
         self.table = SlotTable(4, BLOCK, 20, 256)
         self.requests: dict[str, Any] = {}
         self.prompt_logprobs: dict[str, int] = {}
-        self.plans = Plans(self.table, VOCAB, self.requests, self.prompt_logprobs)
+        self.plans = Plans(self.table, VOCAB, self.requests, self.prompt_logprobs, most_drafts)
+
+    def propose(self, drafts: dict[str, list[int]]) -> None:
+        self.plans.drafts.propose(names.DraftTokenIds(list(drafts), list(drafts.values())))
 
     def step(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> names.SchedulerOutput:
+        return self.plan(rows, **columns).step
+
+    def plan(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> Translated:
         """`rows` are (slot, generation, start, count, samples)."""
         slots, generations, starts, counts, samples = zip(*rows, strict=True) if rows else ((),) * 5
-        columns = {name: pack(v) if name != "new" else v for name, v in columns.items()}
+        columns = {
+            name: pack(v) if isinstance(v, list) and name != "new" else v for name, v in columns.items()
+        }
         plan = SchedulerOutput(
             1, 1, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), **columns
         )
@@ -223,12 +231,114 @@ def test_prompt_logprobs_are_asked_for_by_request() -> None:
 
 def test_grammar_rows_keep_their_order_and_bits() -> None:
     world = World()
-    rows = [(slot, 1, 0, 2, True) for slot in (0, 1, 2)]
-    world.step(rows, new=[new(slot, 1, range(2), [slot]) for slot in (0, 1, 2)])
+    _, rows, _ = world.plan([(slot, 1, 0, 2, True) for slot in (0, 1, 2)], new=new_ones(0, 1, 2))
     mask = np.arange(8, dtype=np.int32).reshape(2, 4)
-    grammar = world.plans.grammar(GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()))
+    grammar, acceptable = world.plans.grammar(GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()), rows)
     assert grammar.structured_output_request_ids == ["2.1", "0.1"]
     assert (grammar.grammar_bitmask == mask).all()
+    assert acceptable.tolist() == [0, 0, 0]
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------
+
+
+def new_ones(*slots: int) -> list[NewRequest]:
+    return [new(slot, 1, range(2), [slot]) for slot in slots]
+
+
+def drafting(*slots: int) -> World:
+    """Requests that sampled their first token; three drafts are proposed for each, but for the last."""
+    world = World(most_drafts=3)
+    world.step([(slot, 1, 0, 2, True) for slot in slots], new=new_ones(*slots))
+    for slot in slots:
+        world.requests[f"{slot}.1"].output_token_ids.append(50 + slot)
+    world.propose({f"{slot}.1": [10, 11, 12] for slot in slots[:-1]})
+    return world
+
+
+def test_drafts_come_from_the_step_before_and_shorten_the_row_where_there_are_fewer() -> None:
+    world = drafting(0, 1, 2)
+    plan = [(0, 1, 2, 4, True), (1, 1, 2, 3, True), (2, 1, 2, 4, True)]
+    step, rows, ids = world.plan(plan, drafts=[3, 2, 3], num_speculative_tokens=2)
+    assert ids == ["0.1", "1.1", "2.1"]
+    assert (rows.counts.tolist(), rows.drafts.tolist()) == ([4, 3, 1], [3, 2, 0])
+    assert step.scheduled_spec_decode_tokens == {"0.1": [10, 11, 12], "1.1": [10, 11]}
+    assert step.num_scheduled_tokens == {"0.1": 4, "1.1": 3, "2.1": 1}
+    assert step.total_num_scheduled_tokens == 8
+    assert step.num_spec_tokens_to_schedule == 2
+
+
+def test_row_planned_ahead_is_computed_where_its_request_stands() -> None:
+    """Spec 2(b) 5: the plan takes every draft for accepted."""
+    world = drafting(0, 1)
+    world.plan([(0, 1, 2, 4, True)], drafts=[3])
+    world.requests["0.1"].output_token_ids += [10, 70]  # one of three was
+    world.propose({"0.1": [20]})
+    step, rows, _ = world.plan([(0, 1, 6, 4, True)], drafts=[3], block_slots=[0], block_ids=[9])
+    assert (rows.starts.tolist(), rows.counts.tolist(), rows.drafts.tolist()) == ([4], [2], [1])
+    cached = step.scheduled_cached_reqs
+    assert (cached.num_computed_tokens, cached.num_output_tokens) == ([4], [3])
+
+
+def test_drafts_of_a_request_that_skipped_a_step_are_gone() -> None:
+    """Spec S2-6."""
+    world = drafting(0, 1, 2)
+    world.plan([(1, 1, 2, 1, True)], drafts=[0])
+    step, rows, _ = world.plan([(0, 1, 2, 4, True)], drafts=[3])
+    assert (step.scheduled_spec_decode_tokens, rows.counts.tolist()) == ({}, [1])
+
+
+def test_row_planned_before_its_request_is_refused() -> None:
+    """Spec S2-5."""
+    world = drafting(0, 1)
+    world.requests["0.1"].output_token_ids += [7, 7]
+    with pytest.raises(PlanError, match="token 3 is to be sampled, but it has 5 already"):
+        world.plan([(0, 1, 2, 1, True)], drafts=[0])
+
+
+def test_request_that_has_filled_the_context_samples_nothing() -> None:
+    """It is planned on until the scheduler knows; vLLM fails on a token more (spec S2-5)."""
+    world = World(most_drafts=3)
+    world.step([(0, 1, 0, 250, True)], new=[new(0, 1, range(250), list(range(8)))])
+    output = world.requests["0.1"].output_token_ids
+    output += [1]
+    world.propose({"0.1": [3, 4, 5]})
+    _, rows, _ = world.plan([(0, 1, 250, 4, True)], drafts=[3])
+    assert (rows.drafts.tolist(), rows.ends.tolist()) == ([3], [254])
+    output += [3, 4, 5, 6]
+    world.propose({"0.1": [7]})
+    _, rows, _ = world.plan([(0, 1, 254, 2, True)], drafts=[1])
+    assert (rows.drafts.tolist(), rows.ends.tolist()) == ([0], [255])
+    output += [7]
+    _, rows, _ = world.plan([(0, 1, 255, 1, True)], drafts=[0])
+    assert (rows.starts.tolist(), rows.ends.tolist()) == ([254], [255])
+    assert rows.ends[0] < world.requests["0.1"].num_tokens, "as of a prompt that is not complete"
+
+
+def test_drafts_that_nobody_makes_are_refused() -> None:
+    world = World()
+    world.step([(0, 1, 0, 2, True)], new=new_ones(0))
+    with pytest.raises(PlanError, match="was not told how they are proposed"):
+        world.plan([(0, 1, 2, 2, True)], drafts=[1])
+
+
+def test_masks_are_as_many_as_vllm_wants_and_drafts_without_one_are_not_accepted() -> None:
+    """Spec 2(b) 14: of three drafts the grammar knows one, of two it knows more than there are; one row has left."""
+    world = drafting(0, 1, 2)
+    plan = [(1, 1, 2, 3, True), (0, 1, 2, 4, True), (2, 1, 2, 1, True)]
+    _, rows, _ = world.plan(plan, drafts=[2, 3, 0])
+    mask = np.arange(28, dtype=np.int32).reshape(7, 4)
+    masks = GrammarOutput(1, 1, pack([0, 1, 3]), mask.tobytes(), pack([2, 4, 1]))
+    grammar, acceptable = world.plans.grammar(masks, rows)
+    assert grammar.structured_output_request_ids == ["0.1", "1.1"]
+    free = np.full((2, 4), -1, np.int32)
+    assert (grammar.grammar_bitmask == np.concatenate([mask[:2], free, mask[2:5]])).all()
+    assert acceptable.tolist() == [2, 1, 0]
+
+
+def test_proposed_drafts_are_told_by_row_where_a_grammar_looks_at_them() -> None:
+    world = drafting(0, 1)
+    assert world.plans.drafts.column(["1.1", "0.1"], 2).tolist() == [[NO_DRAFT, NO_DRAFT], [10, 11]]
 
 
 # -- results -----------------------------------------------------------------------------------------------------
@@ -240,6 +350,7 @@ class Lists:
     logprob_token_ids = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
     logprobs = -logprob_token_ids / np.float32(10)
     sampled_token_ranks = np.array([1, 2, 3])
+    cu_num_generated_tokens: list[int] | None = None
 
 
 def result(rows: list[tuple[int, int, int, int, bool]], theirs: Any, asked: Asked) -> Any:
@@ -328,3 +439,32 @@ def test_result_is_untouched_by_what_follows() -> None:
     world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
     late = kept.get()
     assert (unpack(late.generations).tolist(), unpack(late.token_ids).tolist()) == ([1], [42])
+
+
+def test_rows_have_as_many_tokens_as_were_accepted_and_one() -> None:
+    """Of three drafts two were accepted; a grammar kept one of the last row's two from being one."""
+    theirs = output(["2.1", "1.1", "0.1"], [[20], [11, 12, 13], [7, 8]], logprobs=RaggedLists())
+    world = drafting(0, 1, 2)
+    plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]
+    translated = world.plan(plan, drafts=[2, 3, 0])
+    rows, asked = translated.rows, Asked(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32))
+    ours = Result(
+        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, asked, theirs, 1.0, 2.0, None,
+        np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
+    ).get()  # fmt: skip
+    got = ResultRows.of(ours)
+    assert (got.counts.tolist(), got.token_ids.tolist()) == ([2, 3, 1], [7, 8, 11, 12, 13, 20])
+    assert got.drafted.tolist() == [1, 3, 0]
+    assert unpack(ours.draft_token_ids).tolist() == [5, -1, 6, 7, -1, -1]
+    scores = LogprobRows.of(ours.logprobs)
+    assert (scores.owners.tolist(), scores.positions.tolist()) == ([1, 1, 1, 2], [3, 4, 5, 3])
+    assert scores.token_ids.tolist() == [11, 1, 12, 1, 13, 1, 20]
+
+
+class RaggedLists:
+    """vLLM's log-probabilities of rows with one, three and two tokens, one alternative wide."""
+
+    logprob_token_ids = np.array([[20, 1], [11, 1], [12, 1], [13, 1], [7, 1], [8, 1]], np.int32)
+    logprobs = -logprob_token_ids / np.float32(10)
+    sampled_token_ranks = np.array([1, 1, 1, 1, 1, 1])
+    cu_num_generated_tokens = (0, 1, 4, 6)

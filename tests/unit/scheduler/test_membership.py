@@ -122,6 +122,19 @@ def g_gone(g: Group, name: str, at: float) -> list[Action]:
     return list(g.take_actions())
 
 
+def test_who_comes_and_who_is_lost_is_told_spares_too() -> None:
+    g = group()
+    g.serve("a")
+    g.register("b")
+    g.register("b", at=1.0)  # again, as after an epoch: no news
+    g_gone(g, "b", 2.0)
+    assert g.news == [
+        "worker host:1 has registered; there are 1 workers",
+        "worker host:1 has registered; there are 2 workers",
+        "worker host:1 is gone; there are 1 workers",
+    ]
+
+
 def test_who_has_a_rank_s_weights_gets_that_rank_again() -> None:
     g = group(tensor_parallel_size=2)
     g.serve("a", "b")

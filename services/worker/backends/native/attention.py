@@ -23,6 +23,23 @@ class Context:
     """[slots, blocks]"""
 
 
+def shared_columns(
+    config: ModelConfig, cache: KVCache, table: NDArray[np.int32], queries: int
+) -> tuple[int, ...]:
+    """What both kernels of attention are told of every layer, after the addresses of its keys and values; `queries` is
+    the address of float32[tokens, heads, padded head_dim]."""
+    return (
+        *(table.ctypes.data, table.shape[1], cache.block_size, padded(cache.block_size)),
+        *(config.num_heads, config.num_kv_heads, config.head_dim, padded(config.head_dim), queries),
+    )
+
+
+def scores(config: ModelConfig, block_size: int, longest: int) -> int:
+    """Of one query with `longest` keys, in all heads that share a KV head."""
+    blocks = -(-longest // block_size) + 1
+    return config.num_heads // config.num_kv_heads * blocks * padded(block_size)
+
+
 class Attention:
     """Rotary positions, cache writes and attention, for one calling thread.
 
@@ -41,17 +58,12 @@ class Attention:
         """Prepares what all layers of a step share; it stays until the next step begins."""
         config, batch, cache, table = self._config, context.batch, context.cache, context.table
         angles = batch.positions[:, None] * self._frequencies
-        dim, lanes = padded(config.head_dim), padded(cache.block_size)
-        queries = torch.empty(len(batch.slots), config.num_heads, dim)
+        queries = torch.empty(len(batch.slots), config.num_heads, padded(config.head_dim))
         cos, sin = angles.cos(), angles.sin()
         self._step = context, queries, cos, sin  # addresses of these are used below
-        self._shared = (
-            *(table.ctypes.data, table.shape[1], cache.block_size, lanes),
-            *(config.num_heads, config.num_kv_heads, config.head_dim, dim, queries.data_ptr()),
-        )
+        self._shared = shared_columns(config, cache, table, queries.data_ptr())
         self._where = (batch.slots.data_ptr(), batch.positions.data_ptr(), cos.data_ptr(), sin.data_ptr())
-        blocks = -(-batch.longest // cache.block_size) + 1
-        self._scratch = batch.widest * (config.num_heads // config.num_kv_heads) * blocks * lanes
+        self._scratch = batch.widest * scores(config, cache.block_size, batch.longest)
 
     def run(
         self,

@@ -1,5 +1,6 @@
 """vLLM's own Worker of one rank, brought up in the order in which vLLM's engine does it."""
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -8,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from protocol.membership import Assignment
+from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
+from services.worker.backends.vllm.acceptance import Acceptance
 from services.worker.backends.vllm.group import Group
 from services.worker.batch import Rows
 from services.worker.runner import LoadError
@@ -39,6 +42,7 @@ class Options:
     quantization: str | None
     load_format: str
     enforce_eager: bool
+    speculation: Speculation | None
 
     @classmethod
     def of(cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment) -> "Options":
@@ -53,6 +57,7 @@ class Options:
             quantization=config.quantization,
             load_format=config.load_format,
             enforce_eager=config.enforce_eager,
+            speculation=assignment.speculation,
         )
 
 
@@ -77,6 +82,9 @@ class Engine:
         _check(self.config, options)
         if options.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler all the same
+        if options.speculation is not None:
+            # It would warn of parameters that are served here all the same.
+            logging.getLogger("vllm.v1.sample.logits_processor").setLevel(logging.ERROR)
         self._wrapper = names.WorkerWrapperBase(rpc_rank=assignment.rank)
         arguments: dict[str, Any] = {
             "vllm_config": self.config,
@@ -89,6 +97,9 @@ class Engine:
         self._wrapper.init_worker([arguments] * assignment.world_size)
         self._wrapper.init_device()
         self._wrapper.load_model()
+        self._acceptance: Acceptance | None = None
+        if options.speculation is not None:
+            self._acceptance = self._drafting(options.speculation)
         self._specs = self._wrapper.get_kv_cache_spec()
         layout = names.resolve_kv_cache_layout(
             self.config, [self._wrapper.get_supported_kv_cache_layouts()], list(self._specs.values())
@@ -99,6 +110,19 @@ class Engine:
         self._wrapper.determine_available_memory()  # compiles the model too
         names.enable_envs_cache()  # vLLM asks for its settings in every step
         names.freeze_gc_heap()
+
+    def _drafting(self, how: Speculation) -> Acceptance:
+        """vLLM's drafter, and our rule for what becomes of its drafts."""
+        runner, batch = self.runner, self.runner.input_batch
+        # Its drafter ends at the context's end by itself; vLLM would drop the drafts of all when one comes near.
+        runner.effective_drafter_max_model_len = self.max_model_len + how.num_speculative_tokens
+        runner.drafter.max_model_len = min(how.max_model_len or self.max_model_len, self.max_model_len)
+        kinds: list[Any] = names.BUILTIN_LOGITS_PROCESSORS
+        processors = [kind(self.config, runner.device, False) for kind in kinds]
+        batch.logitsprocs = names.LogitsProcessors(processors)  # with speculation vLLM has but one of them
+        batch.logitsprocs_need_output_token_ids = True
+        runner.rejection_sampler = acceptance = Acceptance(runner.sampler)
+        return acceptance
 
     @property
     def runner(self) -> Any:
@@ -141,6 +165,13 @@ class Engine:
         self._wrapper.initialize_from_config([wanted] * self.config.parallel_config.world_size)
         self._wrapper.compile_or_warm_up_model()
         self._warm_up_logprobs()
+        if self.options.speculation is not None:
+            self._warm_up_drafts(self.options.speculation.num_speculative_tokens)
+
+    def _warm_up_drafts(self, count: int) -> None:
+        """The same, when it proposes for the first time."""
+        batch = self.runner.input_batch
+        self.runner.drafter.propose(count, [[0]], batch.num_tokens_no_spec, batch.token_ids_cpu)
 
     @torch.inference_mode()
     def _warm_up_logprobs(self) -> None:
@@ -176,8 +207,24 @@ class Engine:
         states = self.runner.execute_model_state.hidden_states
         pooled.take(states[pooled.tokens + shift[pooled.tokens]].float())
 
-    def sample(self, grammar: names.GrammarOutput | None) -> Any:
-        return self._wrapper.sample_tokens(grammar)
+    def sample(
+        self, grammar: names.GrammarOutput | None, ids: list[str], acceptable: NDArray[np.int32] | None
+    ) -> names.ModelRunnerOutput:
+        """Args:
+        ids: of the plan's rows
+        acceptable: int32[rows], how many of each row's drafts may be accepted; None: all
+        """
+        if self._acceptance is not None:
+            row_of = self.runner.input_batch.req_id_to_index
+            limits = () if acceptable is None else zip(ids, acceptable.tolist(), strict=True)
+            self._acceptance.acceptable = {row_of[name]: limit for name, limit in limits}
+        output: names.ModelRunnerOutput = self._wrapper.sample_tokens(grammar)
+        return output
+
+    def drafts(self) -> names.DraftTokenIds | None:
+        """Proposed after the step that was just sampled."""
+        drafts: names.DraftTokenIds | None = self._wrapper.take_draft_token_ids()
+        return drafts
 
 
 def _config(options: Options, assignment: Assignment) -> Any:
@@ -199,11 +246,28 @@ def _config(options: Options, assignment: Assignment) -> Any:
         enable_prefix_caching=False,  # the scheduler has one
         disable_hybrid_kv_cache_manager=True,  # layers with a window keep all of their blocks
         disable_log_stats=True,
+        speculative_config=_drafter(options.speculation),
     )
     try:
         return arguments.create_engine_config()
     except (ValueError, NotImplementedError, OSError) as error:
         raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
+
+
+def _drafter(how: Speculation | None) -> dict[str, Any] | None:
+    """What vLLM is told of it. Raises: LoadError"""
+    if how is None:
+        return None
+    if how.method != "ngram":
+        raise LoadError(
+            f'of vLLM\'s drafters only "ngram" is driven so far: "method": "{how.method}" needs --backend native'
+        )
+    return {
+        "method": how.method,
+        "num_speculative_tokens": how.num_speculative_tokens,
+        "prompt_lookup_min": how.prompt_lookup_min,
+        "prompt_lookup_max": how.prompt_lookup_max,
+    }
 
 
 def _check(config: Any, options: Options) -> None:

@@ -36,6 +36,9 @@ def check_version() -> str:
 VERSION = check_version()
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a worker tells nobody what it serves
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is worth knowing, this worker says itself
+os.environ.setdefault(
+    "NUMBA_NUM_THREADS", "1"
+)  # vLLM's n-gram drafter uses one; more would spin beside torch's
 
 # How vLLM is brought up, and leaves.
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -56,21 +59,33 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
+
+# What a sampler is told.
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
+    "BUILTIN_LOGITS_PROCESSORS",
     "VERSION",
     "CachedRequestData",
     "CachedRequestState",
+    "DraftTokenIds",
     "EngineArgs",
     "FullAttentionSpec",
     "GrammarOutput",
+    "LogitsProcessors",
+    "LogprobsTensors",
     "ModelRunnerOutput",
     "NewRequestData",
+    "SamplerOutput",
+    "SamplingMetadata",
     "SamplingParams",
     "SchedulerOutput",
+    "SpecDecodeMetadata",
     "StructuredOutputsParams",
     "WorkerWrapperBase",
     "current_platform",

@@ -5,7 +5,7 @@ vLLM's batch by its state: that is how vLLM itself takes back one that was preem
 output. So tokens that were sampled before, by whichever worker, stay output, and its noise goes on where it was.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,23 @@ from protocol.codec import unpack
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import names
+from services.worker.backends.vllm.drafts import Drafts
 from services.worker.backends.vllm.parameters import Generator, translated
 from services.worker.batch import Rows, SlotTable
 from services.worker.sampling import GREEDY_BELOW
 
 RESERVED_BLOCKS = 1
 """vLLM keeps its first block for itself, so each of ours is one further."""
+ANYTHING = -1
+"""A word of a mask that forbids nothing."""
+
+
+class Translated(NamedTuple):
+    step: names.SchedulerOutput
+    rows: Rows
+    """The plan's, where they really stand."""
+    ids: list[str]
+    """vLLM's request id of each row."""
 
 
 class Plans:
@@ -28,12 +39,19 @@ class Plans:
     Args:
         requests: vLLM's own states by request id, where those that enter are put
         prompt_logprobs: vLLM's own: by request id, how many are asked for at each prompt token
+        most_drafts: of a row; 0: no speculation
     """
 
     def __init__(
-        self, table: SlotTable, vocab_size: int, requests: dict[str, Any], prompt_logprobs: dict[str, int]
+        self,
+        table: SlotTable,
+        vocab_size: int,
+        requests: dict[str, Any],
+        prompt_logprobs: dict[str, int],
+        most_drafts: int = 0,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
+        self.drafts = Drafts(most_drafts, table.max_model_len, requests)
         self._requests, self._prompt_logprobs = requests, prompt_logprobs
         self._entering: dict[int, NewRequest] = {}
         """By slot, until its first row."""
@@ -46,16 +64,17 @@ class Plans:
         """vLLM's request ids of what is in `slots`."""
         return [self._ids[slot] for slot in slots.tolist()]
 
-    def translated(self, step: SchedulerOutput, rows: Rows) -> names.SchedulerOutput:
-        """`rows` are those of `step`, which the table has applied."""
+    def translated(self, step: SchedulerOutput, planned: Rows) -> Translated:
+        """`planned` are the rows of `step`, which the table has applied. Raises: PlanError"""
         finished = self._left(unpack(step.released))
         for request in step.new:
             self._entering[request.slot] = request
             self._ids[request.slot] = f"{request.slot}.{request.generation}"
+        ids, table = self.ids(planned.slots), self._table
+        rows, drafts = self.drafts.settle(planned, ids)
         entered = set(self.ids(self._enter(rows)))
-        ids, table = self.ids(rows.slots), self._table
-        known = table.num_tokens[rows.slots] - rows.samples  # before this step's own tokens
-        return names.SchedulerOutput(
+        known = np.where(rows.samples, rows.ends - rows.drafts, table.num_tokens[rows.slots])
+        theirs = names.SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=names.CachedRequestData(
                 req_ids=ids,
@@ -68,11 +87,13 @@ class Plans:
             ),
             num_scheduled_tokens=dict(zip(ids, rows.counts.tolist(), strict=True)),
             total_num_scheduled_tokens=int(rows.counts.sum()),
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens=drafts,
             scheduled_encoder_inputs={},
             finished_req_ids=finished,
             free_encoder_mm_hashes=[],
+            num_spec_tokens_to_schedule=step.num_speculative_tokens,
         )
+        return Translated(theirs, rows, ids)
 
     def released(self, slots: NDArray[np.int32]) -> names.SchedulerOutput:
         """A step of no rows; the table has released the slots."""
@@ -80,11 +101,31 @@ class Plans:
         empty.finished_req_ids = self._left(slots)
         return empty
 
-    def grammar(self, grammar: GrammarOutput) -> names.GrammarOutput:
-        """Raises: ProtocolError"""
-        rows = GrammarRows.of(grammar, self._vocab_size)
-        # torch wants what it reads to be writable
-        return names.GrammarOutput(self.ids(rows.slots), rows.masks.copy())
+    def grammar(self, grammar: GrammarOutput, rows: Rows) -> tuple[names.GrammarOutput, NDArray[np.int32]]:
+        """vLLM wants a mask for every draft of a row and one more. Where there are fewer, the drafts behind them may
+        not be accepted (spec 2(b) 14).
+
+        Args:
+            rows: of the step, as `translated` returned them
+
+        Returns: what vLLM is told; int32[rows], how many drafts of each may be accepted.
+
+        Raises: ProtocolError
+        """
+        said = GrammarRows.of(grammar, self._vocab_size)
+        row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
+        here, masks, acceptable = [], [], rows.drafts.copy()
+        for slot, count, end in zip(said.slots.tolist(), said.counts, np.cumsum(said.counts), strict=True):
+            if (row := row_of.get(slot)) is None:
+                continue
+            own = said.masks[end - count : end]
+            most = int(rows.drafts[row]) + 1
+            acceptable[row] = min(most, count) - 1
+            here.append(slot)
+            masks += [own[:most], np.full((max(0, most - count), own.shape[1]), ANYTHING, np.int32)]
+        # A copy: torch wants what it reads to be writable.
+        every = np.concatenate(masks) if masks else said.masks[:0].copy()
+        return names.GrammarOutput([self._ids[slot] for slot in here], every), acceptable
 
     def _left(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():

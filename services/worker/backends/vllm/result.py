@@ -1,6 +1,7 @@
 """From vLLM's `ModelRunnerOutput` to ours: request ids to slots, rows in the plan's order."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,39 +38,52 @@ class Result:
     started: float
     ended: float
     pooled: PooledRows | None = None
+    acceptable: I32 | None = None
+    """int32[rows]: drafts that a grammar leaves; None: all."""
+    proposed: I32 | None = None
+    """int32[rows, num_speculative_tokens], where a grammar looks at what comes next."""
 
     def get(self) -> ModelRunnerOutput:
         rows, where = self.rows, self.theirs.req_id_to_index
         samples = rows.samples
         at = np.array([where[self.ids[row]] for row in np.flatnonzero(samples)], np.int64)
-        tokens = np.array([self.theirs.sampled_token_ids[i][0] for i in at], np.int32)
+        tokens = [self.theirs.sampled_token_ids[i] for i in at]
+        counts = np.array([len(row) for row in tokens], np.int32)
+        drafted = rows.drafts if self.acceptable is None else self.acceptable
         embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
-        parts = [*self._prompts(), *self._sampled(at)]
+        parts = [*self._prompts(), *self._sampled(at, counts)]
         return ModelRunnerOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,
             slots=rows.slots[samples].tobytes(),
             generations=rows.generations[samples].tobytes(),
-            counts=np.ones(len(tokens), np.int32).tobytes(),
-            token_ids=tokens.tobytes(),
+            counts=counts.tobytes(),
+            token_ids=np.array(list(chain.from_iterable(tokens)), np.int32).tobytes(),
             started=self.started,
             ended=self.ended,
             logprobs=LogprobRows.joined(parts).packed() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
+            drafted=drafted[samples].tobytes() if drafted.any() else b"",
+            draft_token_ids=self.proposed[samples].tobytes() if self.proposed is not None else b"",
         )
 
-    def _sampled(self, at: NDArray[np.int64]) -> list[LogprobRows]:
-        """Of the tokens in vLLM's rows `at`, where they are asked for."""
-        rows = self.rows.where(self.rows.samples)
+    def _sampled(self, at: NDArray[np.int64], counts: I32) -> list[LogprobRows]:
+        """Of the tokens in vLLM's rows `at`, so many of each, where they are asked for."""
+        rows, lists = self.rows.where(self.rows.samples), self.theirs.logprobs
         tops = self.asked.logprobs[self.rows.samples]
         wanted = tops != NONE
-        lists = self.theirs.logprobs
         if not wanted.any() or lists is None:
             return []
-        at = at[wanted]
+        if lists.cu_num_generated_tokens is not None:  # vLLM's rows are ragged
+            at = np.array(lists.cu_num_generated_tokens)[at]
+        owners = np.repeat(np.flatnonzero(wanted), counts[wanted])
+        offsets = np.arange(len(owners)) - np.repeat(
+            np.cumsum(counts[wanted]) - counts[wanted], counts[wanted]
+        )
+        at, positions = at[owners] + offsets, (rows.ends - rows.drafts)[owners] + offsets
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
-        return [_rows(rows.slots[wanted], rows.ends[wanted], tops[wanted], *entries)]
+        return [_rows(rows.slots[owners], positions, tops[owners], *entries)]
 
     def _prompts(self) -> list[LogprobRows]:
         """Of whole prompts; the first token has none."""
@@ -88,7 +102,7 @@ class Result:
 
 def _rows(
     slots: I32,
-    positions: I32,
+    positions: NDArray[np.integer],
     tops: I32,
     ids: NDArray[np.integer],
     values: NDArray[np.float32],

@@ -109,7 +109,14 @@ class VllmRunner:
         )
         batch = engine.runner
         self._pooler = Pooler(assignment.num_slots, engine.hidden_size)
-        self._plans = Plans(self._table, engine.vocab_size, batch.requests, batch.num_prompt_logprobs)
+        how = assignment.speculation
+        self._plans = Plans(
+            self._table,
+            engine.vocab_size,
+            batch.requests,
+            batch.num_prompt_logprobs,
+            how.num_speculative_tokens if how else 0,
+        )
         self._pending = None
 
     def _parts(self) -> tuple[Engine, Group]:
@@ -121,13 +128,9 @@ class VllmRunner:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
         (engine, group), table, started = self._parts(), self._table, time.monotonic()
-        rows = table.apply(step)
-        theirs = self._plans.translated(step, rows)
+        theirs, rows, ids = self._plans.translated(step, table.apply(step))
         asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
-        ids, pooled = (
-            self._plans.ids(rows.slots),
-            self._pooler.rows(step, rows, table) if self._reports else None,
-        )
+        pooled = self._pooler.rows(step, rows, table) if self._reports else None
         with group.watched():
             engine.execute(theirs)
         if pooled is not None:
@@ -145,13 +148,17 @@ class VllmRunner:
         step = pending.step
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        engine, group = self._parts()
+        (engine, group), plans, p = self._parts(), self._plans, pending
+        masks, acceptable = plans.grammar(grammar, p.rows) if grammar is not None else (None, None)
         with group.watched():
-            theirs = engine.sample(self._plans.grammar(grammar) if grammar is not None else None)
+            theirs = engine.sample(masks, p.ids, acceptable)
+        plans.drafts.propose(engine.drafts())
         if not self._reports:
             return Passed()
-        ended, p = time.monotonic(), pending
-        return Result(step, p.rows, p.ids, p.asked, theirs, p.started, ended, p.pooled)
+        looked_at = step.num_speculative_tokens and step.has_structured_output_requests
+        proposed = plans.drafts.column(p.ids, step.num_speculative_tokens) if looked_at else None
+        times = p.started, time.monotonic()
+        return Result(step, p.rows, p.ids, p.asked, theirs, *times, p.pooled, acceptable, proposed)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)

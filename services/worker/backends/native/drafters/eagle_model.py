@@ -3,6 +3,9 @@
 Place i reads token i + 1 and the model's hidden state of token i, and stands at position i; what it yields stands for
 the hidden state of token i + 1, so it is the next place's input when a draft goes on. Of the places before, the layer
 needs keys and values only, so what follows attention is computed for the last place of each row.
+
+A draft is one call: the layer's kernels stand in two sequences, one over places and one over rows, which another kernel
+runs round after round. All is float32 but for the cache.
 """
 
 from abc import ABC, abstractmethod
@@ -11,39 +14,70 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from services.worker.backends.native.attention import Attention, Context
+from services.worker.backends.native.attention import scores, shared_columns
 from services.worker.backends.native.drafters.base import I32, Target
+from services.worker.backends.native.drafters.desk import Desk
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
+from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
 from services.worker.backends.native.kernels.likeliest import likeliest_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
+from services.worker.backends.native.kernels.sequence import Sequence, team
+from services.worker.backends.native.kv_cache import KVCache, padded
 from services.worker.backends.native.model import FINAL
 from services.worker.backends.native.product import Product
+from services.worker.backends.native.rope import inverse_frequencies
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 
+_FEW = 64
+"""Places that there is room for at first."""
 
-class Inputs(NamedTuple):
-    """Of every place that is computed; float32."""
 
-    attention: torch.Tensor
+class Places(NamedTuple):
+    """What is computed first: every token that stays. Places of a row stand together."""
+
+    slots: I32
+    positions: I32
+    ids: I32
+    """Of the token after each."""
+    hidden: torch.Tensor
+    """float32[places, hidden], of each one's own token"""
+
+
+class Going(NamedTuple):
+    """Rows that are drafted for from there; int32[rows] each."""
+
+    last: I32
+    """Place of each."""
+    room: I32
+    """Drafts that it may have, at least 1."""
+    owner: I32
+    """Its row in what is proposed."""
+
+
+class Entry(NamedTuple):
+    """Where the layer's input is; float32."""
+
+    attention: int
     """[places, what queries, keys and values are made of]"""
-    residual: torch.Tensor
+    residual: int
     """[places, hidden]"""
 
 
 class EagleModel(ABC):
-    """Weights and forward pass, in float32 but for the cache: one row at a time is what it computes most, and then
-    reading weights takes longer than arithmetic. For one calling thread."""
+    """Weights and forward pass. For one calling thread."""
 
     def __init__(self, config: EagleConfig, checkpoint: Checkpoint, target: Target) -> None:
         """Raises: LoadError, when a tensor is missing or has another shape."""
         self.config = config
-        self._norm, self._gate, self._likeliest = norm_kernel(False), gate_kernel(False), likeliest_kernel()
-        self._attention = Attention(config.layer, torch.float32, target.dtype)
+        self._half_cache = target.dtype == torch.bfloat16
+        self._frequencies = inverse_frequencies(config.layer.rope, config.layer.head_dim)
+        self._norm, self._copy, self._draft = norm_kernel(False), copy_kernel(False), draft_kernel()
         self._load(loader := _Loader(config, checkpoint, target))
         self._embedding = loader.embedding()
+        self._embed = copy_kernel(self._embedding.dtype == torch.bfloat16)
         self._tokens = loader.draft_tokens()
         self._head = loader.head(self._tokens)
 
@@ -56,68 +90,89 @@ class EagleModel(ABC):
         """What the first token of a draft reads, of the target's hidden states: float32[places, hidden]."""
 
     @abstractmethod
-    def _inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> Inputs:
-        """Of token embeddings and hidden states, float32[places, hidden] each; the latter may be changed."""
+    def _enter(self, before: Sequence, desk: Desk) -> Entry:
+        """From `desk.ids` and `desk.hidden` to the layer's input."""
+
+    @abstractmethod
+    def _leave(self, after: Sequence, desk: Desk, delta: int) -> int:
+        """Adds what is at `delta` to `desk.yielded`; where the head reads, float32[rows, hidden]."""
 
     def _read_layer(self, loader: "_Loader", inputs: int) -> None:
         self._qkv, self._out = loader.qkv(inputs), loader.out()
         self._post_norm = loader.vector("layers.0.post_attention_layernorm.weight")
         self._gate_up, self._down = loader.gate_up(), loader.down()
 
-    def predict(
-        self, ids: torch.Tensor, hidden: torch.Tensor, context: Context, last: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Computes the places of `context.batch` and writes their keys and values.
+    def begin(self, cache: KVCache, table: I32) -> None:
+        """Keys and values lie in layer 0 of `cache` under block table int32[slots, blocks]."""
+        self._cache, self._table = cache, table
+        self._lay(_FEW)
+
+    def end(self) -> None:
+        for name in ("_cache", "_table", "_desk", "_before", "_after", "_attend"):
+            self.__dict__.pop(name, None)
+
+    def _lay(self, size: int) -> None:
+        """A desk for `size` places, and what happens on it."""
+        c, desk, before, after = (
+            self.config.layer,
+            Desk(size, self.config.layer.hidden_size),
+            Sequence(),
+            Sequence(),
+        )
+        heads, middle = c.num_heads * c.head_dim, c.head_dim // 2
+        queries, cos, sin = (
+            desk.floats(c.num_heads * padded(c.head_dim)),
+            desk.floats(middle),
+            desk.floats(middle),
+        )
+        qkv, attended = desk.floats(heads + 2 * c.num_kv_heads * c.head_dim), desk.floats(heads)
+        cache, table = self._cache, self._table
+        shared = (
+            cache.keys[0].data_ptr(),
+            cache.values[0].data_ptr(),
+            *shared_columns(c, cache, table, queries),
+        )
+        kinds = False, self._half_cache
+        entry = self._enter(before, desk)
+        self._qkv.follow(before, entry.attention, qkv)
+        before.add(turn_kernel(), (desk.positions, self._frequencies.data_ptr(), cos, sin, middle))
+        where = desk.slots, desk.positions, cos, sin
+        before.add(write_kernel(*kinds), (*shared, qkv, *where, 0, 0, c.norm_eps, c.head_dim**-0.5))
+
+        tiles = attended, desk.tiles, c.windows[0], 0
+        self._attend = after.add(attention_kernel(*kinds), (*shared, *tiles), c.num_kv_heads)
+        rows, delta, normed = desk.floats(heads), desk.floats(c.hidden_size), desk.floats(c.hidden_size)
+        both, gated = desk.floats(2 * c.intermediate_size), desk.floats(c.intermediate_size)
+        after.add(self._copy, (attended, desk.last, rows, heads, heads, 0))
+        after.add(self._copy, (entry.residual, desk.last, desk.yielded, c.hidden_size, c.hidden_size, 0))
+        self._out.follow(after, rows, delta)
+        after.add(
+            self._norm, (desk.yielded, delta, self._post_norm.data_ptr(), normed, c.hidden_size, c.norm_eps)
+        )
+        self._gate_up.follow(after, normed, both)
+        after.add(gate_kernel(False), (both, gated, c.intermediate_size))
+        self._down.follow(after, gated, delta)
+        logits = desk.floats(self.config.draft_vocab_size)
+        self._head.follow(after, self._leave(after, desk, delta), logits)
+        after.add(likeliest_kernel(), (logits, self.config.draft_vocab_size, desk.chosen, desk.sure))
+        self._desk, self._before, self._after = desk, before, after
+
+    def draft(self, places: Places, going: Going, proposed: I32, least: float) -> None:
+        """Computes the places, over whatever an earlier draft left there, then drafts.
 
         Args:
-            ids: int64[places], of the tokens after each place's own
-            hidden: float32[places, hidden], of each place's own token; may be changed
-            last: int64[rows], places whose tiles are in the batch; None: all of them.
-
-        Returns:
-            float32[rows, hidden], in place of the hidden state of the next token.
+            proposed: int32[any, k], C-contiguous; gets a draft for each row of `going` and token, as long as all of the
+                row's together have a chance of `least`, by the head's own word.
         """
-        layer = self.config.layer
-        inputs = self._inputs(self._embedding[ids].float(), hidden)
-        attended = torch.empty(len(ids), layer.num_heads * layer.head_dim)
-        self._attention.begin(context)
-        self._attention.run(0, self._qkv(inputs.attention), None, attended)
-        residual = inputs.residual
-        if last is not None:
-            residual, attended = residual[last], attended[last]
-        if len(residual):
-            gate_up = self._gate_up(self._normed(residual, self._out(attended), self._post_norm))
-            residual += self._down(self._gated(gate_up))
-        return residual
-
-    def drafts(self, hidden: torch.Tensor) -> tuple[I32, NDArray[np.float32]]:
-        """The most likely token after each of float32[rows, hidden], and its chance; int32[rows], float32[rows]."""
-        logits = self._head(self._before_head(hidden))
-        rows, size = logits.shape
-        ids, chances = np.empty(rows, np.int32), np.empty(rows, np.float32)
-        self._likeliest.run(rows, (logits.data_ptr(), size, ids.ctypes.data, chances.ctypes.data))
-        return ids if self._tokens is None else self._tokens[ids], chances
-
-    def _before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-    def _normed(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Adds `delta` to float32[rows, hidden] `residual`, in place; returns the normalised sum."""
-        rows, width = residual.shape
-        out = torch.empty(rows, width)
-        added = 0 if delta is None else delta.data_ptr()
-        values = (residual.data_ptr(), added, weight.data_ptr(), out.data_ptr(), width)
-        self._norm.run(rows, (*values, self.config.layer.norm_eps))
-        return out
-
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up: float32[rows, 2 * intermediate] to [rows, intermediate]."""
-        rows, width = len(gate_up), self.config.layer.intermediate_size
-        out = torch.empty(rows, width)
-        self._gate.run(rows, (gate_up.data_ptr(), out.data_ptr(), width))
-        return out
+        size, k, c = len(places.slots), proposed.shape[1], self.config.layer
+        if size > self._desk.size:
+            self._lay(1 << (size - 1).bit_length())
+        desk, longest = self._desk, int(places.positions.max()) + k + 1
+        self._attend.args["scratch"] = scores(c, self._cache.block_size, longest)
+        desk.put(places.slots, places.positions, places.ids, places.hidden, *going)
+        tokens = 0 if self._tokens is None else self._tokens.ctypes.data
+        numbers = *self._before.values, *self._after.values, *team(), k, size, len(going.last), least
+        self._draft.run(1, (*numbers, *desk.columns, c.hidden_size, tokens, proposed.ctypes.data))
 
 
 class Eagle(EagleModel):
@@ -132,9 +187,16 @@ class Eagle(EagleModel):
     def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
         return states[0].float()
 
-    def _inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> Inputs:
-        fused = self._fc(torch.cat((embedded, hidden), 1))
-        return Inputs(fused, fused)
+    def _enter(self, before: Sequence, desk: Desk) -> Entry:
+        width, both, fused = desk.width, desk.floats(2 * desk.width), desk.floats(desk.width)
+        before.add(self._embed, (self._embedding.data_ptr(), desk.ids, both, width, 2 * width, 0))
+        before.add(self._copy, (desk.hidden, 0, both + 4 * width, width, 2 * width, 0))
+        self._fc.follow(before, both, fused)
+        return Entry(fused, fused)
+
+    def _leave(self, after: Sequence, desk: Desk, delta: int) -> int:
+        after.add(self._copy, (delta, 0, desk.yielded, desk.width, desk.width, 1))
+        return desk.yielded
 
 
 class Eagle3(EagleModel):
@@ -152,14 +214,20 @@ class Eagle3(EagleModel):
     def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
         return self._fc(torch.cat(states, 1).float())
 
-    def _inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> Inputs:
-        normed = self._normed(hidden, None, self._hidden_norm)
-        left = self._normed(embedded, None, self._input_norm)
-        residual = normed.clone() if self.config.norm_before_residual else hidden
-        return Inputs(torch.cat((left, normed), 1), residual)
+    def _enter(self, before: Sequence, desk: Desk) -> Entry:
+        width, eps = desk.width, self.config.layer.norm_eps
+        embedded, left, right, both = (desk.floats(width * n) for n in (1, 1, 1, 2))
+        before.add(self._embed, (self._embedding.data_ptr(), desk.ids, embedded, width, width, 0))
+        before.add(self._norm, (embedded, 0, self._input_norm.data_ptr(), left, width, eps))
+        before.add(self._norm, (desk.hidden, 0, self._hidden_norm.data_ptr(), right, width, eps))
+        before.add(self._copy, (left, 0, both, width, 2 * width, 0))
+        before.add(self._copy, (right, 0, both + 4 * width, width, 2 * width, 0))
+        return Entry(both, right if self.config.norm_before_residual else desk.hidden)
 
-    def _before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._normed(hidden, None, self._final_norm)
+    def _leave(self, after: Sequence, desk: Desk, delta: int) -> int:
+        normed, eps = desk.floats(desk.width), self.config.layer.norm_eps
+        after.add(self._norm, (desk.yielded, delta, self._final_norm.data_ptr(), normed, desk.width, eps))
+        return normed
 
 
 def load(directory: Path, target: Target) -> EagleModel:

@@ -86,6 +86,22 @@ def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
     return intrinsic(body)
 
 
+@intrinsic
+def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
+    """Sixteen bfloat16 that lie in pairs: number i and number i + 8 are the halves of one word. To widen them takes
+    half the work of sixteen in a row."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = ir.VectorType(I32, LANES // 2)
+        pairs = builder.load(builder.inttoptr(args[0], words.as_pointer()), align=2)
+        low = builder.shl(pairs, ir.Constant(words, [16] * (LANES // 2)))
+        high = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * (LANES // 2)))
+        order = ir.Constant(VI, list(range(LANES)))
+        return builder.bitcast(builder.shuffle_vector(low, high, order), VF)
+
+    return vector(types.int64), code
+
+
 load_f32x16 = _access("load_f32x16", VF, False, False)
 load_bf16x16 = _access("load_bf16x16", VF, False, True)
 load_f32 = _access("load_f32", F32, False, False)
@@ -288,6 +304,31 @@ def pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), code
 
 
+@intrinsic
+def call(typing_context: Any, function: Any, argument: Any) -> Any:
+    """Calls the C function of one address that stands at `function`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
+@intrinsic
+def call_parallel(typing_context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
+    """`GOMP_parallel`, which stands at `parallel`, for the same."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+        values = [args[1], args[2], builder.trunc(args[3], I32), ir.Constant(I32, 0)]
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), code
+
+
 @njit(inline="always")
 def i32_at(address, size):  # type: ignore[no-untyped-def]
     """The int32 array of `size` elements at `address`."""
@@ -308,6 +349,12 @@ def f32_at(address, size):  # type: ignore[no-untyped-def]
 def load16(address, half):  # type: ignore[no-untyped-def]
     """Sixteen numbers at `address`: bfloat16 where `half`, which is a constant of the kernel."""
     return load_bf16x16(address) if half else load_f32x16(address)
+
+
+@njit(inline="always")
+def load_paired(address, half):  # type: ignore[no-untyped-def]
+    """Sixteen numbers at `address`: bfloat16 in pairs where `half`."""
+    return load_bf16_pairs(address) if half else load_f32x16(address)
 
 
 @njit(inline="always")

@@ -5,9 +5,10 @@ So a kernel is a C function of one address, handed to the OpenMP library that to
 team calls it, and each takes the next items from the counter at that address until none are left.
 """
 
+import copy
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def take(address, grain):  # type: ignore[no-untyped-def]
     return fetch_add(address, grain)
 
 
-def _openmp() -> Callable[[int, int, int, int], None] | None:
+def _openmp() -> Any:
     """`GOMP_parallel(function, data, threads, flags)` of the library in this process; None where torch has another."""
     try:
         parallel = ctypes.CDLL("libgomp.so.1").GOMP_parallel
@@ -38,6 +39,8 @@ def _openmp() -> Callable[[int, int, int, int], None] | None:
 
 
 _parallel = _openmp()
+PARALLEL: int = 0 if _parallel is None else ctypes.cast(_parallel, ctypes.c_void_p).value or 0
+"""Its address, for kernels that call others; 0: there is none."""
 
 
 class Kernel:
@@ -52,16 +55,30 @@ class Kernel:
     def __init__(self, body: Callable[[int], None], fields: list[tuple[str, Any]], cost: int) -> None:
         self._compiled = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
-        self._block = np.zeros(1, np.dtype(HEADER + fields, align=True))
-        self._address = self._block.ctypes.data
-        self._cost = cost
+        self.function: int = self._compiled.address
+        self.fields, self.cost = np.dtype(HEADER + fields, align=True), cost
+        self._place()
+
+    def _place(self) -> None:
+        self._block = np.zeros(1, self.fields)
+        self.address: int = self._block.ctypes.data
         self.args = self._block[0]
+
+    def again(self) -> Self:
+        """The same code with an argument block of its own."""
+        other = copy.copy(self)
+        other._place()
+        return other
+
+    def fill(self, values: tuple[Any, ...], items: int = 0, grain: int = 1) -> None:
+        """Sets the argument block: the values of the fields, in order."""
+        self._block[0] = (0, items, grain, *values)
 
     def run(self, items: int, values: tuple[Any, ...], grain: int = 1) -> None:
         """Runs over `items` items with the values of the fields, in order."""
-        self._block[0] = (0, items, grain, *values)
+        self.fill(values, items, grain)
         threads = torch.get_num_threads()
-        if _parallel is None or threads == 1 or items < 2 * self._cost:
-            self._call(self._address)
+        if _parallel is None or threads == 1 or items < 2 * self.cost:
+            self._call(self.address)
         else:
-            _parallel(self._compiled.address, self._address, threads, 0)
+            _parallel(self.function, self.address, threads, 0)

@@ -1,0 +1,142 @@
+"""A whole draft of a head of one layer: its kernels token after token, and between them what only goes round."""
+
+import numpy as np
+from numba import carray
+
+from services.worker.backends.native.kernels import sequence, simd
+from services.worker.backends.native.kernels.team import HEADER, Kernel, take
+
+COPY = [
+    ("source", np.int64),  # [any, width], bfloat16 or float32
+    ("index", np.int64),  # int32[items]: which row, or 0: each in turn
+    ("out", np.int64),  # float32[items, stride]: the first `width` numbers of each row are written
+    ("width", np.int64),
+    ("stride", np.int64),
+    ("adds", np.int64),  # 1: to what is there
+]
+TURN = [
+    ("positions", np.int64),  # int32[items]
+    ("frequencies", np.int64),  # float32[width], radians per position
+    ("cos", np.int64),  # float32[items, width]
+    ("sin", np.int64),
+    ("width", np.int64),
+]
+DRAFT = [
+    ("before", np.int64),  # `Sequence` over places: up to their keys and values
+    ("before_size", np.int64),
+    ("after", np.int64),  # over rows: from attention to the likeliest tokens
+    ("after_size", np.int64),
+    ("threads", np.int64),
+    ("parallel", np.int64),
+    ("k", np.int64),
+    ("places", np.int64),  # in the first round
+    ("rows", np.int64),
+    ("least", np.float32),  # chance that a draft must have
+    # of places, for `before`
+    ("slots", np.int64),  # int32
+    ("positions", np.int64),  # int32
+    ("ids", np.int64),  # int32
+    ("hidden", np.int64),  # float32[places, width]
+    # of rows, for `after`, and what that yields
+    ("tiles", np.int64),  # int32[rows, 4]
+    ("last", np.int64),  # int32: place of each row
+    ("yielded", np.int64),  # float32[rows, width]
+    ("chosen", np.int64),  # int32, of draft ids
+    ("sure", np.int64),  # float32
+    # of rows, kept from round to round
+    ("room", np.int64),  # int32: drafts that it may have
+    ("owner", np.int64),  # int32: row of `proposed`
+    ("chance", np.int64),  # float32: of all of the row's drafts together
+    ("width", np.int64),
+    ("tokens", np.int64),  # int32: token of each draft id, or 0: its own
+    ("proposed", np.int64),  # int32[any, k], filled with what is no draft
+]
+_COPY, _TURN, _DRAFT = (np.dtype(HEADER + fields, align=True) for fields in (COPY, TURN, DRAFT))
+
+
+def copy_kernel(half: bool) -> Kernel:
+    """One item is one row. `half`: the source is bfloat16."""
+    HALF, SIZE = int(half), 2 if half else 4
+
+    def copy(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _COPY)[0]
+        index, whole = simd.i32_at(a.index, a.items), a.width // 16 * 16
+        while True:
+            item = take(address, 1)
+            if item >= a.items:
+                break
+            row = np.int64(index[item]) if a.index != 0 else item
+            source, out = a.source + row * a.width * SIZE, a.out + item * a.stride * 4
+            for i in range(0, whole, 16):
+                value = simd.load16(source + i * SIZE, HALF)
+                if a.adds != 0:
+                    value = simd.add(simd.load_f32x16(out + i * 4), value)
+                simd.store_f32x16(out + i * 4, value)
+            for i in range(whole, a.width):
+                one = simd.load1(source + i * SIZE, HALF)
+                if a.adds != 0:
+                    one += simd.load_f32(out + i * 4)
+                simd.store_f32(out + i * 4, one)
+
+    return Kernel(copy, COPY, cost=64)
+
+
+def turn_kernel() -> Kernel:
+    """Cosine and sine of every angle of rotary positions; one item is one place."""
+
+    def turn(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _TURN)[0]
+        positions = simd.i32_at(a.positions, a.items)
+        while True:
+            item = take(address, 1)
+            if item >= a.items:
+                break
+            for i in range(a.width):
+                angle = np.float32(positions[item]) * simd.load_f32(a.frequencies + i * 4)
+                at = (item * a.width + i) * 4
+                simd.store_f32(a.cos + at, np.cos(angle))
+                simd.store_f32(a.sin + at, np.sin(angle))
+
+    return Kernel(turn, TURN, cost=8)
+
+
+def draft_kernel() -> Kernel:
+    """One item is the whole batch, and may use threads of its own."""
+
+    def draft(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _DRAFT)[0]
+        places, rows, k = a.places, a.rows, a.k
+        slots, positions = simd.i32_at(a.slots, places), simd.i32_at(a.positions, places)
+        ids, last = simd.i32_at(a.ids, places), simd.i32_at(a.last, rows)
+        tiles, chosen = simd.i32_at(a.tiles, rows * 4), simd.i32_at(a.chosen, rows)
+        sure, chance = simd.f32_at(a.sure, rows), simd.f32_at(a.chance, rows)
+        room, owner = simd.i32_at(a.room, rows), simd.i32_at(a.owner, rows)
+        for number in range(max(k, 1)):
+            sequence.run(a.before, a.before_size, places, a.threads, a.parallel)
+            if rows == 0 or k == 0:
+                break
+            sequence.run(a.after, a.after_size, rows, a.threads, a.parallel)
+            left = 0
+            for row in range(rows):
+                together = chance[row] * sure[row]
+                if together < a.least:
+                    continue
+                token = chosen[row]
+                if a.tokens != 0:
+                    token = simd.i32_at(a.tokens + np.int64(token) * 4, 1)[0]
+                simd.i32_at(a.proposed + (np.int64(owner[row]) * k + number) * 4, 1)[0] = token
+                if number + 1 == k or number + 1 >= room[row]:
+                    continue
+                room[left], owner[left], chance[left] = room[row], owner[row], together
+                slots[left], positions[left], ids[left] = tiles[row * 4], tiles[row * 4 + 1] + 1, token
+                tiles[left * 4], tiles[left * 4 + 1] = slots[left], positions[left]
+                tiles[left * 4 + 2], tiles[left * 4 + 3], last[left] = left, 1, left
+                start, end = a.yielded + row * a.width * 4, a.hidden + left * a.width * 4
+                for i in range(0, a.width * 4, 4):
+                    simd.store_f32(end + i, simd.load_f32(start + i))
+                left += 1
+            places = rows = left
+            if left == 0:
+                break
+
+    return Kernel(draft, DRAFT, cost=1)

@@ -1,0 +1,57 @@
+"""The directory of a `serve`: what is left of one that was killed goes when the next one starts."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from services.cli.private import private_directory
+
+HOLDS_ONE = (
+    "import sys, pathlib; from services.cli.private import private_directory\n"
+    "with private_directory(pathlib.Path(sys.argv[1])) as path:\n"
+    "    (path / 'frontend.json').write_text('a key')\n"
+    "    print(path, flush=True)\n"
+    "    sys.stdin.read()\n"
+)
+
+
+def holder(base: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process that uses a private directory until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_ONE, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:
+    with private_directory(tmp_path) as path:
+        (path / "frontend.json").write_text("a key")
+        assert path.parent == tmp_path
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_that_of_a_killed_process_is_swept_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "runahead-else").mkdir()
+    (living, used), (killed, left) = holder(tmp_path), holder(tmp_path)
+    with living, killed:
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+        assert left.is_dir()
+        with private_directory(tmp_path) as mine:
+            assert {path.name for path in tmp_path.iterdir()} == {"runahead-else", used.name, mine.name}
+        assert used.is_dir()
+        living.stdin.close()
+    assert os.listdir(tmp_path) == ["runahead-else"]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    outside, base = tmp_path / "outside", tmp_path / "base"
+    outside.mkdir()
+    base.mkdir()
+    (outside / "file").touch()
+    (base / "runahead-serve-link").symlink_to(outside)
+    with private_directory(base):
+        assert (outside / "file").exists()

@@ -1,0 +1,65 @@
+"""What requests of these tests ask for, and when two answers are the same."""
+
+import msgspec
+import pytest
+
+from protocol.codec import pack
+from protocol.sampling import SamplingParams, StructuredOutputParams
+from tests.simulation.grammar import structured
+from tests.vllm.driver import Stream
+
+DEPTHS = (1, 2, 3)
+FEW = 14
+"""Blocks that four of the longer requests fill."""
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
+
+
+def text(number: int, length: int = 0) -> list[int]:
+    return [(number * 37 + i * 11) % 4000 for i in range(length or 5 + 21 * number)]
+
+
+GRAMMAR = structured(5)
+ASKED: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
+    name: (msgspec.structs.replace(base, **changes), grammar)
+    for name, base, changes, grammar in (
+        ("greedy", GREEDY, {}, None),
+        ("drawn", DRAWN, {}, None),
+        ("another seed", DRAWN, {"seed": 2**64 - 1}, None),
+        ("temperature", DRAWN, {"temperature": 3.0}, None),
+        ("top_k", DRAWN, {"temperature": 3.0, "top_k": 2}, None),
+        ("top_p", DRAWN, {"temperature": 3.0, "top_p": 0.2}, None),
+        ("min_p", DRAWN, {"temperature": 3.0, "min_p": 0.3}, None),
+        ("presence_penalty", GREEDY, {"presence_penalty": 2.0}, None),
+        ("frequency_penalty", GREEDY, {"frequency_penalty": 2.0}, None),
+        ("repetition_penalty", GREEDY, {"repetition_penalty": 2.0}, None),
+        ("logit_bias", GREEDY, {"logit_bias": ((77, 100.0), (78, 100.0))}, None),
+        ("bad_words", GREEDY, {"bad_words": ((19,), (204, 204), (292, 271), (271,))}, None),
+        ("allowed_token_ids", GREEDY, {"allowed_token_ids": pack(range(100, 200))}, None),
+        ("min_tokens", GREEDY, {"min_tokens": 12, "stop_token_ids": tuple(range(16, 1024))}, None),
+        ("logprobs", GREEDY, {"logprobs": 3}, None),
+        ("prompt_logprobs", DRAWN, {"prompt_logprobs": 2, "logprobs": 0}, None),
+        ("grammar", GREEDY, {}, GRAMMAR),
+        ("grammar, drawn, penalties", DRAWN, {"repetition_penalty": 1.5, "logprobs": 1}, GRAMMAR),
+    )
+}
+
+
+def everything() -> list[Stream]:
+    """A request for each thing that can be asked for, with prompts of one chunk and of several."""
+    return [
+        Stream(text(number % 9, 40 + 17 * (number % 6)), params, grammar)
+        for number, (params, grammar) in enumerate(ASKED.values())
+    ]
+
+
+def assert_equal(got: Stream, expected: Stream) -> None:
+    assert got.tokens == expected.tokens
+    assert got.finish is not None
+    assert expected.finish is not None
+    assert got.finish.reason == expected.finish.reason
+    assert got.scores.keys() == expected.scores.keys()
+    for position, (rank, ids, values) in got.scores.items():
+        wanted = expected.scores[position]
+        assert (rank, ids) == wanted[:2], position
+        assert values == pytest.approx(wanted[2], abs=1e-4)
