@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.fields import MAX_ITEMS, Count, Finite, StepId, Text
+from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
 
@@ -66,6 +66,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     drafts are on the device, proposed by the step before; there may be fewer, and then the row is shorter."""
     num_speculative_tokens: Count = 0
     """Drafts to propose for each row that samples, for the next step; 0: none."""
+    least_chance: Fraction = 0.0
+    """A draft that its drafter gives less chance of being accepted is not worth verifying; drafters that know none
+    propose all."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+SUITES = ("unit", "simulation", "integration", "ranks", "e2e", "vllm", "docker")
+pytest.register_assert_rewrite(*(f"tests.{suite}" for suite in SUITES))
+"""What tests share asserts as they do: with both sides' values, and under `python -O` too."""
+
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

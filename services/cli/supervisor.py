@@ -15,8 +15,8 @@ from services.cli.logs import error_text
 
 ABORT_GRACE = 1.0
 """Seconds that children get after SIGTERM when there is nothing to wait for."""
-STOP_GRACE = 10.0
-"""Seconds that an orderly stop of a service without clients may take."""
+STOP_GRACE = 30.0
+"""Seconds that an orderly stop of a service without clients may take; a second of work, on a very busy machine."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
 """A child that may come back does so at most so often in so many seconds."""
 FIRST_PAUSE = 0.5

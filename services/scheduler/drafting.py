@@ -21,6 +21,10 @@ _VARY_EVERY = 12
 """Steps after which one proposes a draft less, to see what it costs."""
 _OUTLIER = 2.0
 """A step that takes so many times what was expected was held up by something else, and counts as no more."""
+_LEAST_CHANCE = 0.1
+"""Until that was measured."""
+_REMEMBERED = 1.0
+"""Rows whose drafts are not forgotten while there are no others: what failed then is expected to fail still."""
 _HOPE = 0.7
 """Acceptance at the first position until it was measured."""
 _MARGIN = 1.02
@@ -28,6 +32,9 @@ _MARGIN = 1.02
 
 
 class Drafting(Protocol):
+    least_chance: float
+    """From where a draft of the step that is formed is not worth verifying."""
+
     def length(self, num_rows: int) -> int:
         """Drafts to propose in the step that is formed, which has `num_rows` rows."""
         ...
@@ -45,6 +52,8 @@ class Drafting(Protocol):
 
 class Fixed:
     """A `Drafting`: as many as configured."""
+
+    least_chance = 0.0
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -75,6 +84,7 @@ class Adaptive:
         """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
         self._best, self._num_rows = most, 0
         """What was best when last looked at, for so many rows."""
+        self.least_chance = _LEAST_CHANCE
         self._steps = self._since_change = 0
         self._patience = _PROBE_AFTER[0]
 
@@ -106,6 +116,8 @@ class Adaptive:
             rate = tokens / (base + per_token * num_rows * computed + per_draft * (position + 1))
             if rate > best_rate:
                 best, best_rate = position + 1, rate
+        # A draft must bring more than what its row takes would bring otherwise.
+        self.least_chance = min(per_token * num_rows * best_rate, 1.0)
         return best
 
     def _acceptance(self) -> list[float]:
@@ -121,8 +133,10 @@ class Adaptive:
         self._steps += 1
         if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill would tell of other things
             self._learn_cost(np.array((1.0, len(step.slots) + drafted.sum(), step.proposes)), seconds)
-        self._rows *= _MEMORY
         planned = step.drafts[step.samples][:, None]
+        self._rows *= np.where(
+            (self._rows[2] > _REMEMBERED) | (planned >= self._positions).any(0), _MEMORY, 1
+        )
         if planned.any():
             at, drafted, counts = self._positions, drafted[:, None], counts[:, None]
             had_room = planned >= at

@@ -255,6 +255,7 @@ class Scheduler(Results):
             has_structured_output_requests=bool((samples & s.constrained.take(slots)).any()),
             drafts=pack(drafts) if drafts.any() else b"",
             num_speculative_tokens=proposes,
+            least_chance=self.drafting.least_chance if self.drafting and proposes else 0.0,
         )
         self._released.clear()
         self._next_step += 1

@@ -1,5 +1,6 @@
 """The worker process: sockets, signals and the clock around `Session` and a `ModelRunner`. It holds no rules."""
 
+import gc
 import logging
 import os
 import signal
@@ -324,3 +325,4 @@ def run(config: WorkerConfig) -> int:
     finally:
         if worker.sockets_closed:
             zmq.Context.instance().term()  # waits until the last words have left
+        gc.freeze()  # the interpreter would look through all of torch before it ends, for most of a second

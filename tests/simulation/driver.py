@@ -10,6 +10,8 @@ from tests.simulation.world import NO_ANSWER, Stream, World
 
 MOST_ROUNDS = 5_000
 """A run that takes longer does not end."""
+LAST_CHANGE = MOST_ROUNDS // 2
+"""Rounds after which workers stay: with a token a step no long prompt outruns groups that are always lost again."""
 
 
 def play(
@@ -44,7 +46,7 @@ class _Player:
     def run(self) -> None:
         """A round is one turn of the service's loop: clients, then results, then everything there is to send."""
         world, rng = self.world, self.rng
-        for _ in range(MOST_ROUNDS):
+        for turn in range(MOST_ROUNDS):
             if not self.arrivals and not world.engine.requests and not (world.pending or world.pipeline.busy):
                 world.drain()
                 while world.orphans:
@@ -52,7 +54,7 @@ class _Player:
                 return
             self._clients()
             gated = any(request.stale_rows for request in world.scheduler.waiting)
-            if rng.random() < self.load.epochs * (8 if gated else 1):
+            if rng.random() < self.load.epochs * (8 if gated else 1) and turn < LAST_CHANGE:
                 self._change_workers()
             if world.orphans and rng.random() < 0.3:
                 world.late_result()

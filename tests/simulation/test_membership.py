@@ -35,9 +35,9 @@ from tests.simulation.world import World, params
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
 SEEDS, CHUNK = (5_000, 100) if SOAK else (60, 20)
-FAULTS_END, QUIET = 60.0, 10.0
-RECOVERY = 200.0 + LOAD_STALL
-"""Virtual seconds in which a group of healthy workers must serve: the longest stop, return and load in turn."""
+SECOND_KILL, QUIET = 2.0, 10.0
+LAST_FAULT = 60.0
+FAULTS_END = LAST_FAULT + SECOND_KILL
 
 
 def settings(**config: object) -> SchedulerConfig:
@@ -54,7 +54,7 @@ def configure(rng: Random) -> SchedulerConfig:
 
 
 class Faults:
-    """What goes wrong until FAULTS_END."""
+    """What goes wrong until FAULTS_END, all in virtual seconds."""
 
     def __init__(self, cluster: Cluster, rng: Random) -> None:
         self.cluster, self.rng = cluster, rng
@@ -64,7 +64,7 @@ class Faults:
         for _ in range(needed - 1 + rng.choice((0, 0, 1, 2))):
             self.start_at(rng.choice((0.0, 0.5, 4.0)), self.nature())
         for _ in range(rng.randint(1, 8)):
-            cluster.after(rng.uniform(1.0, FAULTS_END), self.strike)
+            cluster.after(rng.uniform(1.0, LAST_FAULT), self.strike)
 
     def nature(self, **changes: object) -> Nature:
         base = {"num_blocks": self.rng.choice((24, 32, 64)), "load_seconds": self.rng.choice((0.1, 1.0, 5.0))}
@@ -109,12 +109,18 @@ class Faults:
                 cluster.kill(victim)
                 other = self.victim()
                 if kind == "kill two" and other is not None:
-                    cluster.after(rng.choice((0.0, 0.3, 2.0)), lambda: cluster.kill(other))
+                    cluster.after(rng.choice((0.0, 0.3, SECOND_KILL)), lambda: cluster.kill(other))
             case "stop":
                 victim.stop()
                 cluster.after(rng.choice((1.0, 4.0, 7.0, 20.0, 40.0)), victim.go_on)
             case "hang":
                 victim.hang()
+
+
+def recovery(cluster: Cluster) -> float:
+    """Virtual seconds in which a group of healthy workers must serve: the longest stop, return and load in turn. Each
+    that hangs, spares too, may hold up an epoch of its own."""
+    return 200.0 + LOAD_STALL * max(1, cluster.coverage["faults: hang"])
 
 
 def formed_well(cluster: Cluster) -> bool:
@@ -141,7 +147,7 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> Cluster:
     step()
     Faults(cluster, rng)
     cluster.run(FAULTS_END)
-    if cluster.run(RECOVERY, until=lambda: formed_well(cluster)):
+    if cluster.run(recovery(cluster), until=lambda: formed_well(cluster)):
         epoch, leaves = cluster.group.epoch, any(w.alive and w.stuck for w in cluster.workers.values())
         cluster.run(QUIET)
         assert leaves or cluster.group.epoch == epoch, "a group of sound workers was disturbed"
@@ -249,7 +255,7 @@ class Deployment:
     def run(self) -> None:
         cluster = self.cluster
         cluster.run(FAULTS_END)
-        done = cluster.run(200.0 + RECOVERY, until=self.answered)
+        done = cluster.run(200.0 + recovery(cluster), until=self.answered)
         cluster.coverage["gave up"] += cluster.failed is not None
         if cluster.failed is not None:
             return

@@ -180,6 +180,22 @@ def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
         assert (left in (0, EXIT_STUCK), killed, added) == (True, -signal.SIGKILL, [0, 0])
 
 
+def test_two_ranks_with_drafts_answer_as_one_does_without(
+    expected: tuple[Tokens, EngineClient], tmp_path: Path
+) -> None:
+    """Each rank proposes for itself, and comes to the same."""
+    tokens, _ = expected
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    with engine(tmp_path / "drafts", 2, tensor_parallel_size=2, speculative_config=drafts) as running:
+        client = running.client()
+        client.wait_ready()
+        numbers = ask(client)
+        assert answers(client, numbers) == tokens
+        assert sum(client.finished[number].num_accepted_tokens for number in numbers) > 0
+        client.close()
+        assert running.end() == [0, 0]
+
+
 def test_stages_are_refused_by_name(tmp_path: Path) -> None:
     with engine(tmp_path / "stages", 1, pipeline_parallel_size=2) as running:
         running.workers[0].join(PATIENCE)

@@ -96,6 +96,8 @@ class Driver:
         self.block_size, self.speculation = block_size, speculation
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
+        self.least_chance = 0.0
+        """That they must have."""
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
         self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
@@ -191,6 +193,7 @@ class Driver:
             released=i32(*released),
             drafts=i32(*drafts) if any(drafts) else b"",
             num_speculative_tokens=self.k,
+            least_chance=self.least_chance,
         )
 
     def launch(self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None) -> Launched:

@@ -39,7 +39,10 @@ def prompts() -> list[list[int]]:
 
 
 def eagle(k: int = K, **changes: int) -> Driver:
-    return Driver(DEMO_MODEL, block_size=16, dtype="float32", speculation=Speculation("eagle", k, **changes))
+    speculation = Speculation("eagle", k, **changes)
+    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", speculation=speculation)
+    driver.least_chance = 0.2
+    return driver
 
 
 def listen(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:

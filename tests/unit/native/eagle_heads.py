@@ -1,6 +1,7 @@
 """Tiny random models and EAGLE heads on disk, and what such a head drafts by plain torch: no cache, no kernels."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from protocol.membership import Shard, Speculation
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.drafters.base import Advance, Slots, Target
-from services.worker.backends.native.drafters.eagle import EagleDrafter
+from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
 from services.worker.backends.native.state import TokenHistory
@@ -141,7 +142,7 @@ class World:
         model = Model(part, checkpoint, dtype, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
         target = Target(wanted, model, self.path, checkpoint, dtype, BLOCK_SIZE, CONTEXT)
-        return EagleDrafter(target, self.least_chance)
+        return EagleDrafter(target)
 
     def states(self, positions: int) -> list[torch.Tensor]:
         """As if the target had computed them; [positions, hidden] for each that the drafter reads."""
@@ -157,7 +158,8 @@ class World:
             self.history._tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         columns = np.array([(slot, start, end - start) for slot, _, start, end in rows], np.int32).T
         taken = [torch.cat([s[start:end] for _, _, start, end in rows]) for s in states]
-        advance = Advance(*(c.copy() for c in columns), np.full(len(rows), samples), taken)
+        sampling = np.full(len(rows), samples)
+        advance = Advance(*(c.copy() for c in columns), sampling, taken, self.least_chance)
         with torch.inference_mode():
             return self.drafter.propose(advance, k).tolist()
 
@@ -166,15 +168,15 @@ class World:
         return [token for token, _ in self.chances(tokens, k)]
 
     @torch.inference_mode()
-    def chances(self, tokens: list[int], k: int) -> list[tuple[int, float]]:
-        """The drafts, each with the head's probability of it."""
+    def chances(self, tokens: list[int], k: int, temperature: float = 0.0) -> list[tuple[int, float]]:
+        """The drafts, each with its probability of being what is said at `temperature`."""
         network = Reference(self.head, self.tensors, self.target)
         hidden = network.fuse(self.states(len(tokens) - 1))
         drafts: list[tuple[int, float]] = []
         for _ in range(k):
             ids = torch.tensor(tokens[1:] + [token for token, _ in drafts])
             yielded = network.layer(ids, hidden)[-1:]
-            drafts.append(network.token(yielded))
+            drafts.append(network.token(yielded, math.hypot(temperature, ERROR)))
             hidden = torch.cat((hidden, yielded))
         return drafts
 
@@ -228,7 +230,7 @@ class Reference:
         first, second = x.chunk(2, -1)
         return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
-    def token(self, yielded: torch.Tensor) -> tuple[int, float]:
+    def token(self, yielded: torch.Tensor, temperature: float) -> tuple[int, float]:
         x = self.norm("norm", yielded) if self.three else yielded
-        chances = (x @ self.output.T).softmax(1)[0]
+        chances = (x @ self.output.T / temperature).softmax(1)[0]
         return int(self.tokens[chances.argmax()]), float(chances.max())

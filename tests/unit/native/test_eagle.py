@@ -156,19 +156,22 @@ def test_drafts_are_of_the_draft_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("eagle-frequent-tokens", 0.8), ("eagle3", 0.05)])
 def test_unlikely_drafts_are_not_proposed(tmp_path: Path, name: str, least: float) -> None:
-    """From where the chance that all of them are right is less than the least; each row by itself."""
-    lengths = set()
+    """From where the chance that all of them are right is less than the least; each row by itself, with its own
+    temperature."""
+    lengths: list[set[int]] = [set(), set(), set()]
     world = World(tmp_path, HEADS[name], least_chance=least)
+    heat = world.table.temperature[:3] = [0.0, 0.8, 3.0]
     rows = [(slot, sequence(20 + slot, seed), 0, 19 + slot) for seed in range(6) for slot in range(3)]
     for three in zip(*[iter(rows)] * 3, strict=True):
-        for row, (_, tokens, _, _) in zip(world.step(list(three), K), three, strict=True):
+        for row, (slot, tokens, _, _) in zip(world.step(list(three), K), three, strict=True):
             expected, chance = [], 1.0
-            for token, of_it in world.chances(tokens, K):
+            for token, of_it in world.chances(tokens, K, heat[slot]):
                 chance *= of_it
                 expected.append(token if chance >= least else NO_DRAFT)
             assert row == expected
-            lengths.add(row.count(NO_DRAFT))
-    assert len(lengths) > 1
+            lengths[slot].add(row.count(NO_DRAFT))
+    assert len(set.union(*lengths)) > 2
+    assert min(lengths[0]) < min(lengths[2]), "what is sampled hot is hard to foresee"
 
 
 def test_hidden_states_that_are_read(tmp_path: Path) -> None:

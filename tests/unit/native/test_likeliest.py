@@ -14,7 +14,11 @@ def test_likeliest(vocab: int) -> None:
     logits[1] = 3.0  # all alike: the lowest id
     logits[2, -1] = 200.0
     ids, chances = np.empty(9, np.int32), np.empty(9, np.float32)
-    likeliest_kernel().run(9, (logits.data_ptr(), vocab, ids.ctypes.data, chances.ctypes.data))
+    sharpness = np.array([1, 1, 0.5, 2.5, 1, 4, 0.1, 1, 2], np.float32)
+    addresses = ids.ctypes.data, chances.ctypes.data, sharpness.ctypes.data
+    likeliest_kernel().run(9, (logits.data_ptr(), vocab, *addresses))
     assert ids.tolist() == logits.argmax(1).tolist()
     assert ids[1] == 0
-    np.testing.assert_allclose(chances, logits.softmax(1).amax(1).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(
+        chances, (logits * torch.from_numpy(sharpness)[:, None]).softmax(1).amax(1).numpy(), rtol=1e-5
+    )

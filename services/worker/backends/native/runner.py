@@ -279,7 +279,8 @@ class NativeRunner:
         kept = rows.counts.copy()
         kept[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
         states = pending.states(kept)
-        drafts = self._drafter.propose(Advance(rows.slots, rows.starts, kept, rows.samples, states), k)
+        least = pending.step.least_chance
+        drafts = self._drafter.propose(Advance(rows.slots, rows.starts, kept, rows.samples, states, least), k)
         self._drafts.propose(pending.slots, drafts)
         return drafts
 

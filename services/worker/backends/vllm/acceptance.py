@@ -1,9 +1,9 @@
 """Which drafts are accepted: those that are what vLLM's own sampler draws at their position.
 
-vLLM's rejection sampler draws once more for every draft, knows neither `min_p` nor `logit_bias`, and counts a draft
-towards `min_tokens` too late; so what it says of a seeded request depends on how many drafts there were. Here each
-position of a row is sampled as the next step would have sampled it: what was accepted before is output by then, and
-one draw belongs to each token. So every token is the one that there would be without speculation.
+vLLM's rejection sampler draws once more for every draft, so what it says to a seeded request depends on how many there
+were; and it knows neither `min_p` nor `logit_bias`. Here each position of a row is sampled as the next step would have
+sampled it: what was accepted before is output by then, and one draw belongs to each token. So every token is the one
+that there would be without speculation.
 """
 
 from collections.abc import Mapping

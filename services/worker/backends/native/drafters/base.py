@@ -65,6 +65,8 @@ class Advance:
     was sampled, the history has the next token of the prompt there."""
     states: list[torch.Tensor] = field(default_factory=list)
     """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back"""
+    least_chance: float = 0.0
+    """From where a draft is less likely to be accepted, with those before it, a row need not have any."""
 
     @property
     def ends(self) -> I32:

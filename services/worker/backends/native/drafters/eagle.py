@@ -15,23 +15,23 @@ import torch
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
-from services.worker.backends.native.drafters.eagle_model import EagleModel, Going, Places, load
+from services.worker.backends.native.drafters.desk import Going, Places
+from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"
 """The head that is meant when none is named."""
-LEAST_CHANCE = 0.03
-"""A draft whose chance, by the head's own word and with those before it, is less is not proposed: computing it and
-verifying it would cost more than it brings."""
+ERROR = 0.4
+"""How far a head is from the model that it guesses, as a temperature: what a request says next is less certain than by
+the head's logits and the request's own temperature. Measured of the demo model's head, greedy and sampled."""
 
 
 class EagleDrafter(Drafter):
     """EAGLE and EAGLE-3 heads, from checkpoints in Hugging Face format."""
 
-    def __init__(self, target: Target, least_chance: float = LEAST_CHANCE) -> None:
+    def __init__(self, target: Target) -> None:
         """Raises: LoadError"""
-        self._least_chance = least_chance
         speculation = target.speculation
         try:
             self._model: EagleModel = load(_directory(target), target)
@@ -62,9 +62,12 @@ class EagleDrafter(Drafter):
             return proposed
         places, last = self._places(advance)
         last, ends = last[advance.samples], advance.ends[advance.samples]
-        room = self._room(advance.slots[advance.samples], ends, k)
+        slots = advance.slots[advance.samples]
+        room = self._room(slots, ends, k)
         owner = np.flatnonzero(room > 0).astype(np.int32)
-        self._model.draft(places, Going(last[owner], room[owner], owner), proposed, self._least_chance)
+        heat = np.hypot(self._slots.table.temperature[slots[owner]], np.float32(ERROR))
+        going = Going(last[owner], room[owner], owner, np.reciprocal(heat, dtype=np.float32))
+        self._model.draft(places, going, proposed, advance.least_chance)
         return proposed
 
     def _room(self, slots: I32, ends: I32, k: int) -> I32:

@@ -17,7 +17,7 @@ import torch
 
 from services.worker.backends.native.attention import scores, shared_columns
 from services.worker.backends.native.drafters.base import I32, Target
-from services.worker.backends.native.drafters.desk import Desk
+from services.worker.backends.native.drafters.desk import Desk, Going, Places
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
@@ -33,28 +33,6 @@ from services.worker.weights import Checkpoint
 
 _FEW = 64
 """Places that there is room for at first."""
-
-
-class Places(NamedTuple):
-    """What is computed first: every token that stays. Places of a row stand together."""
-
-    slots: I32
-    positions: I32
-    ids: I32
-    """Of the token after each."""
-    hidden: torch.Tensor
-    """float32[places, hidden], of each one's own token"""
-
-
-class Going(NamedTuple):
-    """Rows that are drafted for from there; int32[rows] each."""
-
-    last: I32
-    """Place of each."""
-    room: I32
-    """Drafts that it may have, at least 1."""
-    owner: I32
-    """Its row in what is proposed."""
 
 
 class Entry(NamedTuple):
@@ -154,7 +132,9 @@ class EagleModel(ABC):
         self._down.follow(after, gated, delta)
         logits = desk.floats(self.config.draft_vocab_size)
         self._head.follow(after, self._leave(after, desk, delta), logits)
-        after.add(likeliest_kernel(), (logits, self.config.draft_vocab_size, desk.chosen, desk.sure))
+        after.add(
+            likeliest_kernel(), (logits, self.config.draft_vocab_size, desk.chosen, desk.sure, desk.sharpness)
+        )
         self._desk, self._before, self._after = desk, before, after
 
     def draft(self, places: Places, going: Going, proposed: I32, least: float) -> None:
@@ -169,7 +149,7 @@ class EagleModel(ABC):
             self._lay(1 << (size - 1).bit_length())
         desk, longest = self._desk, int(places.positions.max()) + k + 1
         self._attend.args["scratch"] = scores(c, self._cache.block_size, longest)
-        desk.put(places.slots, places.positions, places.ids, places.hidden, *going)
+        desk.put(places, going)
         tokens = 0 if self._tokens is None else self._tokens.ctypes.data
         numbers = *self._before.values, *self._after.values, *team(), k, size, len(going.last), least
         self._draft.run(1, (*numbers, *desk.columns, c.hidden_size, tokens, proposed.ctypes.data))

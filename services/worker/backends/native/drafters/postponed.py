@@ -61,7 +61,12 @@ def _where(advance: Advance, stays: NDArray[np.bool_]) -> Advance:
     tokens = torch.from_numpy(np.flatnonzero(np.repeat(stays, advance.counts)))
     states = [each[tokens] for each in advance.states]
     return Advance(
-        advance.slots[stays], advance.starts[stays], advance.counts[stays], advance.samples[stays], states
+        advance.slots[stays],
+        advance.starts[stays],
+        advance.counts[stays],
+        advance.samples[stays],
+        states,
+        advance.least_chance,
     )
 
 
@@ -81,4 +86,4 @@ def _joined(kept: list[Advance], last: Advance) -> Advance:
     by_read = zip(*(advance.states for advance in advances), strict=True)
     states = [torch.cat(each)[torch.from_numpy(order)] for each in by_read]
     samples = np.concatenate((last.samples, np.zeros(len(skipped), np.bool_)))
-    return Advance(slots, starts, counts, samples, states)
+    return Advance(slots, starts, counts, samples, states, last.least_chance)

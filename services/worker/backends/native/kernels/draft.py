@@ -43,6 +43,7 @@ DRAFT = [
     ("yielded", np.int64),  # float32[rows, width]
     ("chosen", np.int64),  # int32, of draft ids
     ("sure", np.int64),  # float32
+    ("sharpness", np.int64),  # float32, which `after` reads
     # of rows, kept from round to round
     ("room", np.int64),  # int32: drafts that it may have
     ("owner", np.int64),  # int32: row of `proposed`
@@ -111,6 +112,7 @@ def draft_kernel() -> Kernel:
         tiles, chosen = simd.i32_at(a.tiles, rows * 4), simd.i32_at(a.chosen, rows)
         sure, chance = simd.f32_at(a.sure, rows), simd.f32_at(a.chance, rows)
         room, owner = simd.i32_at(a.room, rows), simd.i32_at(a.owner, rows)
+        sharpness = simd.f32_at(a.sharpness, rows)
         for number in range(max(k, 1)):
             sequence.run(a.before, a.before_size, places, a.threads, a.parallel)
             if rows == 0 or k == 0:
@@ -128,6 +130,7 @@ def draft_kernel() -> Kernel:
                 if number + 1 == k or number + 1 >= room[row]:
                     continue
                 room[left], owner[left], chance[left] = room[row], owner[row], together
+                sharpness[left] = sharpness[row]
                 slots[left], positions[left], ids[left] = tiles[row * 4], tiles[row * 4 + 1] + 1, token
                 tiles[left * 4], tiles[left * 4 + 1] = slots[left], positions[left]
                 tiles[left * 4 + 2], tiles[left * 4 + 3], last[left] = left, 1, left

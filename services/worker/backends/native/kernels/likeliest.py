@@ -1,4 +1,4 @@
-"""The most likely token of each row of logits, and how likely it is."""
+"""The most likely token of each row of logits, and how likely it is to be drawn."""
 
 import numpy as np
 from numba import carray
@@ -11,6 +11,7 @@ LIKELIEST = [
     ("vocab", np.int64),
     ("ids", np.int64),  # int32[items], of equal logits the lowest
     ("chances", np.int64),  # float32[items], 0 to 1
+    ("sharpness", np.int64),  # float32[items], by which logits are multiplied before
 ]
 _LIKELIEST = np.dtype(HEADER + LIKELIEST, align=True)
 
@@ -34,11 +35,16 @@ def likeliest_kernel() -> Kernel:
                 greatest = max(greatest, logits[i])
             while chosen < a.vocab - 1 and logits[chosen] != greatest:
                 chosen += 1
-            top, sums, rest = simd.splat(-greatest), simd.splat(np.float32(0)), np.float32(0)
+            sharp, sums, rest = (
+                simd.load_f32(a.sharpness + item * 4),
+                simd.splat(np.float32(0)),
+                np.float32(0),
+            )
+            top, scale = simd.splat(-greatest * sharp), simd.splat(sharp)
             for i in range(0, whole, 16):
-                sums = simd.add(simd.exp(simd.add(simd.load_f32x16(row + i * 4), top)), sums)
+                sums = simd.add(simd.exp(simd.fma(simd.load_f32x16(row + i * 4), scale, top)), sums)
             for i in range(whole, a.vocab):
-                rest += np.exp(logits[i] - greatest)
+                rest += np.exp((logits[i] - greatest) * sharp)
             simd.i32_at(a.ids, a.items)[item] = chosen
             simd.store_f32(a.chances + item * 4, np.float32(1) / (simd.reduce_add(sums) + rest))
 
