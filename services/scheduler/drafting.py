@@ -21,8 +21,9 @@ _VARY_EVERY = 12
 """Steps after which one proposes a draft less, to see what it costs."""
 _OUTLIER = 2.0
 """A step that takes so many times what was expected was held up by something else, and counts as no more."""
-_LEAST_CHANCE = 0.1
-"""Until that was measured."""
+_LEAST_CHANCE = (0.1, 0.4)
+"""What a draft must have until that was measured, and what may be asked of it at most: a draft that is not verified
+teaches nothing."""
 _REMEMBERED = 1.0
 """Rows whose drafts are not forgotten while there are no others: what failed then is expected to fail still."""
 _HOPE = 0.7
@@ -84,7 +85,7 @@ class Adaptive:
         """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
         self._best, self._num_rows = most, 0
         """What was best when last looked at, for so many rows."""
-        self.least_chance = _LEAST_CHANCE
+        self.least_chance = _LEAST_CHANCE[0]
         self._steps = self._since_change = 0
         self._patience = _PROBE_AFTER[0]
 
@@ -117,7 +118,7 @@ class Adaptive:
             if rate > best_rate:
                 best, best_rate = position + 1, rate
         # A draft must bring more than what its row takes would bring otherwise.
-        self.least_chance = min(per_token * num_rows * best_rate, 1.0)
+        self.least_chance = min(per_token * num_rows * best_rate, _LEAST_CHANCE[1])
         return best
 
     def _acceptance(self) -> list[float]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 from protocol.codec import pack
@@ -192,6 +194,43 @@ def test_rows_are_as_long_at_any_depth(worker: Worker) -> None:
         rows.append([stream.rows for stream in streams])
     assert rows[0] == rows[1] == rows[2]
     assert max(map(max, rows[0])) == K + 1
+
+
+class Varying:
+    """A `Drafting`: another number of drafts in each step, and none now and then."""
+
+    least_chance = 0.0
+
+    def __init__(self) -> None:
+        self._numbers = cycle((K, 0, 1, 2))
+
+    def length(self, num_rows: int) -> int:
+        return next(self._numbers)
+
+    def observe(self, *step: object) -> None:
+        """Nothing it sees changes it."""
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_number_of_drafts_may_change_with_every_step(depth: int, worker: Worker, plain: Plain) -> None:
+    with Run(worker, depth) as run:
+        run.core.scheduler.drafting = Varying()
+        for got, expected in zip(run.serve(*everything()), plain.everything.values(), strict=True):
+            assert_equal(got, expected)
+        assert accepted(run) > 0
+
+
+def test_no_drafts_beyond_what_the_drafter_was_told(worker: Worker) -> None:
+    """The weights are read once more: vLLM is told when it begins. The last test that needs them."""
+    limit = 48
+    worker.speculation = msgspec.structs.replace(DRAFTS, num_speculative_tokens=5, max_model_len=limit)
+    with Run(worker, 2) as run:
+        [stream] = run.serve(Stream(text(1, 20), msgspec.structs.replace(ONLY, max_tokens=60)))
+    assert stream.tokens == [77] * 60
+    ends = (20 + np.cumsum(stream.rows)).tolist()
+    drafted = [count for end, count in zip(ends, stream.rows, strict=True) if end <= limit]
+    assert max(drafted) == 6
+    assert stream.rows[len(drafted) + 1 :] == [1] * (60 + 20 - ends[len(drafted)])
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])

@@ -93,6 +93,16 @@ def test_drafts_that_begin_to_work_are_noticed() -> None:
     assert np.mean(run(policy, Device(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
 
 
+def test_a_draft_needs_more_chance_where_its_row_costs_more() -> None:
+    chances = []
+    for token in (0.01, 0.05, 0.5):
+        policy = Adaptive(MOST)
+        run(policy, Device(token=token, noise=0.02, interrupted=0))
+        chances.append(policy.least_chance)
+    assert 0 <= chances[0] < chances[1] < chances[2] < 0.5
+    assert Fixed(MOST).least_chance == 0, "all that are asked for"
+
+
 def test_configured() -> None:
     assert drafting(None) is None
     fixed = drafting(SpeculativeConfig(method="ngram", num_speculative_tokens=5, adaptive=False))

@@ -6,6 +6,7 @@ The rest of the backend imports vLLM from here and nowhere else, so that a new v
 # ruff: noqa: E402  what follows the check may exist in the versions that pass it only
 
 import os
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from services.worker.runner import LoadError
@@ -67,6 +68,11 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+# To put its own kernels in place vLLM looks into every module that is loaded, and fails on one of numba's, which its
+# n-gram drafter brings with it. Once is enough.
+_register = current_platform.register_triton_kernel_overrides
+current_platform.register_triton_kernel_overrides = cache(_register)
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",

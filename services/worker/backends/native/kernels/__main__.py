@@ -1,6 +1,7 @@
 """`python -m services.worker.backends.native.kernels` compiles every kernel, so that the first start need not."""
 
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
 from services.worker.backends.native.kernels.likeliest import likeliest_kernel
 from services.worker.backends.native.kernels.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.ngram import ngram_kernel
@@ -16,10 +17,13 @@ rules_kernel()
 mask_kernel()
 logprobs_kernel()
 ngram_kernel()
+draft_kernel()
+turn_kernel()
 for half in (False, True):
     norm_kernel(half)
     gate_kernel(half)
     product_kernel(half)
+    copy_kernel(half)
 for half, half_cache in ((False, False), (False, True), (True, True)):
     write_kernel(half, half_cache)
     attention_kernel(half, half_cache)
