@@ -23,6 +23,8 @@ ACCEPTANCES = (*PERIODS, "by request")
 class Drawn:
     """A `Drafting`: another length in every step."""
 
+    least_chance = 0.0
+
     def __init__(self, lengths: tuple[int, ...], seed: int) -> None:
         self._lengths, self._rng = lengths, Random(seed)
 
