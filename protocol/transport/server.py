@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -14,6 +15,7 @@ from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_pat
 from protocol.transport.errors import PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, Monitor
 
+T = TypeVar("T")
 log = logging.getLogger("runahead.transport")
 
 MAX_PEERS = 1024
@@ -85,6 +87,17 @@ class Server:
                     return peer, frames[0]
             elif (hello := self._greet(peer, frames[0])) is not None:
                 return peer, hello
+
+    def messages(self, decoder: Decoder[T]) -> Iterator[tuple[bytes, Hello | T]]:
+        """All that has arrived, decoded; bad messages are counted."""
+        while (received := self.receive()) is not None:
+            peer, frame = received
+            try:
+                message = frame if isinstance(frame, Hello) else decoder.decode(frame)
+            except ProtocolError as error:
+                self.count_error(peer, error)
+                continue
+            yield peer, message
 
     def _greet(self, peer: bytes, frame: bytes) -> Hello | None:
         try:

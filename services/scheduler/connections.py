@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from protocol.codec import Decoder, ProtocolError, encode
+from protocol.codec import Decoder, encode
 from protocol.handshake import Hello
 from protocol.membership import GroupMessage, Ping, WorkerMessage
 from protocol.steps import StepMessage, StepResult
@@ -44,17 +44,11 @@ class WorkerConnections:
 
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:
         """What has arrived, each message with the worker it is from."""
-        while (received := self._server.receive()) is not None:
-            peer, frame = received
-            if isinstance(frame, Hello):
-                self._greet(peer, frame)
-                continue
-            try:
-                message = self._decoder.decode(frame)
-            except ProtocolError as error:
-                self._server.count_error(peer, error)
-                continue
-            yield self._owner.get(peer, peer), message
+        for peer, message in self._server.messages(self._decoder):
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+            else:
+                yield self._owner.get(peer, peer), message
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
         if hello.role == "worker":

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import zmq
 
-from protocol.codec import Decoder, ProtocolError
+from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.requests import AbortRequest, ClientMessage, EngineState, GenerateRequest, RequestOutputs
 from protocol.transport import PeerGone, PeerSlow, Server
@@ -29,19 +29,10 @@ class FrontendConnections:
 
     def receive(self) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest]]:
         """What has arrived, each message with the number of its frontend; a `Hello` is a new one's."""
-        while (received := self._server.receive()) is not None:
-            peer, frame = received
-            if isinstance(frame, Hello):
-                if peer not in self._numbers:
-                    self._numbers[peer] = len(self._peers)
-                    self._peers.append(peer)
-                yield self._numbers[peer], frame
-                continue
-            try:
-                message = self._decoder.decode(frame)
-            except ProtocolError as error:
-                self._server.count_error(peer, error)
-                continue
+        for peer, message in self._server.messages(self._decoder):
+            if peer not in self._numbers:
+                self._numbers[peer] = len(self._peers)
+                self._peers.append(peer)
             yield self._numbers[peer], message
 
     def count_error(self, frontend: int, error: Exception) -> None:

@@ -91,18 +91,10 @@ class EagleModel(ABC):
 
     def _lay(self, size: int) -> None:
         """A desk for `size` places, and what happens on it."""
-        c, desk, before, after = (
-            self.config.layer,
-            Desk(size, self.config.layer.hidden_size),
-            Sequence(),
-            Sequence(),
-        )
-        heads, middle = c.num_heads * c.head_dim, c.head_dim // 2
-        queries, cos, sin = (
-            desk.floats(c.num_heads * padded(c.head_dim)),
-            desk.floats(middle),
-            desk.floats(middle),
-        )
+        c, before, after = self.config.layer, Sequence(), Sequence()
+        desk, heads, middle = Desk(size, c.hidden_size), c.num_heads * c.head_dim, c.head_dim // 2
+        queries = desk.floats(c.num_heads * padded(c.head_dim))
+        cos, sin = desk.floats(middle), desk.floats(middle)
         qkv, attended = desk.floats(heads + 2 * c.num_kv_heads * c.head_dim), desk.floats(heads)
         cache, table = self._cache, self._table
         shared = (
