@@ -8,6 +8,7 @@ three to seven times as long.
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional as F
 
 from services.worker.backends.native.product import Product
 
@@ -25,17 +26,20 @@ def activation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Linear:
-    """A matrix product with a weight [out, in] in an `activation_dtype` and a bias [out] or none, both taken over."""
+    """A matrix product with a weight [out, in] and a bias [out] or none, both taken over and freed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._multiply = Product(weight, bias) if weight.dtype == torch.float32 else _packed(weight, bias)
+        self._multiply = _chosen(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in], contiguous, to [rows, out]."""
         return self._multiply(x)
 
 
-def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """In bfloat16."""
+def _chosen(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if weight.dtype == torch.float32:
+        return Product(weight, bias)
+    if not _packs():
+        return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return lambda x: _PRODUCT(x, packed, bias, "none", [], "")
