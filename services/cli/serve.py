@@ -2,23 +2,22 @@
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.transport import MAX_IPC_PATH
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.preflight import check_model, free_port, warning
-from services.cli.private import PREFIX as PRIVATE
-from services.cli.private import private_directory
 from services.cli.readiness import Probe, Readiness
 from services.cli.settings import PREFIX
 from services.cli.start import SERVICES
 from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
+from services.private import private_directory, short_base
 
+PRIVATE = "runahead-serve-"
+"""How the name of the directory begins that holds a server's sockets and configurations."""
 POLL_INTERVAL = 0.1
 """Seconds between two looks at a frontend that is not ready."""
 FINAL = (3, 4)
@@ -58,7 +57,7 @@ def serve(config: ServeConfig) -> int:
         return None
 
     try:
-        with supervisor.signals(), private_directory(_short_base()) as directory:
+        with supervisor.signals(), private_directory(short_base(PRIVATE, "clients"), PRIVATE) as directory:
             for name, arguments in _commands(config, directory):
                 is_worker = name.startswith("worker")
                 supervisor.start(name, arguments, _environment(), comes_back=is_worker, final=FINAL)
@@ -98,15 +97,6 @@ def _environment() -> dict[str, str]:
     """Ours, without what the configuration files already say."""
     settings = {PREFIX + name.upper() for name in ServeConfig.model_fields}
     return {name: value for name, value in os.environ.items() if name not in settings}
-
-
-def _short_base() -> Path:
-    """Where a private directory's path is short enough for sockets."""
-    room = MAX_IPC_PATH - len(f"/{PRIVATE}xxxxxxxx/clients")
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
-        if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
-            return Path(base)
-    return Path("/tmp")  # noqa: S108  only a directory inside it is used, which is private
 
 
 def _welcome(probe: Probe, needs_key: bool, seconds: float) -> str:

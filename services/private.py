@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "runahead-serve-"
+from protocol.transport import MAX_IPC_PATH
 
 
 @contextmanager
-def private_directory(base: Path) -> Iterator[Path]:
-    """In `base`. Whoever uses one holds its lock; the kernel lets go of it however a process ends."""
-    _sweep(base)
-    path, lock = _make(base)
+def private_directory(base: Path, prefix: str) -> Iterator[Path]:
+    """In `base`. Whoever uses one holds its lock; the kernel lets go of it however a process ends.
+
+    Args:
+        prefix: of its name; only what begins like it is swept
+    """
+    _sweep(base, prefix)
+    path, lock = _make(base, prefix)
     try:
         yield path
     finally:
@@ -23,9 +27,18 @@ def private_directory(base: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _make(base: Path) -> tuple[Path, int]:
+def short_base(prefix: str, longest: str) -> Path:
+    """Where the path of a private directory with that prefix is short enough for a socket in it with that name."""
+    room = MAX_IPC_PATH - len(f"/{prefix}xxxxxxxx/{longest}")
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
+        if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
+            return Path(base)
+    return Path("/tmp")  # noqa: S108  only a directory inside it is used, which is private
+
+
+def _make(base: Path, prefix: str) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         with suppress(FileNotFoundError):  # swept before it was locked
             lock = os.open(path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -34,9 +47,9 @@ def _make(base: Path) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _sweep(base: Path) -> None:
+def _sweep(base: Path, prefix: str) -> None:
     """What nobody uses any more of this user's; there may be keys in it."""
-    for path in base.glob(f"{PREFIX}*"):
+    for path in base.glob(f"{prefix}*"):
         with suppress(OSError):  # another sweeps too, or it is in use, or another user's
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.cli.private import private_directory
+from services.private import private_directory
 
 HOLDS_ONE = (
-    "import sys, pathlib; from services.cli.private import private_directory\n"
-    "with private_directory(pathlib.Path(sys.argv[1])) as path:\n"
+    "import sys, pathlib; from services.private import private_directory\n"
+    "with private_directory(pathlib.Path(sys.argv[1]), 'runahead-serve-') as path:\n"
     "    (path / 'frontend.json').write_text('a key')\n"
     "    print(path, flush=True)\n"
     "    sys.stdin.read()\n"
@@ -26,7 +26,7 @@ def holder(base: Path) -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:
-    with private_directory(tmp_path) as path:
+    with private_directory(tmp_path, "runahead-serve-") as path:
         (path / "frontend.json").write_text("a key")
         assert path.parent == tmp_path
         assert path.stat().st_mode & 0o777 == 0o700
@@ -40,7 +40,7 @@ def test_that_of_a_killed_process_is_swept_and_that_of_a_living_one_stays(tmp_pa
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
         assert left.is_dir()
-        with private_directory(tmp_path) as mine:
+        with private_directory(tmp_path, "runahead-serve-") as mine:
             assert {path.name for path in tmp_path.iterdir()} == {"runahead-else", used.name, mine.name}
         assert used.is_dir()
         living.stdin.close()
@@ -53,5 +53,5 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     base.mkdir()
     (outside / "file").touch()
     (base / "runahead-serve-link").symlink_to(outside)
-    with private_directory(base):
+    with private_directory(base, "runahead-serve-"):
         assert (outside / "file").exists()
