@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOu
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.capabilities import Combination, refusal
+from services.worker.backends.vllm.group import PRIVATE
 from services.worker.results import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
 from tests.integration.scheduler.engine import EngineClient, spawn
@@ -33,15 +35,20 @@ STRUCTURED = (3, 7, 11)
 EMBEDDED = 50
 
 
-def work(config: str) -> None:
-    """A worker, in a process that has vLLM imported when it begins."""
+def work(config: str, scratch: str) -> None:
+    """A worker, in a process that has vLLM imported when it begins; its temporary files are in `scratch`."""
     from services.worker.service import run
 
+    os.environ.pop("XDG_RUNTIME_DIR", None)
+    tempfile.tempdir = scratch
     sys.exit(run(WorkerConfig.model_validate_json(config)))
 
 
 class Engine:
     """A scheduler and its workers."""
+
+    scratch = ""
+    """Of all workers."""
 
     def __init__(self, directory: Path, **scheduler: object) -> None:
         self._directory = directory
@@ -56,7 +63,7 @@ class Engine:
     def add_worker(self) -> BaseProcess:
         config = WorkerConfig.model_validate({**WORKER, "scheduler_endpoint": self._at("w")})
         context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=work, args=(config.model_dump_json(),))
+        process = context.Process(target=work, args=(config.model_dump_json(), self.scratch))
         process.start()
         self.workers.append(process)
         return process
@@ -87,6 +94,14 @@ def preloaded() -> None:
     """Importing vLLM takes longer than anything that is done with it here."""
     modules = ["tests.vllm.test_ranks", "services.worker.backends.vllm", "vllm.v1.worker.cpu_worker"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scratch() -> Iterator[Path]:
+    """Short enough for sockets, which pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as directory:
+        Engine.scratch = directory
+        yield Path(directory)
 
 
 @contextmanager
@@ -209,3 +224,8 @@ def test_stages_are_refused_by_name(tmp_path: Path) -> None:
 def test_no_shared_memory_is_left() -> None:
     """Of the groups above: what vLLM's ranks share carries the name of their group."""
     assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == []
+
+
+def test_no_sockets_are_left(scratch: Path) -> None:
+    """Of the groups above, though ranks were killed: the next ones swept."""
+    assert [path for path in scratch.rglob("*") if path.is_socket() or path.name.startswith(PRIVATE)] == []

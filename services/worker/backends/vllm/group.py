@@ -8,13 +8,15 @@ objects that run code when they are read, so all of them must be trusted, as tor
 import hashlib
 import os
 import socket
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import distributed
 
 from protocol.membership import Assignment
+from services.private import private_directory, short_base
 from services.worker.backends.vllm import names
 from services.worker.messages import STEP_TIMEOUT
 from services.worker.ranks import BOOT_ID, meet, neighbours, shut_down, sockets
@@ -22,6 +24,8 @@ from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  what is there is vLLM's
+PRIVATE = "runahead-queues-"
+"""How the name of the directory begins that holds the sockets of vLLM's message queues."""
 
 
 class Group:
@@ -36,6 +40,7 @@ class Group:
         self._others = sockets()
         """Not ours."""
         self._aborted = False
+        self._directory = ExitStack()
         self.on_this_machine = 1
         """Ranks that share this machine's cores, this one included; known once it has joined."""
 
@@ -53,6 +58,8 @@ class Group:
         assignment = self._assignment
         with self.watched():
             try:
+                if self.is_of_several:
+                    self._keep_sockets_together()
                 store = self._store()
                 self.on_this_machine = neighbours(store, assignment)
                 _c10d.init_process_group(
@@ -66,6 +73,13 @@ class Group:
                 if self._listener is not None:
                     self._listener.close()
         return f"tcp://{assignment.rendezvous}.{_machine() if self.is_of_several else os.getpid()}"
+
+    def _keep_sockets_together(self) -> None:
+        """vLLM's message queues bind sockets to new names and never unlink them: in a directory that goes with us."""
+        base = short_base(PRIVATE, str(uuid.uuid4()))
+        names.disable_envs_cache()  # the epoch before may have turned it on
+        directory = self._directory.enter_context(private_directory(base, PRIVATE))
+        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
 
     def _store(self) -> Any:
         if not self.is_of_several:
@@ -95,6 +109,7 @@ class Group:
         with suppress(RuntimeError):
             names.destroy_model_parallel()
             names.destroy_distributed_environment()
+        self._directory.close()
 
 
 def _machine() -> str:

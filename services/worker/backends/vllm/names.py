@@ -44,7 +44,7 @@ os.environ.setdefault(
 # How vLLM is brought up, and leaves.
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
-from vllm.envs import enable_envs_cache
+from vllm.envs import disable_envs_cache, enable_envs_cache
 from vllm.platforms import current_platform
 
 # What a request asks for.
@@ -97,6 +97,7 @@ __all__ = [
     "current_platform",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "disable_envs_cache",
     "enable_envs_cache",
     "freeze_gc_heap",
     "get_kv_cache_config_from_groups",
