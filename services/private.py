@@ -20,10 +20,12 @@ def private_directory(base: Path, prefix: str) -> Iterator[Path]:
     """
     _sweep(base, prefix)
     path, lock = _make(base, prefix)
+    maker = os.getpid()
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        if os.getpid() == maker:  # not a fork, which ends this too
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 

@@ -47,6 +47,19 @@ def test_that_of_a_killed_process_is_swept_and_that_of_a_living_one_stays(tmp_pa
     assert os.listdir(tmp_path) == ["runahead-else"]
 
 
+def test_a_fork_that_ends_leaves_it(tmp_path: Path) -> None:
+    ends = (
+        "import os, sys, pathlib; from services.private import private_directory\n"
+        "with private_directory(pathlib.Path(sys.argv[1]), 'runahead-serve-') as path:\n"
+        "    if not (child := os.fork()):\n"
+        "        sys.exit(0)\n"
+        "    print(os.waitpid(child, 0)[1], path.is_dir())\n"
+    )
+    said = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True)
+    assert said.stdout.split() == ["0", "True"], said.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     outside, base = tmp_path / "outside", tmp_path / "base"
     outside.mkdir()
