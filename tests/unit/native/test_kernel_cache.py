@@ -1,7 +1,9 @@
 """Where compiled kernels are kept when the place beside the sources cannot be written: a read-only image, any uid."""
 
+import atexit
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,7 +52,12 @@ def test_without_a_home_the_copy_is_private(
 ) -> None:
     (tmp_path / "home").write_text("a file, so that nothing can be made in it")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
     place = cache.directory()
     assert place.parent == tmp_path
     assert place.name.startswith("runahead-kernels-")
     assert (place / "kernels_x" / "attention.nbi").read_text() == "compiled"
+    for leave in at_exit:
+        leave()
+    assert not place.exists()

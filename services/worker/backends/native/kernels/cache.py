@@ -4,16 +4,23 @@ numba looks at one source file only when it decides whether a compiled kernel is
 directory's name holds a digest of all of them.
 """
 
+import atexit
 import hashlib
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+
+from services.private import private_directory
+
+PRIVATE = "runahead-kernels-"
+"""How the name of a directory begins that a process has for itself."""
 
 
 def directory() -> Path:
     """NUMBA_CACHE_DIR if it is set; else beside the kernels, or in the user's cache directory, or, where neither can be
-    written, in a private directory of this process that spares later processes nothing.
+    written, in a private directory that goes with this process and spares later ones nothing.
 
     numba wants to write where it reads. So what was compiled beside the kernels when they were installed, by someone
     else or in a read-only image, is copied to the place that can be written."""
@@ -31,7 +38,9 @@ def directory() -> Path:
         _copy(beside, cached)
     if _writable(cached):
         return cached
-    private = Path(tempfile.mkdtemp(prefix="runahead-kernels-"))
+    held = ExitStack()
+    private = held.enter_context(private_directory(Path(tempfile.gettempdir()), PRIVATE))
+    atexit.register(held.close)
     if beside.is_dir():
         shutil.copytree(beside, private, dirs_exist_ok=True)
     return private
@@ -43,7 +52,7 @@ def _copy(compiled: Path, place: Path) -> None:
         return
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="runahead-kernels-", dir=place.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=PRIVATE, dir=place.parent) as scratch:
             shutil.copytree(compiled, Path(scratch) / "copy")
             (Path(scratch) / "copy").rename(place)
     except OSError:  # nothing can be written here, or another worker was first
