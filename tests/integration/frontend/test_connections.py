@@ -4,7 +4,6 @@ import contextlib
 import json
 import socket
 import struct
-import time
 from urllib.parse import urlsplit
 
 import pytest
@@ -32,9 +31,9 @@ def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
     return connection
 
 
-def ask(connection: socket.socket, body: dict[str, object]) -> None:
+def ask(connection: socket.socket, body: dict[str, object], path: str = "/v1/completions") -> None:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
 
@@ -106,7 +105,8 @@ def test_client_that_sends_no_request_is_disconnected() -> None:
         with connect(frontend) as connection:  # but who waits for an answer may wait
             ask(connection, {"prompt": "x"})
             number = scheduler.request().number
-            time.sleep(0.5)
+            with connect(frontend) as silent:
+                assert read_all(silent) == b"", "its time is over, and so is that of the one before"
             for output in saying("patience")(scheduler.request()):
                 scheduler.tell(output)
             answer = b""

@@ -21,15 +21,14 @@ from services.frontend.openai.embeddings import MAX_OPEN
 from services.frontend.openai.schemas import MAX_INPUTS
 from tests.integration.frontend.scripted import (
     CONTEXT,
-    PATIENCE,
     TOKENIZER,
     VOCAB,
     Frontend,
     ScriptedScheduler,
     ended,
     scripted,
-    wait_until,
 )
+from tests.integration.frontend.test_connections import ask, connect
 from tests.integration.frontend.test_refusals import error_of
 
 PATH, WIDTH = "/v1/embeddings", 8
@@ -247,7 +246,8 @@ def test_no_number_is_an_error_not_a_null(embedder: Frontend, engine: ScriptedSc
 
 def test_a_client_that_leaves_aborts_its_inputs(embedder: Frontend, engine: ScriptedScheduler) -> None:
     engine.script(lambda _: [])
-    with httpx.Client(timeout=PATIENCE) as client, pytest.raises(httpx.ReadTimeout):
-        client.post(embedder.url + PATH, json={"input": ["a", "b"]}, timeout=0.5)
-    numbers = {request.number for request in engine.requests}
-    wait_until(lambda: len(engine.requests) == 2 and numbers <= engine.aborted, "both were aborted")
+    with connect(embedder) as connection:
+        ask(connection, {"input": ["a", "b"]}, PATH)
+        numbers = [engine.request(index).number for index in range(2)]
+    for number in numbers:
+        engine.wait_aborted(number)
