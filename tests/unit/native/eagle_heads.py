@@ -156,7 +156,7 @@ class World:
         states = self.states(CONTEXT)
         for slot, tokens, *_ in rows:
             self.history._tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        columns = np.array([(slot, start, end - start) for slot, _, start, end in rows], np.int32).T
+        columns = np.array([(slot, 1, start, end - start) for slot, _, start, end in rows], np.int32).T
         taken = [torch.cat([s[start:end] for _, _, start, end in rows]) for s in states]
         sampling = np.full(len(rows), samples)
         advance = Advance(*(c.copy() for c in columns), sampling, taken, self.least_chance)

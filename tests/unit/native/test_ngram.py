@@ -28,7 +28,7 @@ def propose(made: NgramDrafter, sequences: dict[int, list[int]], k: int) -> list
         made._history._tokens.numpy()[slot, : len(tokens)] = tokens
     slots, lengths = (np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()]))
     starts, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.bool_)
-    return made.propose(Advance(slots, starts, lengths - 1, ones), k).tolist()
+    return made.propose(Advance(slots, starts, starts, lengths - 1, ones), k).tolist()
 
 
 def expected(tokens: list[int], least: int, most: int, k: int) -> list[int]:
@@ -70,8 +70,8 @@ def test_nothing_is_proposed_beyond_the_context(max_model_len: int) -> None:
 def test_rows_that_do_not_sample_have_no_drafts() -> None:
     made = drafter(1, 3)
     made._history._tokens.numpy()[:2, :20] = 5
-    columns = (np.array(x, np.int32) for x in ([0, 1], [0, 0], [10, 15]))
+    columns = (np.array(x, np.int32) for x in ([0, 1], [1, 1], [0, 0], [10, 15]))
     assert made.propose(Advance(*columns, np.array([False, True])), 2).tolist() == [[5, 5]]
     assert made.propose(
-        Advance(np.array([0], np.int32), *(np.ones(1, np.int32),) * 2, np.ones(1, np.bool_)), 0
+        Advance(np.array([0], np.int32), *(np.ones(1, np.int32),) * 3, np.ones(1, np.bool_)), 0
     ).shape == (1, 0)

@@ -31,12 +31,13 @@ def postponed(drafter: Drafter) -> Postponed:
     return postponed
 
 
-def step(*rows: tuple[int, int, int], samples: bool = True) -> Advance:
+def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1) -> Advance:
     """(slot, start, count) each; the states of a token say whose it is and where it stands."""
     slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     names = [[100 * slot + start + i] for slot, start, count in rows for i in range(count)]
     states = torch.tensor(names, dtype=torch.float32)
-    return Advance(slots, starts, counts, np.full(len(rows), samples), [states, states + 0.5])
+    generations = np.full(len(rows), generation, np.int32)
+    return Advance(slots, generations, starts, counts, np.full(len(rows), samples), [states, states + 0.5])
 
 
 def test_steps_without_drafts_are_told_with_the_next_that_has_some() -> None:
@@ -68,9 +69,9 @@ def test_whoever_left_is_not_told_of() -> None:
     drafter = postponed(heard := Heard())
     drafter.propose(step((5, 0, 4), (3, 7, 2)), 0)
     drafter.propose(step((5, 4, 1)), 0)
-    drafter.assign(5)
-    drafter.propose(step((5, 0, 2), samples=False), 0)
-    drafter.propose(step((5, 2, 1)), 1)
+    drafter._table.generation[5] = 2
+    drafter.propose(step((5, 0, 2), samples=False, generation=2), 0)
+    drafter.propose(step((5, 2, 1), generation=2), 1)
     (told,) = heard.heard
     assert told.slots.tolist() == [5, 3]
     assert told.states[0].flatten().tolist() == [500, 501, 502, 307, 308]
@@ -96,3 +97,15 @@ def test_not_more_is_kept_than_may_be() -> None:
     assert [int(told.counts.sum()) for told in heard.heard] == [MOST + 1]
     assert drafter.propose(step((2, MOST + 1, 1)), 1).tolist() == [[2]]
     assert heard.heard[-1].counts.tolist() == [1]
+
+
+def test_whoever_left_makes_room() -> None:
+    drafter = postponed(heard := Heard())
+    for slot in range(4):
+        drafter.propose(step((slot, 0, MOST // 4)), 0)
+    drafter._table.release(np.array([0, 2, 3], np.int32))
+    drafter.propose(step((1, MOST // 4, 1)), 0)
+    assert not heard.heard
+    drafter.propose(step((1, MOST // 4 + 1, 1)), 1)
+    (told,) = heard.heard
+    assert (told.slots.tolist(), told.counts.tolist()) == ([1], [MOST // 4 + 2])

@@ -280,7 +280,8 @@ class NativeRunner:
         kept[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
         states = pending.states(kept)
         least = pending.step.least_chance
-        drafts = self._drafter.propose(Advance(rows.slots, rows.starts, kept, rows.samples, states, least), k)
+        columns = rows.slots, rows.generations, rows.starts, kept, rows.samples
+        drafts = self._drafter.propose(Advance(*columns, states, least), k)
         self._drafts.propose(pending.slots, drafts)
         return drafts
 

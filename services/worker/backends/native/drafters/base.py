@@ -56,6 +56,8 @@ class Advance:
     """How far a step took its requests, rejected drafts left out: one row each, in the plan's order."""
 
     slots: I32
+    generations: I32
+    """Of the slots: a request that left has another than its slot has by then."""
     starts: I32
     """First position that the step computed."""
     counts: I32

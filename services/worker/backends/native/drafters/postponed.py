@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
-from services.worker.batch import EMPTY, SlotTable
+from services.worker.batch import SlotTable
 
-MOST = 512
+MOST = 4096
 """Tokens whose hidden states are kept."""
 
 
@@ -24,34 +24,45 @@ class Postponed(Drafter):
         self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
         self._kept: list[Advance] = []
         self._tokens = 0
-        """Of all that is kept, or more where somebody has left."""
+        """Of all that is kept."""
         self._table: SlotTable
 
     def begin(self, slots: Slots) -> None:
-        self._take()
+        self._keep([])
         self._table = slots.table
         self.drafter.begin(slots)
 
     def end(self) -> None:
-        self._take()
+        self._keep([])
         self.drafter.end()
 
     def assign(self, slot: int) -> None:
-        self._kept = [_where(advance, advance.slots != slot) for advance in self._kept]
         self.drafter.assign(slot)
 
     def propose(self, advance: Advance, k: int) -> I32:
-        if k == 0 and self._tokens + int(advance.counts.sum()) <= MOST:
+        if k == 0 and self._has_room(tokens := int(advance.counts.sum())):
             self._kept.append(advance)
-            self._tokens += int(advance.counts.sum())
+            self._tokens += tokens
             return np.empty((np.count_nonzero(advance.samples), 0), np.int32)
-        # The blocks of a slot that nobody has may be another's by now.
-        kept = [_where(each, self._table.generation[each.slots] != EMPTY) for each in self._take()]
+        kept = self._needed()
+        self._keep([])
         return self.drafter.propose(_joined(kept, advance) if kept else advance, k)
 
-    def _take(self) -> list[Advance]:
-        kept, self._kept, self._tokens = self._kept, [], 0
-        return kept
+    def _has_room(self, tokens: int) -> bool:
+        """What nobody needs any more goes first, as long as that is at least half."""
+        if self._tokens + tokens <= MOST:
+            return True
+        self._keep(self._needed())
+        return self._tokens + tokens <= MOST // 2
+
+    def _keep(self, kept: list[Advance]) -> None:
+        self._kept, self._tokens = kept, sum(int(advance.counts.sum()) for advance in kept)
+
+    def _needed(self) -> list[Advance]:
+        """Rows of requests that are still there: the blocks of others may be somebody else's by now."""
+        generation = self._table.generation
+        present = [_where(each, each.generations == generation[each.slots]) for each in self._kept]
+        return [each for each in present if len(each.slots)]
 
 
 def _where(advance: Advance, stays: NDArray[np.bool_]) -> Advance:
@@ -62,6 +73,7 @@ def _where(advance: Advance, stays: NDArray[np.bool_]) -> Advance:
     states = [each[tokens] for each in advance.states]
     return Advance(
         advance.slots[stays],
+        advance.generations[stays],
         advance.starts[stays],
         advance.counts[stays],
         advance.samples[stays],
@@ -80,10 +92,11 @@ def _joined(kept: list[Advance], last: Advance) -> Advance:
     rows = np.concatenate([np.repeat(place[advance.slots], advance.counts) for advance in advances])
     order = np.argsort(rows, kind="stable")
     counts = np.bincount(rows, minlength=len(slots)).astype(np.int32)
-    starts = np.zeros(len(slots), np.int32)
+    generations, starts = np.zeros((2, len(slots)), np.int32)
     for advance in reversed(advances):
-        starts[place[advance.slots]] = advance.starts
+        at = place[advance.slots]
+        generations[at], starts[at] = advance.generations, advance.starts
     by_read = zip(*(advance.states for advance in advances), strict=True)
     states = [torch.cat(each)[torch.from_numpy(order)] for each in by_read]
     samples = np.concatenate((last.samples, np.zeros(len(skipped), np.bool_)))
-    return Advance(slots, starts, counts, samples, states, last.least_chance)
+    return Advance(slots, generations, starts, counts, samples, states, last.least_chance)
