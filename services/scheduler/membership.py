@@ -41,6 +41,9 @@ LOAD_SILENCE = 30.0
 """Seconds of silence that loading excuses at least: importing and compiling can hold up even the heartbeat."""
 RETURN_TIMEOUT = 15.0
 """Seconds until a worker whose epoch has ended must have registered again."""
+TAKE_TIMEOUT = 15.0
+"""Seconds until a worker's heartbeats must speak of the epoch that it was assigned to: a spare waits for nothing else.
+One that is heard, but does not, hangs."""
 LOAD_STALL = 1800.0
 """Seconds in which one rank at least of an epoch that is not in effect yet must come further: a rank may hang there,
 and its heart beat on."""
@@ -110,6 +113,8 @@ class Member:
     rank: int = -1
     loaded: Loaded | None = None
     last_step: int = 0
+    has_taken_rank: bool = False
+    """It has said something that shows that it knows of its assignment."""
 
     @property
     def name(self) -> str:
@@ -168,9 +173,11 @@ class WorkerGroup:
         match message:
             case Heartbeat(epoch=epoch, last_step_id=step):
                 member.last_step = step if epoch == self.epoch else 0
+                member.has_taken_rank |= epoch == self.epoch
             case LoadProgress(phase=phase, fraction=fraction) if member.state is State.LOADING:
                 self.detail, self.progress = phase, fraction / max(1, self._world)
                 self._came_further_at = now
+                member.has_taken_rank = True
             case Loaded(epoch=epoch) if epoch == self.epoch and member.state is State.LOADING:
                 member.loaded = message
                 self._become(member, State.LOADED, now)
@@ -205,15 +212,26 @@ class WorkerGroup:
     def check(self, now: float) -> None:
         """Silence and time-outs. Raises: GroupError"""
         for member in list(self.members.values()):
-            silence = now - member.last_seen
-            if member.state is State.RETURNING and now - member.since > RETURN_TIMEOUT:
-                self._lose(member, f"worker {member.name} did not come back from the epoch before", now)
-            elif member.state is not State.RETURNING and silence > self._patience(member):
-                self._lose(member, f"worker {member.name} was silent for {silence:.1f} s", now)
-                self._send(member.peer, EndEpoch(self.epoch, "this worker was silent for too long"), True)
+            if (why := self._given_up(member, now)) is not None:
+                self._lose(member, f"worker {member.name} {why}", now)
+                if member.state is not State.RETURNING:  # it has not been told yet
+                    self._send(member.peer, EndEpoch(self.epoch, f"this worker {why}"), True)
         if self._world and not self._in_effect and now - self._came_further_at > LOAD_STALL:
             self._end(f"no worker came further for {LOAD_STALL:.0f} s: {self.detail}", now)
         self._form(now)
+
+    def _given_up(self, member: Member, now: float) -> str | None:
+        """Why, or None."""
+        if member.state is State.RETURNING:
+            is_late = now - member.since > RETURN_TIMEOUT
+            return "did not come back from the epoch before" if is_late else None
+        silence = now - member.last_seen
+        if silence > self._patience(member):
+            return f"was silent for {silence:.1f} s"
+        is_deaf = member.state is State.LOADING and not member.has_taken_rank
+        if is_deaf and member.last_seen - member.since > TAKE_TIMEOUT:
+            return "is alive, but does not take up its rank"
+        return None
 
     def _patience(self, member: Member) -> float:
         timeout = self.config.heartbeat_timeout_seconds
@@ -339,7 +357,7 @@ class WorkerGroup:
         self._model = self._model or ranks[0].register
         rendezvous = ranks[0].register.rendezvous if len(ranks) > 1 else ""
         for rank, member in enumerate(ranks):
-            member.rank, member.loaded, member.last_step = rank, None, 0
+            member.rank, member.loaded, member.last_step, member.has_taken_rank = rank, None, 0, False
             self._become(member, State.LOADING, now)
             self._send(member.peer, self._assignment(rank, rendezvous))
         self.phase = EnginePhase.RECOVERING if self._served else EnginePhase.LOADING

@@ -23,6 +23,7 @@ from services.scheduler.membership import (
     MAX_FUTILE_EPOCHS,
     PROVEN_AFTER,
     RETURN_TIMEOUT,
+    TAKE_TIMEOUT,
     Send,
     Started,
     State,
@@ -368,6 +369,17 @@ def test_a_rank_that_hangs_is_given_up() -> None:
     hung.hang()
     assert cluster.run(10.0 + RETURN_TIMEOUT, until=lambda: cluster.group.epoch == 2 and cluster.sound())
     assert cluster.run(20.0, until=lambda: not hung.alive)
+
+
+def test_a_spare_that_hangs_holds_up_the_recovery_for_seconds_only() -> None:
+    cluster = of(tensor_parallel_size=2)
+    cluster.restarts = False
+    workers = serving(cluster, 4)
+    spares = [w for w in workers if w.peer not in cluster.effective.peers]  # type: ignore[union-attr]
+    spares[0].hang()
+    cluster.kill(cluster.workers[cluster.effective.peers[0]])  # type: ignore[union-attr]
+    assert cluster.run(TAKE_TIMEOUT + 10.0, until=lambda: cluster.group.epoch == 3 and cluster.sound())
+    assert spares[1].peer in cluster.effective.peers  # type: ignore[union-attr]
 
 
 def test_a_rank_that_hangs_while_it_loads_does_not_hold_up_the_spare() -> None:

@@ -10,6 +10,7 @@ from protocol.membership import (
     InitializeCache,
     Loaded,
     LoadFailed,
+    LoadProgress,
     RankLost,
     Ready,
     Register,
@@ -21,6 +22,7 @@ from services.scheduler.membership import (
     LOAD_SILENCE,
     MAX_FUTILE_EPOCHS,
     RETURN_TIMEOUT,
+    TAKE_TIMEOUT,
     Action,
     Ended,
     Refuse,
@@ -193,6 +195,45 @@ def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
     g.say("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
     g.check(1.1 + RETURN_TIMEOUT)
     assert list(g.members) == [b"b"]
+
+
+def test_a_spare_that_hangs_is_given_up_and_the_next_one_takes_its_rank() -> None:
+    """Its heart beats, but not in the epoch that it was assigned to."""
+    g = group(tensor_parallel_size=2)
+    g.serve("a", "b")
+    g.register("c", "d", at=1.0)
+    assert sent(g_gone(g, "b", 2.0), Assignment).keys() == {"c", "d"}
+    g.register("a", at=2.1)
+    g.say("a", Heartbeat(0, 0), 2.0 + TAKE_TIMEOUT)
+    g.say("c", Heartbeat(0, 0), 2.0 + TAKE_TIMEOUT)
+    g.say("d", Heartbeat(2, 0), 2.0 + TAKE_TIMEOUT)
+    g.check(2.0 + TAKE_TIMEOUT)
+    assert list(g.take_actions()) == []
+    g.say("c", Heartbeat(0, 0), 2.1 + TAKE_TIMEOUT)
+    g.check(2.1 + TAKE_TIMEOUT)
+    assert sent(list(g.take_actions()), EndEpoch).keys() == {"c", "d"}
+    assert sent(g.register("d", at=2.2 + TAKE_TIMEOUT), Assignment).keys() == {"a", "d"}
+
+
+@pytest.mark.parametrize("word", [Heartbeat(1, 0), LoadProgress("weights", 0.5)])
+def test_loading_may_take_long_once_it_has_begun(word: object) -> None:
+    g = group()
+    g.register("a")
+    g.say("a", word, 1.0)
+    g.say("a", Heartbeat(1, 0), 10 * TAKE_TIMEOUT)
+    g.check(10 * TAKE_TIMEOUT)
+    assert g.go_on(10 * TAKE_TIMEOUT).epoch == 1
+
+
+def test_silence_before_it_takes_its_rank_is_the_silence_of_loading() -> None:
+    """An import may hold up the heartbeat too."""
+    g = group()
+    g.register("a")
+    g.say("a", Heartbeat(0, 0), 0.5)
+    g.check(LOAD_SILENCE)
+    g.say("a", Heartbeat(1, 0), LOAD_SILENCE)
+    g.check(LOAD_SILENCE)
+    assert g.go_on(LOAD_SILENCE).epoch == 1
 
 
 @pytest.mark.parametrize(
