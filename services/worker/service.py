@@ -242,10 +242,10 @@ class Worker:
 
     def _canary(self) -> None:
         """One step through forward and sampling, and out again, before anybody waits for one; leaves no pending
-        state and an empty slot (S3-4)."""
+        state and an empty slot (S3-4). Requests have generations from 1 on."""
         zero, one = pack([0]), pack([1])
-        request = NewRequest(0, 1, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
-        self._runner.execute_model(SchedulerOutput(0, 0, zero, one, zero, one, b"\1", [request]))
+        request = NewRequest(0, 0, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
+        self._runner.execute_model(SchedulerOutput(0, 0, zero, zero, zero, one, b"\1", [request]))
         self._runner.sample_tokens(None).get()
         self._runner.release(np.zeros(1, np.int32))
 

@@ -22,7 +22,9 @@ MOMENTS = range(20 if SOAK else 3)
 LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
 STREAMS, TOKENS = range(32), 48
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
-LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2)} | ({"tp2-pp2": (2, 2)} if SOAK else {})
+LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1, 2)} | (
+    {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
+)
 DRAFTS = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}}
 
 
