@@ -23,12 +23,15 @@ def drafter(least: int, most: int, max_model_len: int = 0) -> NgramDrafter:
     return made
 
 
-def propose(made: NgramDrafter, sequences: dict[int, list[int]], k: int) -> list[list[int]]:
+def propose(
+    made: NgramDrafter, sequences: dict[int, list[int]], k: int, least_chance: float = 0.0
+) -> list[list[int]]:
     for slot, tokens in sequences.items():
         made._history._tokens.numpy()[slot, : len(tokens)] = tokens
     slots, lengths = (np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()]))
     starts, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.bool_)
-    return made.propose(Advance(slots, starts, starts, lengths - 1, ones), k).tolist()
+    advance = Advance(slots, starts, starts, lengths - 1, ones, [], least_chance)
+    return made.propose(advance, k).tolist()
 
 
 def expected(tokens: list[int], least: int, most: int, k: int) -> list[int]:
@@ -58,6 +61,14 @@ def test_finds_the_longest_and_then_the_last_match(least: int, most: int, letter
 
 def test_a_sequence_that_repeats_goes_on_so() -> None:
     assert propose(drafter(2, 5), {3: [9, 1, 2, 1, 2]}, 5) == [[1, 2, 1, 2, 1]]
+
+
+def test_a_short_match_is_trusted_less() -> None:
+    """Two tokens that match promise the next one with 2/3, the next two with 4/9; three with 3/4, 9/16, 27/64."""
+    two, three = [1, 2, 3, 4, 5, 6, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    for least, lengths in ((0.7, (0, 1)), (0.6, (1, 1)), (0.43, (2, 2)), (0.42, (2, 3)), (0.0, (4, 4))):
+        found = propose(drafter(2, 5), {0: two, 1: three}, 4, least)
+        assert found == [[3, 4, 5, 6][:n] + [NO_DRAFT] * (4 - n) for n in lengths]
 
 
 @pytest.mark.parametrize("max_model_len", [0, 12])

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.backends.native.kernels.ragged import spread, verify
 from services.worker.backends.native.state import TokenHistory
 
 I32 = NDArray[np.int32]
@@ -31,10 +32,8 @@ class Places(NamedTuple):
         """int32[rows] each; `firsts` are the positions of each row's first token."""
         if not drafts.any():
             return cls(slots, firsts, drafts, np.zeros(len(slots), np.int32))
-        sizes = drafts + np.int32(1)
-        offsets = np.arange(sizes.sum(), dtype=np.int32) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        offsets = offsets.astype(np.int32)
-        return cls(np.repeat(slots, sizes), np.repeat(firsts, sizes) + offsets, drafts, offsets)
+        owners, offsets = spread(drafts + np.int32(1))
+        return cls(slots[owners], firsts[owners] + offsets, drafts, offsets)
 
 
 class Accepted(NamedTuple):
@@ -57,8 +56,6 @@ def accept(places: Places, ids: I32, history: TokenHistory, acceptable: I32) -> 
     drafts = places.drafts
     if len(ids) == len(drafts):
         return Accepted(np.ones(len(drafts), np.int32), drafts, np.ones(len(drafts), np.bool_))
-    ends, drafted = np.cumsum(drafts + 1), np.minimum(acceptable, drafts)
-    owners = np.repeat(np.arange(len(drafts)), drafts + 1)
-    holds = history.holds(places.slots, places.positions, ids) & (places.offsets < drafted[owners])
-    last = np.minimum.reduceat(np.where(holds, len(ids), places.offsets), ends - drafts - 1)
-    return Accepted((last + 1).astype(np.int32), drafted, places.offsets <= last[owners])
+    rows = places.offsets == 0
+    columns = places.slots[rows], places.positions[rows], drafts, acceptable
+    return Accepted(*verify(*columns, ids, history.array))

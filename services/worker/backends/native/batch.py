@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from services.worker.backends.native.acceptance import Places
 from services.worker.backends.native.kernels.attention import TILE
+from services.worker.backends.native.kernels.ragged import spread
 from services.worker.batch import Rows
 
 
@@ -33,13 +34,12 @@ class Batch:
     def of(cls, rows: Rows) -> "Batch":
         """`rows` is not empty."""
         counts, first = rows.counts, np.cumsum(rows.counts, dtype=np.int32) - rows.counts
-        total = int(counts.sum())
-        offset = np.arange(total, dtype=np.int32) - np.repeat(first, counts)
-        positions = np.repeat(rows.starts, counts) + offset
+        owners, offsets = spread(counts)
+        positions = rows.starts[owners] + offsets
         last, drafts = (first + counts - 1)[rows.samples], rows.drafts[rows.samples]
         sampled = last if not drafts.any() else Places.of(last, last - drafts, drafts).positions
         return cls(
-            slots=torch.from_numpy(np.repeat(rows.slots, counts)),
+            slots=torch.from_numpy(rows.slots[owners]),
             positions=torch.from_numpy(positions),
             tiles=torch.from_numpy(tiles := _tiles(rows, first)),
             num_tiles=len(tiles),
@@ -50,13 +50,12 @@ class Batch:
 
 
 def _tiles(rows: Rows, first: NDArray[np.int32]) -> NDArray[np.int32]:
-    number = -(-rows.counts // TILE)
-    row = np.repeat(np.arange(len(number)), number)
-    skip = (np.arange(len(row)) - np.repeat(np.cumsum(number) - number, number)) * TILE
+    row, number = spread(-(-rows.counts // np.int32(TILE)))
+    skip = number * np.int32(TILE)
     columns = (
         rows.slots[row],
         rows.starts[row] + skip,
         first[row] + skip,
         np.minimum(rows.counts[row] - skip, TILE),
     )
-    return np.stack(columns, axis=1).astype(np.int32)
+    return np.stack(columns, axis=1)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
+from services.worker.backends.native.kernels.ragged import put_drafts
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import EMPTY, PlanError, Rows
 
@@ -66,17 +67,11 @@ class Drafts:
         if (starts > rows.starts).any():
             i = int((starts > rows.starts).argmax())
             raise PlanError(f"slot {slots[i]}: planned from {rows.starts[i]} on, but it is at {starts[i]}")
-        drafts, planned = rows.drafts, rows.drafts.any()
-        if planned:
-            drafts = np.minimum(drafts, self._proposed[slots])
+        drafts = np.minimum(rows.drafts, self._proposed[slots])
         rows = Rows(slots, rows.generations, starts, rows.counts - rows.drafts + drafts, rows.samples, drafts)
         self._proposed[slots] = 0
         self._frontier[slots] = rows.ends
-        if planned and drafts.any():
-            owners = np.repeat(np.arange(len(slots)), drafts)
-            offsets = np.arange(len(owners)) - np.repeat(np.cumsum(drafts) - drafts, drafts)
-            at = slots[owners], (rows.ends - drafts)[owners] + offsets.astype(np.int32)
-            history.append(*at, torch.from_numpy(self._tokens[at[0], offsets]))
+        put_drafts(slots, rows.ends - drafts, drafts, self._tokens, history.array)
         return rows
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:

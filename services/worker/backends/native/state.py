@@ -17,6 +17,8 @@ class TokenHistory:
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
         self._tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32)
+        self.array: NDArray[np.int32] = self._tokens.numpy()
+        """The same, for kernels."""
         self._limit, self._vocab_size = max_model_len, vocab_size
 
     @property
@@ -46,12 +48,4 @@ class TokenHistory:
     def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
         """Writes ids at their positions; those beyond the context are nobody's input."""
         inside = positions < self._limit
-        self._tokens.numpy()[slots[inside], positions[inside]] = ids.numpy()[inside]
-
-    def holds(
-        self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """bool[tokens]: whether the history has these ids at these positions; nothing beyond the context."""
-        tokens = self._tokens.numpy()
-        inside = positions < self._limit
-        return inside & (tokens[slots, np.where(inside, positions, 0)] == ids)
+        self.array[slots[inside], positions[inside]] = ids.numpy()[inside]

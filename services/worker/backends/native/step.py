@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.native.kernels.ragged import spread
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.model import HiddenStates
 from services.worker.backends.native.outcome import Outcome
@@ -59,8 +60,8 @@ class Pending:
         counts = self.rows.counts
         if (kept == counts).all():
             return every
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        stays = torch.from_numpy(np.flatnonzero(offsets < np.repeat(kept, counts)))
+        owners, offsets = spread(counts)
+        stays = torch.from_numpy(np.flatnonzero(offsets < kept[owners]))
         return [states[stays] for states in every]
 
 

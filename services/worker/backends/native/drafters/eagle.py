@@ -17,6 +17,7 @@ from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resol
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
 from services.worker.backends.native.drafters.desk import Going, Places
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
+from services.worker.backends.native.kernels.ragged import spread
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.runner import LoadError
 
@@ -78,11 +79,9 @@ class EagleDrafter(Drafter):
 
     def _places(self, advance: Advance) -> tuple[Places, I32]:
         """Those of the step's tokens, and which one is each row's last: int32[rows]."""
-        counts = advance.counts
-        last = np.cumsum(counts, dtype=np.int32)
-        offsets = np.arange(last[-1], dtype=np.int32) - np.repeat(last - counts, counts)
-        positions, slots = np.repeat(advance.starts, counts) + offsets, np.repeat(advance.slots, counts)
-        last, states = last - np.int32(1), advance.states
+        owners, offsets = spread(advance.counts)
+        positions, slots = advance.starts[owners] + offsets, advance.slots[owners]
+        last, states = np.cumsum(advance.counts, dtype=np.int32) - np.int32(1), advance.states
         if int(advance.ends.max()) > self._limit:
             inside = positions < self._limit
             stay = np.flatnonzero(inside)

@@ -1,5 +1,5 @@
 """Prompt lookup: what followed when the request's last tokens were said before. Costs next to nothing, and proposes
-nothing where they are new.
+nothing where they are new. A short match is trusted less than a long one.
 
 Of equally long matches the last one counts, as what is near is more alike; vLLM takes the first.
 """
@@ -30,7 +30,15 @@ class NgramDrafter(Drafter):
             return found
         slots, lengths, drafts = slots[at], lengths[at], found[at]
         least, most = self._speculation.prompt_lookup_min, self._speculation.prompt_lookup_max
-        columns = self._history.shape[1], slots.ctypes.data, lengths.ctypes.data, least, most, k
+        columns = (
+            self._history.shape[1],
+            slots.ctypes.data,
+            lengths.ctypes.data,
+            least,
+            most,
+            k,
+            advance.least_chance,
+        )
         self._kernel.run(len(at), (self._history.address, *columns, drafts.ctypes.data))
         drafts[np.arange(k) >= room[at][:, None]] = NO_DRAFT
         found[at] = drafts

@@ -1,5 +1,6 @@
 """`python -m services.worker.backends.native.kernels` compiles every kernel, so that the first start need not."""
 
+import services.worker.backends.native.kernels.ragged  # noqa: F401 - compiled when it is imported
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
 from services.worker.backends.native.kernels.likeliest import likeliest_kernel

@@ -16,6 +16,7 @@ NGRAM = [
     ("shortest", np.int64),  # tokens that must match at least
     ("longest", np.int64),  # tokens that are compared at most
     ("k", np.int64),
+    ("least", np.float32),  # chance that a token must have, with those before it
     ("found", ADDRESS),  # int32[items, k], written where there is a match
 ]
 _NGRAM = np.dtype(HEADER + NGRAM, align=True)
@@ -23,7 +24,8 @@ _NGRAM = np.dtype(HEADER + NGRAM, align=True)
 
 def ngram_kernel() -> Kernel:
     """The k tokens behind the longest match, of equally long ones behind the last. Where the sequence ends before there
-    are k, they go on with themselves: a sequence that repeats is taken to go on so. One item is one sequence."""
+    are k, they go on with themselves: a sequence that repeats is taken to go on so. Where s tokens match, each one
+    after them is taken to match with a chance of s / (s + 1). One item is one sequence."""
 
     def look_up(address):
         a = carray(simd.pointer(address), 1, _NGRAM)[0]
@@ -50,7 +52,11 @@ def ngram_kernel() -> Kernel:
             if after == 0:
                 continue
             found = simd.i32_at(a.found + np.int64(item) * a.k * 4, a.k)
+            chance = np.float32(1)
             for j in range(a.k):
+                chance *= np.float32(best) / np.float32(best + 1)
+                if chance < a.least:
+                    break
                 found[j] = tokens[after + j] if after + j < length else found[after + j - length]
 
     return Kernel(look_up, NGRAM, cost=4)
