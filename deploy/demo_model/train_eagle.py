@@ -164,15 +164,14 @@ def later(x: Tensor, places: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    steps: int  # of the schedule
-    until: int  # of them that are made
+    steps: int
     rounds: int  # of written text
     rows: int = 64
     length: int = 256  # of windows that the model writes, and of most that the head learns from
-    long: int = 1024  # windows of documents in the last steps: teaches distances
-    long_share: float = 0.12
+    long: int = 1024  # windows of documents that teach distances
+    long_share: float = 0.05
     tokens_per_step: int = 1024
-    documents_share: float = 0.25
+    documents_share: float = 0.2  # of shorter windows
     draft_vocab_size: int = 1024
     longest_answer: int = 128
     peak_lr: float = 2e-3
@@ -211,14 +210,14 @@ def written(model: Llama, shape: Shape, tokenizer: Tokenizer, recipe: Recipe, ca
 
 
 def batches(text: Tensor, stream: np.ndarray, recipe: Recipe) -> Iterator[Tensor]:
-    """Windows [batch, length]: of what the model wrote and of documents; at last long ones of documents."""
+    """Windows [batch, length]: of what the model wrote, of documents, and now and then a long one of documents."""
     rng = np.random.default_rng(0)
     order: list[int] = []
-    for step in range(recipe.until):
-        documents = rng.random() < recipe.documents_share
-        length = recipe.length if step < recipe.steps * (1 - recipe.long_share) else recipe.long
+    for _ in range(recipe.steps):
+        chance = rng.random()
+        length = recipe.long if chance < recipe.long_share else recipe.length
         count = recipe.tokens_per_step // length
-        if documents or length == recipe.long:
+        if chance < recipe.long_share + recipe.documents_share:
             starts = rng.integers(0, len(stream) - length, count)
             yield torch.from_numpy(np.stack([stream[s : s + length] for s in starts]))
             continue
@@ -252,30 +251,62 @@ def loss_of(
 
 
 @torch.no_grad()
-def acceptance(
-    head: Head, target: Llama, ids: Tensor, own: Tensor, draft_ids: Tensor, output: Tensor
-) -> tuple[list[float], float]:
-    """Of drafts made while the target writes `ids` greedily: the share whose first, first two ... tokens were accepted,
-    and tokens per step of the target."""
+def drafted(head: Head, target: Llama, ids: Tensor, output: Tensor) -> Tensor:
+    """[batch, places, STEPS, draft ids]: logits of the draft that begins at each place. Where it is right, its tokens
+    are those of `ids` from place + 2 on."""
     states = hidden_states(target, ids)
     embedded, hidden, length = target.embed_tokens(ids[:, 1:]), states[:, :-1], ids.shape[1] - 1
     guesses = head.rollout(embedded, hidden, target.cos[:length], target.sin[:length], STEPS)
-    drafts = torch.stack([draft_ids[F.linear(guess, output).argmax(-1)] for guess in guesses], -1)
-    # place i guesses token i + 2
-    right = torch.zeros(STEPS)
-    steps = tokens = 0
-    for row in range(len(ids)):
+    logits = torch.stack([F.linear(guess.roll(-step, 1), output) for step, guess in enumerate(guesses)], 2)
+    return logits[:, :-STEPS]  # of later places there is no whole draft
+
+
+def acceptance(right: Tensor, own: Tensor) -> tuple[list[float], float]:
+    """Of drafts made while the target writes greedily: the share whose first, first two ... tokens were accepted, and
+    tokens per step of the target.
+
+    Args:
+        right: bool[batch, places, STEPS], whether all of a draft's tokens up to there are
+        own: bool[batch, places], whether the target wrote all that it is about
+    """
+    shares, steps, tokens = torch.zeros(STEPS), 0, 0
+    for row in range(len(right)):
         at = 0
-        while at + STEPS + 2 <= length:
-            if not bool(own[row, at + 2 : at + 2 + STEPS].all()):  # a prompt follows
+        while at < right.shape[1]:
+            if not own[row, at]:
                 at += 1
                 continue
-            accepted = 0
-            while accepted < STEPS and drafts[row, at + accepted, accepted] == ids[row, at + 2 + accepted]:
-                right[accepted] += 1
-                accepted += 1
+            shares += right[row, at]
+            accepted = int(right[row, at].sum())
             steps, tokens, at = steps + 1, tokens + accepted + 1, at + accepted + 1
-    return [round(x, 4) for x in (right / max(1, steps)).tolist()], tokens / max(1, steps)
+    return [round(x, 4) for x in (shares / max(1, steps)).tolist()], tokens / max(1, steps)
+
+
+def error(logits: Tensor, right: Tensor) -> float:
+    """The temperature at which the head's own word for its drafts is truest, by least log loss: the engine's `ERROR`.
+
+    Args:
+        logits: [drafts, STEPS, draft ids]
+        right: bool[drafts, STEPS]
+    """
+
+    def loss(temperature: float) -> float:
+        chance = (logits / temperature).softmax(-1).amax(-1).cumprod(-1)
+        return F.binary_cross_entropy(chance.clamp(1e-4, 1 - 1e-4), right.float()).item()
+
+    return min((step / 20 for step in range(2, 21)), key=loss)
+
+
+@torch.no_grad()
+def measure(head: Head, target: Llama, ids: Tensor, own: Tensor, draft_ids: Tensor, output: Tensor) -> str:
+    """Of drafts for `ids` [batch, length]; `own`, of the same shape: which ones the target wrote, greedily."""
+    logits = drafted(head, target, ids, output)
+    places = logits.shape[1]
+    after = torch.stack([ids[:, 2 + step : 2 + step + places] for step in range(STEPS)], -1)
+    told = torch.stack([own[:, 2 + step : 2 + step + places] for step in range(STEPS)], -1).all(-1)
+    right = (draft_ids[logits.argmax(-1)] == after).cumprod(-1).bool()
+    shares, each = acceptance(right, told)
+    return f"{shares} accepted, {each:.2f} tokens a step, error {error(logits[told], right[told]):.2f}"
 
 
 def train(recipe: Recipe, directory: Path, out: Path, cache: Path | None) -> None:
@@ -318,10 +349,9 @@ def train(recipe: Recipe, directory: Path, out: Path, cache: Path | None) -> Non
             rate = (step + 1) * recipe.tokens_per_step / (time.monotonic() - began)
             shown = " ".join(f"{r:.3f}" for r in running)
             print(f"step {step + 1}  loss {loss.item():.3f}  agreed {shown}  {rate:.0f} tokens/s", flush=True)
-        if (step + 1) % 100 == 0 or step + 1 == recipe.until:
+        if (step + 1) % 100 == 0 or step + 1 == recipe.steps:
             export(head, draft_ids, shape, out)
-            shares, each = acceptance(head, target, held_out, own, draft_ids, output)
-            print(f"accepted of prompts held out: {shares}, {each:.2f} tokens a step", flush=True)
+            print("prompts held out:", measure(head, target, held_out, own, draft_ids, output), flush=True)
 
 
 def export(head: Head, draft_ids: Tensor, shape: Shape, out: Path) -> None:
@@ -355,15 +385,14 @@ def main() -> None:
     parser.add_argument(
         "--text", type=Path, default=None, help="file that keeps the written text for further runs"
     )
-    parser.add_argument("--steps", type=int, default=750)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument(
-        "--rounds", type=int, default=14, help="of 16,384 tokens that the demo model writes first"
+        "--rounds", type=int, default=60, help="of 16,384 tokens that the demo model writes first"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--until", type=int, default=700, help="stop so many steps into the schedule")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    recipe = Recipe(arguments.steps, arguments.until, arguments.rounds)
+    recipe = Recipe(arguments.steps, arguments.rounds)
     train(recipe, arguments.target, arguments.out, arguments.text)
 
 

@@ -21,7 +21,7 @@ _VARY_EVERY = 12
 """Steps after which one proposes a draft less, to see what it costs."""
 _OUTLIER = 2.0
 """A step that takes so many times what was expected was held up by something else, and counts as no more."""
-_LEAST_CHANCE = (0.1, 0.4)
+_LEAST_CHANCE = (0.1, 0.5)
 """What a draft must have until that was measured, and what may be asked of it at most: a draft that is not verified
 teaches nothing."""
 _REMEMBERED = 1.0
