@@ -99,7 +99,7 @@ def test_a_draft_needs_more_chance_where_its_row_costs_more() -> None:
         policy = Adaptive(MOST)
         run(policy, Device(token=token, noise=0.02, interrupted=0))
         chances.append(policy.least_chance)
-    assert 0 <= chances[0] < chances[1] < chances[2] < 0.5
+    assert 0 <= chances[0] < chances[1] < chances[2] <= 0.5
     assert Fixed(MOST).least_chance == 0, "all that are asked for"
 
 
