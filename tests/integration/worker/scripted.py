@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
-from protocol.transport import Server
+from protocol.transport import PeerGone, Server
 from services.config import WorkerConfig
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
 
@@ -76,6 +76,11 @@ class ScriptedScheduler:
     def send(self, *messages: msgspec.Struct) -> None:
         for message in messages:
             self._server.send(self.worker, message)
+
+    def send_while_there(self, *messages: msgspec.Struct) -> None:
+        """For messages of which one ends the worker: it may be gone before the ones after it are sent."""
+        with suppress(PeerGone):
+            self.send(*messages)
 
     def send_raw(self, frame: bytes) -> None:
         self._server.socket.send_multipart((self.worker, frame))
