@@ -4,9 +4,11 @@ import numpy as np
 import torch
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
-from services.worker.backends.native.drafters.postponed import MOST, Postponed
+from services.worker.backends.native.drafters.postponed import MOST_TOKENS, Postponed
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
+
+MOST = MOST_TOKENS
 
 
 class Heard(Drafter):
@@ -34,8 +36,8 @@ def postponed(drafter: Drafter) -> Postponed:
 def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1) -> Advance:
     """(slot, start, count) each; the states of a token say whose it is and where it stands."""
     slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    names = [[100 * slot + start + i] for slot, start, count in rows for i in range(count)]
-    states = torch.tensor(names, dtype=torch.float32)
+    names = np.concatenate([100 * slot + start + np.arange(count) for slot, start, count in rows])
+    states = torch.from_numpy(names.astype(np.float32)[:, None])
     generations = np.full(len(rows), generation, np.int32)
     return Advance(slots, generations, starts, counts, np.full(len(rows), samples), [states, states + 0.5])
 

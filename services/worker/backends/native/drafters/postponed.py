@@ -7,13 +7,14 @@ switched down to nothing costs next to nothing.
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
 from services.worker.batch import SlotTable
 
-MOST = 4096
-"""Tokens whose hidden states are kept."""
+MOST_TOKENS = 1024
+"""That are kept: the step that reads them at last must not be much longer than one with a chunk of a prompt."""
+MOST_BYTES = 8 << 20
+"""Of their hidden states, which lie beside the cache: enough of a large model's to be read in bulk."""
 
 
 class Postponed(Drafter):
@@ -22,81 +23,99 @@ class Postponed(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
-        self._kept: list[Advance] = []
-        self._tokens = 0
-        """Of all that is kept."""
+        self._kept: _Kept | None = None
         self._table: SlotTable
 
     def begin(self, slots: Slots) -> None:
-        self._keep([])
-        self._table = slots.table
+        self._kept, self._table = None, slots.table
         self.drafter.begin(slots)
 
     def end(self) -> None:
-        self._keep([])
+        self._kept = None
         self.drafter.end()
 
     def assign(self, slot: int) -> None:
         self.drafter.assign(slot)
 
     def propose(self, advance: Advance, k: int) -> I32:
-        if k == 0 and self._has_room(tokens := int(advance.counts.sum())):
-            self._kept.append(advance)
-            self._tokens += tokens
+        if self._kept is None:
+            self._kept = _Kept(advance)
+        kept = self._kept
+        if k == 0 and self._has_room(kept, len(advance.states[0])):
+            kept.add(advance)
             return np.empty((np.count_nonzero(advance.samples), 0), np.int32)
-        kept = self._needed()
-        self._keep([])
-        return self.drafter.propose(_joined(kept, advance) if kept else advance, k)
+        if kept.num_rows:
+            kept.drop_gone(self._table.generation)
+            advance = kept.joined(advance)
+            kept.clear()
+        return self.drafter.propose(advance, k)
 
-    def _has_room(self, tokens: int) -> bool:
+    def _has_room(self, kept: "_Kept", tokens: int) -> bool:
         """What nobody needs any more goes first, as long as that is at least half."""
-        if self._tokens + tokens <= MOST:
+        if kept.num_tokens + tokens <= kept.most:
             return True
-        self._keep(self._needed())
-        return self._tokens + tokens <= MOST // 2
-
-    def _keep(self, kept: list[Advance]) -> None:
-        self._kept, self._tokens = kept, sum(int(advance.counts.sum()) for advance in kept)
-
-    def _needed(self) -> list[Advance]:
-        """Rows of requests that are still there: the blocks of others may be somebody else's by now."""
-        generation = self._table.generation
-        present = [_where(each, each.generations == generation[each.slots]) for each in self._kept]
-        return [each for each in present if len(each.slots)]
+        kept.drop_gone(self._table.generation)
+        return kept.num_tokens + tokens <= kept.most // 2
 
 
-def _where(advance: Advance, stays: NDArray[np.bool_]) -> Advance:
-    """The rows of bool[rows] `stays`."""
-    if stays.all():
-        return advance
-    tokens = torch.from_numpy(np.flatnonzero(np.repeat(stays, advance.counts)))
-    states = [each[tokens] for each in advance.states]
-    return Advance(
-        advance.slots[stays],
-        advance.generations[stays],
-        advance.starts[stays],
-        advance.counts[stays],
-        advance.samples[stays],
-        states,
-        advance.least_chance,
-    )
+class _Kept:
+    """Rows of steps like `first`, in the order of the steps."""
+
+    def __init__(self, first: Advance) -> None:
+        bytes_per_token = sum(states[:1].nbytes for states in first.states)
+        self.most = min(MOST_TOKENS, MOST_BYTES // bytes_per_token)
+        self._rows = np.empty((4, self.most), np.int32)
+        """Slots, generations, starts and counts of an `Advance`."""
+        self._states = [states.new_empty((self.most, states.shape[1])) for states in first.states]
+        self.num_rows = self.num_tokens = 0
+
+    def clear(self) -> None:
+        self.num_rows = self.num_tokens = 0
+
+    def add(self, advance: Advance) -> None:
+        rows, tokens = self.num_rows + len(advance.slots), self.num_tokens + len(advance.states[0])
+        for column, its in zip(self._rows, _columns(advance), strict=True):
+            column[self.num_rows : rows] = its
+        for kept, states in zip(self._states, advance.states, strict=True):
+            kept[self.num_tokens : tokens] = states
+        self.num_rows, self.num_tokens = rows, tokens
+
+    def drop_gone(self, generation: I32) -> None:
+        """Leaves the rows of requests that are still there, `generation` being that of each slot: the blocks of others
+        may be somebody else's by now."""
+        slots, generations, _, counts = rows = self._rows[:, : self.num_rows]
+        stays = generations == generation[slots]
+        if stays.all():
+            return
+        tokens = torch.from_numpy(np.flatnonzero(np.repeat(stays, counts)))
+        for kept in self._states:
+            kept[: len(tokens)] = kept[tokens]
+        rows = rows[:, stays]
+        self.num_rows, self.num_tokens = rows.shape[1], len(tokens)
+        self._rows[:, : self.num_rows] = rows
+
+    def joined(self, last: Advance) -> Advance:
+        """One row for each slot, from its first position on: those of `last` as they are there, then the others."""
+        rows = np.concatenate((self._rows[:, : self.num_rows], _columns(last)), axis=1)
+        others = np.setdiff1d(self._rows[0, : self.num_rows], last.slots)
+        slots = np.concatenate((last.slots, others))
+        place = np.empty(int(slots.max()) + 1, np.int32)
+        place[slots] = np.arange(len(slots), dtype=np.int32)
+        places = place[rows[0]]
+        first = np.unique(places, return_index=True)[1]
+        by_token = np.repeat(places, rows[3])
+        order = torch.from_numpy(np.argsort(by_token, kind="stable"))
+        states = zip(self._states, last.states, strict=True)
+        return Advance(
+            slots,
+            rows[1, first],
+            rows[2, first],
+            np.bincount(by_token).astype(np.int32),
+            np.concatenate((last.samples, np.zeros(len(others), np.bool_))),
+            [torch.cat((kept[: self.num_tokens], its))[order] for kept, its in states],
+            last.least_chance,
+        )
 
 
-def _joined(kept: list[Advance], last: Advance) -> Advance:
-    """One row for each slot: those of `last` as they are there, then those that it skips."""
-    advances = [*kept, last]
-    skipped = np.setdiff1d(np.concatenate([advance.slots for advance in kept]), last.slots)
-    slots = np.concatenate((last.slots, skipped)).astype(np.int32)
-    place = np.zeros(int(slots.max()) + 1, np.int64)
-    place[slots] = np.arange(len(slots))
-    rows = np.concatenate([np.repeat(place[advance.slots], advance.counts) for advance in advances])
-    order = np.argsort(rows, kind="stable")
-    counts = np.bincount(rows, minlength=len(slots)).astype(np.int32)
-    generations, starts = np.zeros((2, len(slots)), np.int32)
-    for advance in reversed(advances):
-        at = place[advance.slots]
-        generations[at], starts[at] = advance.generations, advance.starts
-    by_read = zip(*(advance.states for advance in advances), strict=True)
-    states = [torch.cat(each)[torch.from_numpy(order)] for each in by_read]
-    samples = np.concatenate((last.samples, np.zeros(len(skipped), np.bool_)))
-    return Advance(slots, generations, starts, counts, samples, states, last.least_chance)
+def _columns(advance: Advance) -> tuple[I32, I32, I32, I32]:
+    return advance.slots, advance.generations, advance.starts, advance.counts
