@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.kernels.ragged import put_drafts
+from services.worker.backends.native.kernels.ragged import settle
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import EMPTY, PlanError, Rows
 
@@ -61,18 +61,14 @@ class Drafts:
             if rows.drafts.any():
                 raise PlanError("the plan has drafts, but this group was not told how they are proposed")
             return rows
-        slots, starts = rows.slots, self._frontier[rows.slots]
-        if starts.min() == EMPTY:
-            starts = np.where(starts == EMPTY, rows.starts, starts)
-        if (starts > rows.starts).any():
-            i = int((starts > rows.starts).argmax())
-            raise PlanError(f"slot {slots[i]}: planned from {rows.starts[i]} on, but it is at {starts[i]}")
-        drafts = np.minimum(rows.drafts, self._proposed[slots])
-        rows = Rows(slots, rows.generations, starts, rows.counts - rows.drafts + drafts, rows.samples, drafts)
-        self._proposed[slots] = 0
-        self._frontier[slots] = rows.ends
-        put_drafts(slots, rows.ends - drafts, drafts, self._tokens, history.array)
-        return rows
+        starts, counts, drafts, bad = settle(
+            *(rows.slots, rows.starts, rows.counts, rows.drafts),
+            *(self._frontier, self._proposed, self._tokens, history.array),
+        )
+        if bad >= 0:
+            slot, start = rows.slots[bad], rows.starts[bad]
+            raise PlanError(f"slot {slot}: planned from {start} on, but it is at {self._frontier[slot]}")
+        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts)
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
         """So many tokens were sampled from position `firsts` on; int32[sampling rows] each. The last one is not

@@ -276,8 +276,10 @@ class NativeRunner:
         if self._drafter is None:
             return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
         rows = pending.rows
-        kept = rows.counts.copy()
-        kept[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
+        kept = rows.counts
+        if rows.drafts.any():
+            kept = kept.copy()
+            kept[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
         states = pending.states(kept)
         least = pending.step.least_chance
         columns = rows.slots, rows.generations, rows.starts, kept, rows.samples

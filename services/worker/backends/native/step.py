@@ -58,7 +58,7 @@ class Pending:
             return []
         every = [self.hidden.taken[read] for read in self.hidden.reads]
         counts = self.rows.counts
-        if (kept == counts).all():
+        if kept is counts or (kept == counts).all():
             return every
         owners, offsets = spread(counts)
         stays = torch.from_numpy(np.flatnonzero(offsets < kept[owners]))

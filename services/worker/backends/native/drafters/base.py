@@ -7,8 +7,10 @@ tensors of its own under the target's block tables.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from services.worker.batch import SlotTable
 from services.worker.weights import Checkpoint
 
 I32 = NDArray[np.int32]
+States = Sequence[torch.Tensor]
+"""[tokens, hidden] each"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,7 @@ class Slots:
     """Of the cache."""
 
 
-@dataclass(frozen=True)
-class Advance:
+class Advance(NamedTuple):
     """How far a step took its requests, rejected drafts left out: one row each, in the plan's order."""
 
     slots: I32
@@ -65,7 +68,7 @@ class Advance:
     samples: NDArray[np.bool_]
     """Rows whose next token was sampled: the history has it at `ends`, unless that is beyond the context. Where nothing
     was sampled, the history has the next token of the prompt there."""
-    states: list[torch.Tensor] = field(default_factory=list)
+    states: States = ()
     """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back"""
     least_chance: float = 0.0
     """From where a draft is less likely to be accepted, with those before it, a row need not have any."""

@@ -6,33 +6,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.drafters.base import I32
-
-F32 = NDArray[np.float32]
-
-
-class Places(NamedTuple):
-    """What is computed first: every token that stays. Places of a row stand together."""
-
-    slots: I32
-    positions: I32
-    ids: I32
-    """Of the token after each."""
-    hidden: torch.Tensor
-    """float32[places, hidden], of each one's own token"""
+from services.worker.backends.native.drafters.base import Advance, Slots
+from services.worker.backends.native.kernels.draft import lay
 
 
-class Going(NamedTuple):
-    """Rows that are drafted for from there; int32[rows] unless stated."""
+class Laid(NamedTuple):
+    """What was put on a desk."""
 
-    last: I32
-    """Place of each."""
-    room: I32
-    """Drafts that it may have, at least 1."""
-    owner: I32
-    """Its row in what is proposed."""
-    sharpness: F32
-    """float32[rows], of its distribution of the next token over the head's."""
+    places: int
+    """Every token that stays. Those of a row stand together."""
+    rows: int
+    """Those that are drafted for."""
+    end: int
+    """Position after the last place."""
 
 
 class Desk:
@@ -46,23 +32,19 @@ class Desk:
         self.size, self.width = size, width
         self._kept: list[NDArray[Any]] = []
         ints, floats = np.int32, np.float32
-        places = (
-            self._array(1, ints),
-            self._array(1, ints),
-            self._array(1, ints),
-            self._array(width, floats),
-        )
-        rows = (self._array(1, ints), self._array(1, ints), self._array(1, ints), self._array(1, floats))
-        self._tiles, self._chance = self._array(4, ints), self._array(1, floats)
-        self._places, self._rows = places, rows
-        self.slots, self.positions, self.ids, self.hidden = (array.ctypes.data for array in places)
-        self.last, room, owner, self.sharpness = (array.ctypes.data for array in rows)
-        self.tiles, self.yielded, self.sure = self._tiles.ctypes.data, self.floats(width), self.floats(1)
+        places = [self._array(1, ints)[:, 0] for _ in range(3)]
+        rows = [self._array(1, kind)[:, 0] for kind in (ints, ints, ints, floats, floats)]
+        tiles, self._hidden = self._array(4, ints), self._array(width, floats)
+        self._laid = (*places, *rows, tiles)
+        self.slots, self.positions, self.ids = (array.ctypes.data for array in places)
+        self.last, room, owner, self.sharpness, chance = (array.ctypes.data for array in rows)
+        self.hidden, self.tiles = self._hidden.ctypes.data, tiles.ctypes.data
+        self.yielded, self.sure = self.floats(width), self.floats(1)
         self.chosen = self._array(1, ints).ctypes.data
         self.columns = (
             *(self.slots, self.positions, self.ids, self.hidden),
             *(self.tiles, self.last, self.yielded, self.chosen, self.sure, self.sharpness),
-            *(room, owner, self._chance.ctypes.data),
+            *(room, owner, chance),
         )
         """What the kernel of a draft is told of all this, in its order."""
 
@@ -75,14 +57,15 @@ class Desk:
         self._kept.append(array := np.empty((self.size, width), kind))
         return array
 
-    def put(self, places: Places, going: Going) -> None:
-        """Every row has all chances still."""
-        size, rows = len(places.slots), len(going.last)
-        for array, values in zip(self._places, places[:3], strict=False):
-            array[:size, 0] = values
-        self._places[3][:size] = places.hidden.numpy()
-        for column, of_rows in zip(self._rows, going, strict=True):
-            column[:rows, 0] = of_rows
-        tiles = self._tiles[:rows]
-        tiles[:, 0], tiles[:, 1] = places.slots[going.last], places.positions[going.last]
-        tiles[:, 2], tiles[:, 3], self._chance[:rows] = going.last, 1, 1
+    def put(self, advance: Advance, slots: Slots, k: int, limit: int, error: float) -> Laid:
+        """Puts down the places of all that stays below position `limit`, but for their hidden states, and the rows that
+        have room for drafts, up to `k` of them, with `error` as `eagle.ERROR` has it. Every row has all chances still.
+        """
+        table = slots.table
+        columns = advance.slots, advance.starts, advance.counts, advance.samples
+        held = table.num_blocks, table.temperature, slots.history.array
+        return Laid(*lay(*columns, *held, table.block_size, k, limit, error, *self._laid))
+
+    def hide(self, hidden: torch.Tensor) -> None:
+        """float32[places, hidden], of each place's own token."""
+        self._hidden[: len(hidden)] = hidden.numpy()

@@ -15,7 +15,6 @@ import torch
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
-from services.worker.backends.native.drafters.desk import Going, Places
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
 from services.worker.backends.native.kernels.ragged import spread
 from services.worker.backends.native.kv_cache import KVCache
@@ -60,38 +59,20 @@ class EagleDrafter(Drafter):
 
     def propose(self, advance: Advance, k: int) -> I32:
         proposed = np.full((np.count_nonzero(advance.samples), k), NO_DRAFT, np.int32)
-        if int(advance.starts.min(initial=self._limit)) >= self._limit:
+        tokens, states = len(advance.states[0]), advance.states
+        laid = self._model.desk(tokens).put(advance, self._slots, k, self._limit, ERROR)
+        if not laid.places:
             return proposed
-        places, last = self._places(advance)
-        last, ends = last[advance.samples], advance.ends[advance.samples]
-        slots = advance.slots[advance.samples]
-        room = self._room(slots, ends, k)
-        owner = np.flatnonzero(room > 0).astype(np.int32)
-        heat = np.hypot(self._slots.table.temperature[slots[owner]], np.float32(ERROR))
-        going = Going(last[owner], room[owner], owner, np.reciprocal(heat, dtype=np.float32))
-        self._model.draft(places, going, proposed, advance.least_chance)
+        if laid.places < tokens:
+            stay = self._inside(advance)
+            states = [each[stay] for each in states]
+        self._model.draft(laid, self._model.fuse(states), proposed, advance.least_chance)
         return proposed
 
-    def _room(self, slots: I32, ends: I32, k: int) -> I32:
-        """int32[rows]: how many of the drafts, at ends + 1, ends + 2 ..., are inside of both contexts, and those whose
-        computation, from the second one on at `ends`, is inside of the blocks of the slot."""
-        blocks = self._slots.table.num_blocks[slots] * np.int32(self._block_size)
-        return np.minimum(np.minimum(self._limit - 1 - ends, blocks - ends + 1), k).astype(np.int32)
-
-    def _places(self, advance: Advance) -> tuple[Places, I32]:
-        """Those of the step's tokens, and which one is each row's last: int32[rows]."""
+    def _inside(self, advance: Advance) -> torch.Tensor:
+        """int64[places]: which tokens are inside of the head's context."""
         owners, offsets = spread(advance.counts)
-        positions, slots = advance.starts[owners] + offsets, advance.slots[owners]
-        last, states = np.cumsum(advance.counts, dtype=np.int32) - np.int32(1), advance.states
-        if int(advance.ends.max()) > self._limit:
-            inside = positions < self._limit
-            stay = np.flatnonzero(inside)
-            positions, slots = positions[stay], slots[stay]
-            states = [s[torch.from_numpy(stay)] for s in states]
-            last = (np.cumsum(inside, dtype=np.int32) - np.int32(1))[last]
-        following = np.minimum(positions + 1, self._slots.table.max_model_len - 1)
-        ids = self._slots.history.gather(torch.from_numpy(slots), torch.from_numpy(following))
-        return Places(slots, positions, ids.numpy().astype(np.int32), self._model.fuse(states)), last
+        return torch.from_numpy(np.flatnonzero(advance.starts[owners] + offsets < self._limit))
 
 
 def _directory(target: Target) -> Path:

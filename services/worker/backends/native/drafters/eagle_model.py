@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from services.worker.backends.native.attention import scores, shared_columns
-from services.worker.backends.native.drafters.base import I32, Target
-from services.worker.backends.native.drafters.desk import Desk, Going, Places
+from services.worker.backends.native.drafters.base import I32, States, Target
+from services.worker.backends.native.drafters.desk import Desk, Laid
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
@@ -64,7 +64,7 @@ class EagleModel(ABC):
         """Reads the weights of the layer."""
 
     @abstractmethod
-    def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
+    def fuse(self, states: States) -> torch.Tensor:
         """What the first token of a draft reads, of the target's hidden states: float32[places, hidden]."""
 
     @abstractmethod
@@ -129,21 +129,25 @@ class EagleModel(ABC):
         )
         self._desk, self._before, self._after = desk, before, after
 
-    def draft(self, places: Places, going: Going, proposed: I32, least: float) -> None:
-        """Computes the places, over whatever an earlier draft left there, then drafts.
+    def desk(self, places: int) -> Desk:
+        """With room for so many."""
+        if places > self._desk.size:
+            self._lay(1 << (places - 1).bit_length())
+        return self._desk
+
+    def draft(self, laid: Laid, hidden: torch.Tensor, proposed: I32, least: float) -> None:
+        """Computes the places that were laid on the desk, over whatever an earlier draft left there, then drafts.
 
         Args:
-            proposed: int32[any, k], C-contiguous; gets a draft for each row of `going` and token, as long as all of the
-                row's together have a chance of `least`, by the head's own word.
+            hidden: float32[places, hidden], as `fuse` gives them
+            proposed: int32[any, k], C-contiguous; gets a draft for each row on the desk and token, as long as all of
+                the row's together have a chance of `least`, by the head's own word.
         """
-        size, k, c = len(places.slots), proposed.shape[1], self.config.layer
-        if size > self._desk.size:
-            self._lay(1 << (size - 1).bit_length())
-        desk, longest = self._desk, int(places.positions.max()) + k + 1
-        self._attend.args["scratch"] = scores(c, self._cache.block_size, longest)
-        desk.put(places, going)
+        desk, k, c = self._desk, proposed.shape[1], self.config.layer
+        self._attend.args["scratch"] = scores(c, self._cache.block_size, laid.end + k)
+        desk.hide(hidden)
         tokens = 0 if self._tokens is None else self._tokens.ctypes.data
-        numbers = *self._before.values, *self._after.values, *team(), k, size, len(going.last), least
+        numbers = *self._before.values, *self._after.values, *team(), k, laid.places, laid.rows, least
         self._draft.run(1, (*numbers, *desk.columns, c.hidden_size, tokens, proposed.ctypes.data))
 
 
@@ -156,7 +160,7 @@ class Eagle(EagleModel):
         self._read_layer(loader, hidden)
         self._fc = loader.linear("fc", hidden, 2 * hidden)
 
-    def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
+    def fuse(self, states: States) -> torch.Tensor:
         return states[0].float()
 
     def _enter(self, before: Sequence, desk: Desk) -> Entry:
@@ -183,8 +187,8 @@ class Eagle3(EagleModel):
         self._hidden_norm = loader.vector("layers.0.hidden_norm.weight")
         self._final_norm = loader.vector("norm.weight")
 
-    def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
-        return self._fc(torch.cat(states, 1).float())
+    def fuse(self, states: States) -> torch.Tensor:
+        return self._fc(torch.cat(tuple(states), 1).float())
 
     def _enter(self, before: Sequence, desk: Desk) -> Entry:
         width, eps = desk.width, self.config.layer.norm_eps

@@ -1,7 +1,7 @@
 """A whole draft of a head of one layer: its kernels token after token, and between them what only goes round."""
 
 import numpy as np
-from numba import carray
+from numba import carray, njit, types
 
 from services.worker.backends.native.kernels import sequence, simd
 from services.worker.backends.native.kernels.team import HEADER, Kernel, take
@@ -53,6 +53,49 @@ DRAFT = [
     ("proposed", np.int64),  # int32[any, k], filled with what is no draft
 ]
 _COPY, _TURN, _DRAFT = (np.dtype(HEADER + fields, align=True) for fields in (COPY, TURN, DRAFT))
+
+_COLUMN, _INTS = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.int32, 1, "C")
+_FLOATS, _TABLE = types.Array(types.float32, 1, "C"), types.Array(types.int32, 2, "C")
+_GIVEN = *(_COLUMN,) * 3, types.Array(types.boolean, 1, "A", readonly=True), _INTS, _FLOATS, _TABLE
+_LAID = *(_INTS,) * 6, _FLOATS, _FLOATS, _TABLE
+
+
+@njit(types.UniTuple(types.int64, 3)(*_GIVEN, *(types.int64,) * 3, types.float64, *_LAID), cache=True)
+def lay(  # type: ignore[no-untyped-def]
+    slots, starts, counts, samples, num_blocks, temperature, history, block_size, k, limit, error,
+    place_slots, positions, ids, last, room, owner, sharpness, chance, tiles,
+):  # fmt: skip
+    """Writes where a step's tokens stand that are below position `limit`, each with the token after it, and the rows
+    that have room for drafts: at ends + 1, ends + 2 ... below `limit`, those after the first computed inside of the
+    slot's blocks.
+
+    Args:
+        slots, starts, counts, samples: [rows], of an `Advance`
+        num_blocks, temperature, history: [slots], [slots] and [slots, context]
+        place_slots, positions, ids: [places], written
+        last, room, owner, sharpness, chance, tiles: [rows], as `DRAFT` has them, written
+
+    Returns:
+        How many places and rows, and the position after the last place.
+    """
+    place = row = sampled = furthest = 0
+    for i in range(len(slots)):
+        slot, end = slots[i], starts[i] + counts[i]
+        for position in range(starts[i], min(end, limit)):
+            place_slots[place], positions[place] = slot, position
+            ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
+            place += 1
+            furthest = max(furthest, position + 1)
+        if not samples[i]:
+            continue
+        here = min(limit - 1 - end, num_blocks[slot] * block_size - end + 1, k)
+        if here > 0:
+            last[row], room[row], owner[row] = place - 1, here, sampled
+            sharpness[row], chance[row] = 1 / np.hypot(temperature[slot], error), 1
+            tiles[row, 0], tiles[row, 1], tiles[row, 2], tiles[row, 3] = slot, end - 1, place - 1, 1
+            row += 1
+        sampled += 1
+    return place, row, furthest
 
 
 def copy_kernel(half: bool) -> Kernel:

@@ -22,14 +22,35 @@ def spread(counts):  # type: ignore[no-untyped-def]
     return owners, offsets
 
 
-@njit(types.void(_GIVEN, _GIVEN, _GIVEN, _KEPT, _KEPT), cache=True)
-def put_drafts(slots, firsts, counts, tokens, history):  # type: ignore[no-untyped-def]
-    """Writes the first `counts` of int32[slots, most] `tokens` into int32[slots, limit] `history`, from `firsts` on;
-    int32[rows] each. What is beyond the limit is nobody's input."""
+@njit(types.Tuple((*(_MADE,) * 3, types.int64))(*(_GIVEN,) * 4, _MADE, _MADE, _KEPT, _KEPT), cache=True)
+def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history):  # type: ignore[no-untyped-def]
+    """Brings planned rows to where they really start, each with those of its drafts that there are, and writes these
+    into int32[slots, limit] `history`; what is beyond the limit is nobody's input.
+
+    Args:
+        slots, starts, counts, drafts: int32[rows], as planned
+        frontier: int32[slots], where the next row starts, or -1: where it is planned to; moved to the end of the row
+        proposed: int32[slots], how many of int32[slots, most] `tokens` there are; 0 afterwards
+
+    Returns:
+        int32[rows] starts, counts and drafts; and which row is planned before its frontier, in which case nothing was
+        changed, or -1.
+    """
+    true_starts, true_counts, true_drafts = starts.copy(), counts.copy(), drafts.copy()
+    for row in range(len(slots)):
+        if frontier[slots[row]] > starts[row]:
+            return true_starts, true_counts, true_drafts, row
     for row in range(len(slots)):
         slot = slots[row]
-        for i in range(min(counts[row], history.shape[1] - firsts[row])):
-            history[slot, firsts[row] + i] = tokens[slot, i]
+        start = frontier[slot] if frontier[slot] >= 0 else starts[row]
+        number = min(drafts[row], proposed[slot])
+        count = counts[row] - drafts[row] + number
+        true_starts[row], true_counts[row], true_drafts[row] = start, count, number
+        proposed[slot], frontier[slot] = 0, start + count
+        first = start + count - number
+        for i in range(min(number, history.shape[1] - first)):
+            history[slot, first + i] = tokens[slot, i]
+    return true_starts, true_counts, true_drafts, -1
 
 
 @njit(types.Tuple((_MADE, _MADE, _MASK))(*(_GIVEN,) * 5, _KEPT), cache=True)
