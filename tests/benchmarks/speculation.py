@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -28,8 +29,26 @@ TEXT = Path(__file__).parent / "prose_and_code.txt"
 EOS = 2
 CONCURRENCY = (1, 8)
 PLAIN = "none"
+TURN = 16
+"""Prompts that an engine is asked before it is the next one's turn: about a second, as the machine has moods."""
 Prompts = Sequence[np.ndarray]
-Figures = dict[str, float]
+
+
+class Turn(NamedTuple):
+    """What one engine made of some prompts."""
+
+    seconds: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+Turns = Mapping[int, Mapping[str, Sequence[Turn]]]
+"""By concurrency and method; those of the same number were neighbours, with the same prompts."""
 
 
 def text_prompts(number: int, size: int) -> list[np.ndarray]:
@@ -54,7 +73,7 @@ def speculative(methods: Mapping[str, int], adaptive: bool) -> dict[str, dict[st
     return {method: {"speculative_config": json.dumps(config)} for method, config in configs.items()}
 
 
-def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: SamplingParams) -> Figures:
+def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: SamplingParams) -> Turn:
     """All prompts, so many at a time."""
     done, tokens, before = client.finished, client.tokens, len(client.finishes)
     began, sent = time.monotonic(), 0
@@ -64,17 +83,10 @@ def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: Sam
             sent += 1
         client.receive()
     seconds, finishes = time.monotonic() - began, client.finishes[before:]
-    tokens = client.tokens - tokens
     drafted, accepted = (
         sum(getattr(finish, f"num_{what}_tokens") for finish in finishes) for what in ("draft", "accepted")
     )
-    return {
-        "tokens_per_s": tokens / seconds,
-        "acceptance": accepted / drafted if drafted else 0.0,
-        "tokens_per_row": tokens / (tokens - accepted),
-        "drafted": float(drafted),
-        "tokens": float(tokens),
-    }
+    return Turn(seconds, client.tokens - tokens, drafted, accepted)
 
 
 def compared(
@@ -82,9 +94,9 @@ def compared(
     prompts: Prompts,
     params: SamplingParams,
     args: argparse.Namespace,
-) -> dict[int, dict[str, list[Figures]]]:
-    """Runs by concurrency and method; each run of one method has its neighbours of all others."""
-    runs: dict[int, dict[str, list[Figures]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
+) -> Turns:
+    """Every engine has its turn with the same prompts, then with the next ones."""
+    turns: dict[int, dict[str, list[Turn]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
     worker = {"threads": args.threads, "log_level": "warning", "kv_cache_memory_bytes": 256 << 20}
     with ExitStack() as stack:
         clients = {
@@ -95,15 +107,27 @@ def compared(
             answer(client, prompts[:4], 4, params)
         for _ in range(args.repeats):
             for concurrency in CONCURRENCY:
-                for name, client in clients.items():
-                    runs[concurrency][name].append(answer(client, prompts, concurrency, params))
-    return runs
+                for first in range(0, len(prompts), TURN):
+                    for name, client in clients.items():
+                        turn = answer(client, prompts[first : first + TURN], concurrency, params)
+                        turns[concurrency][name].append(turn)
+    return turns
 
 
-def over_none(runs: Mapping[str, Sequence[Figures]], method: str) -> float:
-    """The median over pairs of neighbouring runs."""
-    pairs = zip(runs[method], runs[PLAIN], strict=True)
-    return statistics.median(ours["tokens_per_s"] / none["tokens_per_s"] for ours, none in pairs)
+def over_none(turns: Mapping[str, Sequence[Turn]], method: str) -> float:
+    """The median over pairs of neighbouring turns."""
+    return statistics.median(
+        ours.rate / none.rate for ours, none in zip(turns[method], turns[PLAIN], strict=True)
+    )
+
+
+def whole(turns: Sequence[Turn]) -> dict[str, float]:
+    seconds, tokens, drafted, accepted = map(sum, zip(*turns, strict=True))
+    return {
+        "tokens_per_s": tokens / seconds,
+        "acceptance": accepted / drafted if drafted else 0.0,
+        "tokens_per_row": tokens / (tokens - accepted),
+    }
 
 
 def acceptance_equal(
@@ -146,8 +170,8 @@ def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
-        ("threads", 1), ("repeats", 3), ("prompts", 16), ("input-len", 96), ("output-len", 128), ("eagle", 3),
-        ("ngram", 3), ("sim-requests", 256), ("sim-output", 2400),
+        ("threads", 1), ("repeats", 3), ("prompts", 48), ("input-len", 96), ("output-len", 128), ("eagle", 3),
+        ("ngram", 5), ("sim-requests", 256), ("sim-output", 2400),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--skip-sim", action="store_true")
@@ -166,17 +190,16 @@ def main() -> None:
             "prompts": kind,
             "concurrency": concurrency,
             "drafts by": f"{name}, k={methods[name]}" if name in methods else name,
-            **{key: statistics.median(run[key] for run in runs[concurrency][name]) for key in
-               ("tokens_per_s", "acceptance", "tokens_per_row")},
-            "over none": over_none(runs[concurrency], name),
+            **whole(turns[concurrency][name]),
+            "over none": over_none(turns[concurrency], name),
         }
-        for kind, runs in (("text", good), ("random, sampled", bad))
+        for kind, turns in (("text", good), ("random, sampled", bad))
         for concurrency in CONCURRENCY
         for name in engines
     ]  # fmt: skip
     report(
         "speculation",
-        title=f"demo model, {args.threads} threads: medians of {args.repeats}",
+        title=f"demo model, compute threads: {args.threads}; over none: medians of neighbouring turns",
         rows=rows,
         figures={
             "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
