@@ -25,17 +25,19 @@ WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
 LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1, 2)} | (
     {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
 )
-DRAFTS = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}}
+DRAFTS = {"method": "eagle", "num_speculative_tokens": 3}
+"""As many as pay, with two ranks; with stages always three, so that each has drafts in flight."""
 
 
 def scheduler(layout: str) -> dict[str, object]:
     tp, pp = LAYOUTS[layout]
-    return {
+    drafts = {"speculative_config": DRAFTS | {"adaptive": pp == 1}} if "drafts" in layout else {}
+    return drafts | {
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,
         "max_model_len": 256,
         "heartbeat_timeout_seconds": 3.0,
-    } | (DRAFTS if "drafts" in layout else {})
+    }
 
 
 def generate(client: EngineClient) -> None:

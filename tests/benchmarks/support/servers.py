@@ -85,6 +85,8 @@ def vllm_process(
         environment = {
             **os.environ,
             "PYTHONPATH": directory,
+            "TMPDIR": directory,  # it leaves files there
+            "TORCHINDUCTOR_CACHE_DIR": str((VLLM_ENVIRONMENT / "compiled").resolve()),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
