@@ -28,7 +28,8 @@ from tests.benchmarks.support.report import report
 TEXT = Path(__file__).parent / "prose_and_code.txt"
 EOS = 2
 CONCURRENCY = (1, 8)
-PLAIN = "none"
+PLAIN, CONTROL = "none", "none again"
+"""The same engine twice: how far apart they are is what the machine's moods do to a ratio."""
 TURN = 16
 """Prompts that an engine is asked before it is the next one's turn: about a second, as the machine has moods."""
 Prompts = Sequence[np.ndarray]
@@ -177,7 +178,7 @@ def main() -> None:
     parser.add_argument("--skip-sim", action="store_true")
     args = parser.parse_args()
     methods = {"eagle": args.eagle, "ngram": args.ngram}
-    engines = {PLAIN: {}, **speculative(methods, adaptive=True)}
+    engines = {PLAIN: {}, **speculative(methods, adaptive=True), CONTROL: {}}
     greedy = SamplingParams(args.output_len, temperature=0.0, eos_token_ids=(EOS,))
     hot = SamplingParams(args.output_len, temperature=1.5, seed=1)
     text = text_prompts(args.prompts, args.input_len)
@@ -207,6 +208,10 @@ def main() -> None:
             "speedup_by_concurrency": speedup,
             "adaptive_floor": min(value for by in floor.values() for value in by.values()),
             "adaptive_floor_by_method": floor,
+            "control": {
+                kind: {str(c): over_none(turns[c], CONTROL) for c in CONCURRENCY}
+                for kind, turns in (("text", good), ("random", bad))
+            },
             **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),
         },
         settings={"drafts": methods, "adaptive": True, **vars(args)},
