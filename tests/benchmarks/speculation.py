@@ -4,7 +4,7 @@ The prompts are pieces of a text that lies beside this file, ordinary prose and 
 them. Then where drafts fail: random prompts whose answers are sampled so hot that nobody can foresee them. Then whether
 acceptance depends on running ahead; and on `sim`, with 5 ms steps and 256 requests, whether running ahead gains as much
 with drafts as without. Engines of one comparison run at the same time and are asked in turn, so that a noisy minute
-meets all.
+meets all; one without drafts is among them twice.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CONCURRENCY = (1, 8)
 PLAIN, CONTROL = "none", "none again"
 """The same engine twice: how far apart they are is what the machine's moods do to a ratio."""
 TURN = 16
-"""Prompts that an engine is asked before it is the next one's turn: about a second, as the machine has moods."""
+"""Prompts that an engine is asked before it is the next one's turn: some seconds at most, as a machine has moods."""
 Prompts = Sequence[np.ndarray]
 
 
@@ -123,6 +123,7 @@ def over_none(turns: Mapping[str, Sequence[Turn]], method: str) -> float:
 
 
 def whole(turns: Sequence[Turn]) -> dict[str, float]:
+    """Of all turns together."""
     seconds, tokens, drafted, accepted = map(sum, zip(*turns, strict=True))
     return {
         "tokens_per_s": tokens / seconds,
@@ -214,7 +215,7 @@ def main() -> None:
             },
             **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),
         },
-        settings={"drafts": methods, "adaptive": True, **vars(args)},
+        settings={"drafts": methods, "adaptive": True, "turn": TURN, **vars(args)},
         repeats={"text": good, "random": bad},
     )
 

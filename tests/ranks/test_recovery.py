@@ -26,7 +26,7 @@ LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1,
     {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
 )
 DRAFTS = {"method": "eagle", "num_speculative_tokens": 3}
-"""As many as pay, with two ranks; with stages always three, so that each has drafts in flight."""
+"""As many as pay; with stages always three, so that each has drafts in flight."""
 
 
 def scheduler(layout: str) -> dict[str, object]:

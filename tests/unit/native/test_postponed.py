@@ -4,11 +4,9 @@ import numpy as np
 import torch
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
-from services.worker.backends.native.drafters.postponed import MOST_TOKENS, Postponed
+from services.worker.backends.native.drafters.postponed import MOST_BYTES, MOST_TOKENS, Postponed
 from services.worker.backends.native.state import TokenHistory
 from services.worker.batch import SlotTable
-
-MOST = MOST_TOKENS
 
 
 class Heard(Drafter):
@@ -92,22 +90,32 @@ def test_whoever_left_without_a_successor_is_not_told_of() -> None:
 
 def test_not_more_is_kept_than_may_be() -> None:
     drafter = postponed(heard := Heard())
-    drafter.propose(step((2, 0, MOST - 1), samples=False), 0)
-    drafter.propose(step((2, MOST - 1, 1)), 0)
+    drafter.propose(step((2, 0, MOST_TOKENS - 1), samples=False), 0)
+    drafter.propose(step((2, MOST_TOKENS - 1, 1)), 0)
     assert not heard.heard
-    drafter.propose(step((2, MOST, 1)), 0)
-    assert [int(told.counts.sum()) for told in heard.heard] == [MOST + 1]
-    assert drafter.propose(step((2, MOST + 1, 1)), 1).tolist() == [[2]]
+    drafter.propose(step((2, MOST_TOKENS, 1)), 0)
+    assert [int(told.counts.sum()) for told in heard.heard] == [MOST_TOKENS + 1]
+    assert drafter.propose(step((2, MOST_TOKENS + 1, 1)), 1).tolist() == [[2]]
     assert heard.heard[-1].counts.tolist() == [1]
 
 
 def test_whoever_left_makes_room() -> None:
     drafter = postponed(heard := Heard())
     for slot in range(4):
-        drafter.propose(step((slot, 0, MOST // 4)), 0)
+        drafter.propose(step((slot, 0, MOST_TOKENS // 4)), 0)
     drafter._table.release(np.array([0, 2, 3], np.int32))
-    drafter.propose(step((1, MOST // 4, 1)), 0)
+    drafter.propose(step((1, MOST_TOKENS // 4, 1)), 0)
     assert not heard.heard
-    drafter.propose(step((1, MOST // 4 + 1, 1)), 1)
+    drafter.propose(step((1, MOST_TOKENS // 4 + 1, 1)), 1)
     (told,) = heard.heard
-    assert (told.slots.tolist(), told.counts.tolist()) == ([1], [MOST // 4 + 2])
+    assert (told.slots.tolist(), told.counts.tolist()) == ([1], [MOST_TOKENS // 4 + 2])
+
+
+def test_large_states_are_kept_as_long_as_their_bytes_allow() -> None:
+    """A drafter that reads two states of a quarter of `MOST_BYTES` each may leave two tokens for later."""
+    drafter = postponed(heard := Heard())
+    wide = torch.zeros(1, MOST_BYTES // 16)
+    for start in range(3):
+        assert not heard.heard
+        drafter.propose(step((2, start, 1))._replace(states=[wide, wide]), 0)
+    assert [told.counts.tolist() for told in heard.heard] == [[3]]

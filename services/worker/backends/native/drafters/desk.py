@@ -66,6 +66,6 @@ class Desk:
         held = table.num_blocks, table.temperature, slots.history.array
         return Laid(*lay(*columns, *held, table.block_size, k, limit, error, *self._laid))
 
-    def hide(self, hidden: torch.Tensor) -> None:
+    def put_hidden(self, hidden: torch.Tensor) -> None:
         """float32[places, hidden], of each place's own token."""
         self._hidden[: len(hidden)] = hidden.numpy()

@@ -145,7 +145,7 @@ class EagleModel(ABC):
         """
         desk, k, c = self._desk, proposed.shape[1], self.config.layer
         self._attend.args["scratch"] = scores(c, self._cache.block_size, laid.end + k)
-        desk.hide(hidden)
+        desk.put_hidden(hidden)
         tokens = 0 if self._tokens is None else self._tokens.ctypes.data
         numbers = *self._before.values, *self._after.values, *team(), k, laid.places, laid.rows, least
         self._draft.run(1, (*numbers, *desk.columns, c.hidden_size, tokens, proposed.ctypes.data))
