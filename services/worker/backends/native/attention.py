@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.rope import turn_kernel
 from services.worker.backends.native.kv_cache import KVCache, padded
 from services.worker.backends.native.rope import inverse_frequencies
 
@@ -52,15 +53,17 @@ class Attention:
         self._config = config
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
         kinds = activations == torch.bfloat16, cache == torch.bfloat16
-        self._write, self._attend = write_kernel(*kinds), attention_kernel(*kinds)
+        self._turn, self._write, self._attend = turn_kernel(), write_kernel(*kinds), attention_kernel(*kinds)
 
     def begin(self, context: Context) -> None:
         """Prepares what all layers of a step share; it stays until the next step begins."""
         config, batch, cache, table = self._config, context.batch, context.cache, context.table
-        angles = batch.positions[:, None] * self._frequencies
-        queries = torch.empty(len(batch.slots), config.num_heads, padded(config.head_dim))
-        cos, sin = angles.cos(), angles.sin()
+        tokens, middle = len(batch.slots), config.head_dim // 2
+        queries = torch.empty(tokens, config.num_heads, padded(config.head_dim))
+        cos, sin = torch.empty(tokens, middle), torch.empty(tokens, middle)
         self._step = context, queries, cos, sin  # addresses of these are used below
+        angles = batch.positions.data_ptr(), self._frequencies.data_ptr()
+        self._turn.run(tokens, (*angles, cos.data_ptr(), sin.data_ptr(), middle))
         self._shared = shared_columns(config, cache, table, queries.data_ptr())
         self._where = (batch.slots.data_ptr(), batch.positions.data_ptr(), cos.data_ptr(), sin.data_ptr())
         self._scratch = batch.widest * scores(config, cache.block_size, batch.longest)

@@ -31,13 +31,14 @@ class Product:
         self._weight = panels.contiguous()
         start = torch.zeros(self._outputs) if bias is None else bias.float()
         self._bias = functional.pad(start, (0, missing))
-        self._kernel = product_kernel(half)
+        self._kernel = product_kernel(half, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32[rows, in], contiguous, to float32[rows, out]."""
         rows = x.shape[0]
         out = torch.empty(rows, self._outputs)
-        self._kernel.run(self._blocks * -(-rows // CHUNK), self._values(x.data_ptr(), out.data_ptr(), rows))
+        values = self._values(x.data_ptr(), out.data_ptr(), rows)
+        self._kernel.run(self._blocks * -(-rows // CHUNK), values, self._blocks * rows)
         return out
 
     def follow(self, sequence: Sequence, x: int, out: int) -> None:

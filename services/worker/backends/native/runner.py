@@ -28,7 +28,9 @@ from services.worker.backends.native.drafters import create
 from services.worker.backends.native.drafters.base import Advance, Drafter, Slots, Target
 from services.worker.backends.native.drafts import Drafts, as_told, told
 from services.worker.backends.native.feedback import Feedback
+from services.worker.backends.native.kernels.team import set_num_threads
 from services.worker.backends.native.kv_cache import KVCache
+from services.worker.backends.native.linear import activation_dtype
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.model import HiddenStates, Model
 from services.worker.backends.native.outcome import Outcome
@@ -79,10 +81,16 @@ class NativeRunner:
         """Threads are the user's number, or this process's cores divided by the ranks on this machine."""
         self._ranks, self._assignment = Ranks(assignment, listener), assignment
         self._ranks.join()
-        torch.set_num_threads(self._config.threads or max(1, machine.cores() // self._ranks.on_this_machine))
+        threads = self._config.threads or max(1, machine.cores() // self._ranks.on_this_machine)
+        torch.set_num_threads(threads)
         model = self._weights(assignment.shard, progress)
         limit = _context(model.part.whole, assignment.max_model_len)
         self._drafter = self._drafts_by(assignment, model, limit)
+        set_num_threads(threads)
+        if activation_dtype(self._dtype) == torch.float32:
+            torch.set_num_threads(
+                1
+            )  # what is left to it is small, and its threads wait spinning on cores of others
         bytes_per_block = KVCache.bytes_per_block(model.config, assignment.block_size, self._dtype)
         bytes_per_block += self._drafter.bytes_per_block if self._drafter is not None else 0
         return Loaded(

@@ -20,10 +20,12 @@ from services.worker.backends.native.drafters.base import I32, States, Target
 from services.worker.backends.native.drafters.desk import Desk, Laid
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
-from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel, turn_kernel
+from services.worker.backends.native.kernels.draft import copy_kernel, draft_kernel
 from services.worker.backends.native.kernels.likeliest import likeliest_kernel
+from services.worker.backends.native.kernels.rope import turn_kernel
 from services.worker.backends.native.kernels.rows import gate_kernel, norm_kernel
-from services.worker.backends.native.kernels.sequence import Sequence, team
+from services.worker.backends.native.kernels.sequence import Sequence
+from services.worker.backends.native.kernels.team import shared
 from services.worker.backends.native.kv_cache import KVCache, padded
 from services.worker.backends.native.model import FINAL
 from services.worker.backends.native.product import Product
@@ -147,7 +149,7 @@ class EagleModel(ABC):
         self._attend.args["scratch"] = scores(c, self._cache.block_size, laid.end + k)
         desk.put_hidden(hidden)
         tokens = 0 if self._tokens is None else self._tokens.ctypes.data
-        numbers = *self._before.values, *self._after.values, *team(), k, laid.places, laid.rows, least
+        numbers = *self._before.values, *self._after.values, *shared(), k, laid.places, laid.rows, least
         self._draft.run(1, (*numbers, *desk.columns, c.hidden_size, tokens, proposed.ctypes.data))
 
 

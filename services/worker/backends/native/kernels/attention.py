@@ -63,7 +63,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
         slots, positions = simd.i32_at(a.slots, a.items), simd.i32_at(a.positions, a.items)
         width = (a.heads + 2 * a.kv_heads) * head_dim
         while True:
-            token = take(address, 1)
+            token = take(address)
             if token >= a.items:
                 break
             position = positions[token]
@@ -104,7 +104,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                     for d in range(dim):
                         simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
 
-    return Kernel(write, WRITE, cost=4)
+    return Kernel(write, WRITE, cost=8, beside_torch=half)
 
 
 @njit(inline="always")
@@ -173,7 +173,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
         memory = np.empty(a.scratch + 16, np.float32)
         scores, spare = memory.ctypes.data, memory.ctypes.data + a.scratch * 4
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             tile, head = item // a.kv_heads, item % a.kv_heads
@@ -236,4 +236,4 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                         simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
                     d += 16
 
-    return Kernel(attend, ATTEND, cost=2)
+    return Kernel(attend, ATTEND, cost=2, beside_torch=half)

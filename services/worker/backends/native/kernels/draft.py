@@ -14,20 +14,13 @@ COPY = [
     ("stride", np.int64),
     ("adds", np.int64),  # 1: to what is there
 ]
-TURN = [
-    ("positions", np.int64),  # int32[items]
-    ("frequencies", np.int64),  # float32[width], radians per position
-    ("cos", np.int64),  # float32[items, width]
-    ("sin", np.int64),
-    ("width", np.int64),
-]
 DRAFT = [
     ("before", np.int64),  # `Sequence` over places: up to their keys and values
     ("before_size", np.int64),
     ("after", np.int64),  # over rows: from attention to the likeliest tokens
     ("after_size", np.int64),
-    ("threads", np.int64),
-    ("parallel", np.int64),
+    ("share", np.int64),  # see `team.shared`
+    ("among", np.int64),
     ("k", np.int64),
     ("places", np.int64),  # in the first round
     ("rows", np.int64),
@@ -52,7 +45,7 @@ DRAFT = [
     ("tokens", np.int64),  # int32: token of each draft id, or 0: its own
     ("proposed", np.int64),  # int32[any, k], filled with what is no draft
 ]
-_COPY, _TURN, _DRAFT = (np.dtype(HEADER + fields, align=True) for fields in (COPY, TURN, DRAFT))
+_COPY, _DRAFT = (np.dtype(HEADER + fields, align=True) for fields in (COPY, DRAFT))
 
 _COLUMN, _INTS = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.int32, 1, "C")
 _FLOATS, _TABLE = types.Array(types.float32, 1, "C"), types.Array(types.int32, 2, "C")
@@ -106,7 +99,7 @@ def copy_kernel(half: bool) -> Kernel:
         a = carray(simd.pointer(address), 1, _COPY)[0]
         index, whole = simd.i32_at(a.index, a.items), a.width // 16 * 16
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row = np.int64(index[item]) if a.index != 0 else item
@@ -125,27 +118,8 @@ def copy_kernel(half: bool) -> Kernel:
     return Kernel(copy, COPY, cost=64)
 
 
-def turn_kernel() -> Kernel:
-    """Cosine and sine of every angle of rotary positions; one item is one place."""
-
-    def turn(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _TURN)[0]
-        positions = simd.i32_at(a.positions, a.items)
-        while True:
-            item = take(address, 1)
-            if item >= a.items:
-                break
-            for i in range(a.width):
-                angle = np.float32(positions[item]) * simd.load_f32(a.frequencies + i * 4)
-                at = (item * a.width + i) * 4
-                simd.store_f32(a.cos + at, np.cos(angle))
-                simd.store_f32(a.sin + at, np.sin(angle))
-
-    return Kernel(turn, TURN, cost=8)
-
-
 def draft_kernel() -> Kernel:
-    """One item is the whole batch, and may use threads of its own."""
+    """One item is the whole batch, and may share its parts with other threads."""
 
     def draft(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _DRAFT)[0]
@@ -157,10 +131,10 @@ def draft_kernel() -> Kernel:
         room, owner = simd.i32_at(a.room, rows), simd.i32_at(a.owner, rows)
         sharpness = simd.f32_at(a.sharpness, rows)
         for number in range(max(k, 1)):
-            sequence.run(a.before, a.before_size, places, a.threads, a.parallel)
+            sequence.run(a.before, a.before_size, places, a.share, a.among)
             if rows == 0 or k == 0:
                 break
-            sequence.run(a.after, a.after_size, rows, a.threads, a.parallel)
+            sequence.run(a.after, a.after_size, rows, a.share, a.among)
             left = 0
             for row in range(rows):
                 together = chance[row] * sure[row]

@@ -23,7 +23,7 @@ def likeliest_kernel() -> Kernel:
         a = carray(simd.pointer(address), 1, _LIKELIEST)[0]
         whole = a.vocab // 16 * 16
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row = a.logits + item * a.vocab * 4

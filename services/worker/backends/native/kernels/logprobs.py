@@ -58,7 +58,7 @@ def logprobs_kernel() -> Kernel:
         zeros, ones = simd.splat(np.float32(0)), simd.splat(np.float32(1))
         whole = a.vocab // 16 * 16
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row = simd.i64_at(a.rows, a.items)[item]

@@ -30,7 +30,7 @@ def ngram_kernel() -> Kernel:
     def look_up(address):
         a = carray(simd.pointer(address), 1, _NGRAM)[0]
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             slot, length = (

@@ -15,6 +15,8 @@ BLOCK = 4 * PANEL
 """Outputs of one item."""
 CHUNK = 48
 """Most rows of one item."""
+WORTH = 1 << 19
+"""Multiplications worth waking a thread for: 10 to 20 us of them."""
 PRODUCT = [
     ("x", np.int64),  # float32[rows, inputs]
     ("weight", np.int64),  # [blocks * 4, inputs, PANEL]
@@ -107,9 +109,12 @@ def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-d
     _store(a, r5, first, s5, tail)
 
 
-def product_kernel(half: bool) -> Kernel:
-    """One item is a block of outputs of up to `CHUNK` rows. `half`: the weights are bfloat16, in pairs."""
-    return _compiled(half).again()
+def product_kernel(half: bool, inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows, its work is their number. `half`: the weights are bfloat16,
+    in pairs."""
+    kernel = _compiled(half).again()
+    kernel.cost = -(-WORTH // (BLOCK * inputs))
+    return kernel
 
 
 @cache
@@ -122,7 +127,7 @@ def _compiled(half: bool) -> Kernel:
         tail, panel_size = buffer.ctypes.data, a.inputs * PANEL * SIZE
         blocks = (a.outputs + BLOCK - 1) // BLOCK
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             block, start = item % blocks, item // blocks * CHUNK
@@ -143,4 +148,4 @@ def _compiled(half: bool) -> Kernel:
                         _four(a, row, end - 1, w, at, tail, HALF)
                         row += 4
 
-    return Kernel(product, PRODUCT, cost=4)
+    return Kernel(product, PRODUCT, cost=1)

@@ -31,7 +31,7 @@ def norm_kernel(half: bool) -> Kernel:
         a = carray(simd.pointer(address), 1, _NORM)[0]
         width, whole = a.width, a.width // 16 * 16
         while True:
-            row = take(address, 1)
+            row = take(address)
             if row >= a.items:
                 break
             x, delta, out = (
@@ -63,7 +63,7 @@ def norm_kernel(half: bool) -> Kernel:
                 one = simd.load_f32(x + i * 4) * scale * simd.load_f32(a.weight + i * 4)
                 simd.store1(out + i * SIZE, one, HALF)
 
-    return Kernel(norm, NORM, cost=16)
+    return Kernel(norm, NORM, cost=16, beside_torch=half)
 
 
 def gate_kernel(half: bool) -> Kernel:
@@ -75,7 +75,7 @@ def gate_kernel(half: bool) -> Kernel:
         width, whole = a.width, a.width // 16 * 16
         minus, one = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         while True:
-            row = take(address, 1)
+            row = take(address)
             if row >= a.items:
                 break
             gates = a.gate_up + row * 2 * width * SIZE
@@ -88,4 +88,4 @@ def gate_kernel(half: bool) -> Kernel:
                 g, u = simd.load1(gates + i * SIZE, HALF), simd.load1(ups + i * SIZE, HALF)
                 simd.store1(out + i * SIZE, g / (np.float32(1) + np.exp(-g)) * u, HALF)
 
-    return Kernel(gate, GATE, cost=8)
+    return Kernel(gate, GATE, cost=8, beside_torch=half)

@@ -163,7 +163,7 @@ def rules_kernel() -> Kernel:
         a = carray(simd.pointer(address), 1, _RULES)[0]
         rules = carray(simd.pointer(a.rules), a.num_slots, RULE)
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row, slot = simd.i32_at(a.rows, a.items)[item], simd.i32_at(a.slots, a.items)[item]
@@ -190,7 +190,7 @@ def mask_kernel() -> Kernel:
         a = carray(simd.pointer(address), 1, _MASK)[0]
         words = (a.vocab + 31) // 32
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row = np.int64(simd.i32_at(a.rows, a.items)[item])

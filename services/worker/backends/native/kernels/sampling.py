@@ -78,7 +78,7 @@ def sampling_kernel() -> Kernel:
         infinite = simd.splat(np.float32(-np.inf))
         minus, ones = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             source = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4
@@ -140,7 +140,7 @@ def greedy_kernel() -> Kernel:
         a = carray(simd.pointer(address), 1, _GREEDY)[0]
         whole = a.vocab // 16 * 16
         while True:
-            item = take(address, 1)
+            item = take(address)
             if item >= a.items:
                 break
             row = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4

@@ -6,11 +6,10 @@ Each has its argument block prepared, with addresses that stay; only the number 
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit
 
 from services.worker.backends.native.kernels import simd
-from services.worker.backends.native.kernels.team import PARALLEL, Kernel
+from services.worker.backends.native.kernels.team import Kernel
 
 _CALL = np.dtype(
     [
@@ -57,15 +56,9 @@ class Sequence:
         return self._calls.ctypes.data, len(self._calls)
 
 
-def team() -> tuple[int, int]:
-    """How many threads a kernel may use that runs others, and `GOMP_parallel`."""
-    threads = torch.get_num_threads()
-    return (threads, PARALLEL) if PARALLEL else (1, 0)
-
-
 @njit(inline="always")
-def run(calls, number, rows, threads, parallel):  # type: ignore[no-untyped-def]
-    """Runs a `Sequence` over so many rows."""
+def run(calls, number, rows, share, among):  # type: ignore[no-untyped-def]
+    """Runs a `Sequence` over so many rows; the last two are what `team.shared` says."""
     every = carray(simd.pointer(calls), (number,), _CALL)
     for i in range(number):
         one = every[i]
@@ -74,7 +67,7 @@ def run(calls, number, rows, threads, parallel):  # type: ignore[no-untyped-def]
         header[0], header[1] = 0, items
         if one.rows_at != 0:
             simd.i64_at(one.rows_at, 1)[0] = rows
-        if threads == 1 or items < 2 * one.cost:
+        if share == 0 or one.items * rows < 2 * one.cost:
             simd.call(one.function, one.block)
         else:
-            simd.call_parallel(parallel, one.function, one.block, threads)
+            simd.call_shared(share, one.function, one.block, among)

@@ -288,12 +288,32 @@ def bits_of(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Adds to the int64 at `address`, atomically; returns what stood there."""
+    """Adds to the int64 at `address`, atomically; returns what stood there. All threads see such changes, and what was
+    written before them, in one order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), code
+
+
+@intrinsic
+def load_i64(typing_context: Any, address: Any) -> Any:
+    """The int64 at `address`, which other threads may change, in the same order."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
 
 
 @intrinsic
@@ -317,12 +337,12 @@ def call(typing_context: Any, function: Any, argument: Any) -> Any:
 
 
 @intrinsic
-def call_parallel(typing_context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
-    """`GOMP_parallel`, which stands at `parallel`, for the same."""
+def call_shared(typing_context: Any, share: Any, function: Any, argument: Any, among: Any) -> Any:
+    """The same among several threads, in one of the ways of `team.shared`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
-        values = [args[1], args[2], builder.trunc(args[3], I32), ir.Constant(I32, 0)]
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I32])
+        values = [args[1], args[2], args[3], ir.Constant(I32, 0)]
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
         return context.get_dummy_value()
 

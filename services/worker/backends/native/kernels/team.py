@@ -1,12 +1,13 @@
-"""Runs compiled kernels on torch's own OpenMP threads.
+"""Runs compiled kernels, alone or shared with other threads.
 
-A second pool of threads beside torch's would spin on the same cores while torch computes, and the other way round.
-So a kernel is a C function of one address, handed to the OpenMP library that torch has loaded; every thread of the
-team calls it, and each takes the next items from the counter at that address until none are left.
+A kernel is a C function of one address; every thread that shares it calls it, and each takes the next items from the
+counter at that address until none are left.
 """
 
 import copy
 import ctypes
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,32 +16,65 @@ import torch
 from numba import cfunc, njit
 from numba.core import types
 
+from services.worker.backends.native.kernels.helpers import SHARE, Helpers
 from services.worker.backends.native.kernels.simd import fetch_add
 
-HEADER = [("next", np.int64), ("items", np.int64), ("grain", np.int64)]
-"""First fields of every argument block: the counter, how many items there are, how many a thread takes at once."""
+HEADER = [("next", np.int64), ("items", np.int64)]
+"""First fields of every argument block: the counter, and how many items there are."""
+ALONE = (0, 0)
 
 
 @njit(inline="always")
-def take(address, grain):  # type: ignore[no-untyped-def]
-    """The first of the next `grain` items."""
-    return fetch_add(address, grain)
+def take(address):  # type: ignore[no-untyped-def]
+    """The next item."""
+    return fetch_add(address, 1)
 
 
-def _openmp() -> Any:
-    """`GOMP_parallel(function, data, threads, flags)` of the library in this process; None where torch has another."""
+def _openmp() -> int:
+    """Where `GOMP_parallel(function, data, threads, flags)` stands; 0 where torch has another library."""
     try:
-        parallel = ctypes.CDLL("libgomp.so.1").GOMP_parallel
+        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
-        return None
-    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
-    return parallel
+        return 0
 
 
-_parallel = _openmp()
-PARALLEL: int = 0 if _parallel is None else ctypes.cast(_parallel, ctypes.c_void_p).value or 0
-"""Its address, for kernels that call others; 0: there is none."""
+_OPENMP = _openmp()
+_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+_CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
+
+
+class _Own(threading.local):
+    helpers: Helpers | None = None
+    """Of a calling thread."""
+
+
+_own = _Own()
+_threads = 1
+
+
+def set_num_threads(number: int) -> None:
+    """Kernels of this process may use so many threads from now on, the calling one included."""
+    global _threads
+    _threads = number if sys.platform == "linux" else 1
+
+
+def shared(beside_torch: bool = False) -> tuple[int, int]:
+    """How the calling thread shares a kernel with others: the address of a function like `GOMP_parallel`, and its third
+    argument. ALONE: not at all.
+
+    Args:
+        beside_torch: what comes before and after is computed by torch on threads of its own, which wait spinning; so
+            it is shared with these.
+    """
+    if beside_torch:
+        threads = torch.get_num_threads()
+        return (_OPENMP, threads) if _OPENMP and threads > 1 else ALONE
+    if not (others := _threads - 1):
+        return ALONE
+    if _own.helpers is None or _own.helpers.number != others:
+        _own.helpers = None  # they leave first
+        _own.helpers = Helpers(others)
+    return SHARE, _own.helpers.state
 
 
 class Kernel:
@@ -49,14 +83,22 @@ class Kernel:
     Args:
         body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
         fields: names and types of its arguments, after `HEADER`; pointers are int64.
-        cost: how many items are worth waking a thread for.
+        cost: how much work is worth another thread: items, unless `run` is told otherwise.
+        beside_torch: see `shared`
     """
 
-    def __init__(self, body: Callable[[int], None], fields: list[tuple[str, Any]], cost: int) -> None:
+    def __init__(
+        self,
+        body: Callable[[int], None],
+        fields: list[tuple[str, Any]],
+        cost: int,
+        beside_torch: bool = False,
+    ) -> None:
         self._compiled = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
         self.function: int = self._compiled.address
         self.fields, self.cost = np.dtype(HEADER + fields, align=True), cost
+        self._beside_torch = beside_torch
         self._place()
 
     def _place(self) -> None:
@@ -70,15 +112,15 @@ class Kernel:
         other._place()
         return other
 
-    def fill(self, values: tuple[Any, ...], items: int = 0, grain: int = 1) -> None:
+    def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
         """Sets the argument block: the values of the fields, in order."""
-        self._block[0] = (0, items, grain, *values)
+        self._block[0] = (0, items, *values)
 
-    def run(self, items: int, values: tuple[Any, ...], grain: int = 1) -> None:
-        """Runs over `items` items with the values of the fields, in order."""
-        self.fill(values, items, grain)
-        threads = torch.get_num_threads()
-        if _parallel is None or threads == 1 or items < 2 * self.cost:
-            self._call(self.address)
+    def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
+        """Runs over `items` items with the values of the fields, in order; `work`: how much it is, if not the items."""
+        self.fill(values, items)
+        share, among = ALONE if (work or items) < 2 * self.cost else shared(self._beside_torch)
+        if share:
+            _CALLABLE[share](self.function, self.address, among, 0)
         else:
-            _parallel(self.function, self.address, threads, 0)
+            self._call(self.address)
