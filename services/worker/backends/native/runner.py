@@ -90,7 +90,7 @@ class NativeRunner:
         if activation_dtype(self._dtype) == torch.float32:
             torch.set_num_threads(
                 1
-            )  # what is left to it is small, and its threads wait spinning on cores of others
+            )  # little is left to it, and its threads wait spinning on cores that others want
         bytes_per_block = KVCache.bytes_per_block(model.config, assignment.block_size, self._dtype)
         bytes_per_block += self._drafter.bytes_per_block if self._drafter is not None else 0
         return Loaded(

@@ -1,15 +1,16 @@
 """Threads that help with a kernel if they are there in time; nobody waits for one that is not.
 
 OpenMP ends a kernel with a barrier. Where something else runs on one of the cores, each of some dozens of barriers of a
-step waits until that core's thread gets its turn: with one busy neighbour on two cores a step took thirty times as long
-as with one thread. Here the caller takes items until none are left, then waits only for helpers that are inside. Who
-comes later finds the door closed. So a helper that is not running costs nothing, and results never depend on it: who
-computes an item changes nothing about it.
+step waits until that core's thread gets its turn: on two cores with one busy neighbour a step takes three times as long
+as without threads. Here the caller takes items until none are left, then waits only for helpers that are inside. Who
+comes later finds the door closed. So a helper without a core costs nothing; and who computes an item changes nothing
+about it.
 
 A helper that finds nothing to do yields its core at once, again and again, and after a while sleeps.
 """
 
 import ctypes
+import signal
 import threading
 import weakref
 
@@ -34,7 +35,7 @@ SEMAPHORE = 3 * LINE
 SIZE = 4 * LINE
 OPEN = 1 << 32
 PATIENCE = 5000
-"""Times that a helper yields before it sleeps: about a millisecond, so that it stays awake from step to step. Whom it
+"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. Whom it
 wakes up for may be on its own core, and then it takes the kernel some milliseconds to move it."""
 HASTE = 100
 """Times that the caller looks whether the last helper has left, before it yields: that one may need this core."""
@@ -100,14 +101,19 @@ class Helpers:
         libc.sem_init(ctypes.c_void_p(self.state + SEMAPHORE), 0, 0)
         for at, name in ((POST, "sem_post"), (WAIT, "sem_wait"), (YIELD, "sched_yield")):
             _word(self.state + at).value = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
-        run = ctypes.CFUNCTYPE(None, ctypes.c_int64)(_helping.address)
         threads = [
-            threading.Thread(target=run, args=(self.state,), name="kernels", daemon=True)
+            threading.Thread(target=_serve, args=(self.state,), name="kernels", daemon=True)
             for _ in range(number)
         ]
         for thread in threads:
             thread.start()
         weakref.finalize(self, _leave, memory, threads)
+
+
+def _serve(state: int) -> None:
+    """Without the lock of the interpreter. Signals are for the thread that handles them, which may be waiting."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(_helping.address)(state)
 
 
 def _state(memory: NDArray[np.uint8]) -> int:

@@ -1,0 +1,112 @@
+"""What it is worth that nobody waits for a thread without a core.
+
+Decode steps of the demo model, its kernels computed by the calling thread alone, shared with helpers, and shared with
+OpenMP's threads; on a quiet machine, and beside a process that keeps one core busy. All take turns in one process.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from services.checkpoint import DEMO_MODEL
+from services.worker.backends.native.kernels import team
+from tests.benchmarks.speculation import text_prompts
+from tests.benchmarks.support.report import report
+from tests.integration.native.driver import Driver, Request
+
+STEPS = 5
+"""Of one turn; the first is not counted."""
+PAUSE = 0.02
+"""Seconds between turns, in which OpenMP's threads stop spinning."""
+Ways = dict[str, Callable[[bool], tuple[int, int]]]
+
+
+def ways(threads: int) -> Ways:
+    openmp = team._openmp(), threads
+    return {
+        "alone": lambda beside_torch: team.ALONE,
+        "helpers": team.shared,
+        "OpenMP": lambda beside_torch: openmp,
+    }
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """One process that never waits."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def begun(driver: Driver, rows: int, size: int) -> list[Request]:
+    requests = [driver.add(prompt.tolist()) for prompt in text_prompts(rows, size)]
+    driver.step([(request, size) for request in requests])
+    return requests
+
+
+def steps(driver: Driver, requests: list[Request], number: int) -> list[float]:
+    """Seconds of each."""
+    seconds = []
+    for _ in range(number):
+        started = time.perf_counter()
+        driver.step([(request, 1) for request in requests])
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def measured(driver: Driver, args: argparse.Namespace) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways(args.threads)}
+    requests = begun(driver, args.rows, args.input_len)
+    for _ in range(args.turns):
+        for name, way in ways(args.threads).items():
+            time.sleep(PAUSE)
+            with mock.patch.object(team, "shared", way):
+                seconds[name] += steps(driver, requests, STEPS)[1:]
+    for request in requests:
+        driver.finish(request)
+        driver.free_blocks += request.blocks
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("threads", 2), ("rows", 8), ("input-len", 96), ("turns", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", threads=args.threads)
+    driver.pending_logits = lambda: lambda: torch.empty(0)  # type: ignore[method-assign]
+    results = {"quiet": measured(driver, args)}
+    with busy():
+        results["busy"] = measured(driver, args)
+    mean = {at: {name: statistics.fmean(each) for name, each in by.items()} for at, by in results.items()}
+    report(
+        "shared_kernels",
+        title=f"decode steps of {args.rows} rows, {args.threads} threads",
+        rows=[
+            {
+                "machine": at,
+                "kernels": name,
+                "ms a step": 1e3 * seconds,
+                "over alone": mean[at]["alone"] / seconds,
+            }
+            for at, by in mean.items()
+            for name, seconds in by.items()
+        ],
+        figures={f"helpers_over_openmp_{at}": by["OpenMP"] / by["helpers"] for at, by in mean.items()},
+        settings={"steps": STEPS, "pause": PAUSE, **vars(args)},
+        repeats=results,
+    )
+
+
+if __name__ == "__main__":
+    main()
