@@ -172,7 +172,7 @@ def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
-        ("threads", 1), ("repeats", 3), ("prompts", 48), ("input-len", 96), ("output-len", 128), ("eagle", 3),
+        ("threads", 0), ("repeats", 3), ("prompts", 48), ("input-len", 96), ("output-len", 128), ("eagle", 3),
         ("ngram", 5), ("sim-requests", 256), ("sim-output", 2400),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -201,7 +201,7 @@ def main() -> None:
     ]  # fmt: skip
     report(
         "speculation",
-        title=f"demo model, compute threads: {args.threads}; over none: medians of neighbouring turns",
+        title=f"demo model, compute threads: {args.threads or "one per core"}; over none: medians of neighbouring turns",
         rows=rows,
         figures={
             "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
