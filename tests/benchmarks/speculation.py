@@ -201,7 +201,7 @@ def main() -> None:
     ]  # fmt: skip
     report(
         "speculation",
-        title=f"demo model, compute threads: {args.threads or "one per core"}; over none: medians of neighbouring turns",
+        title=f"demo model, compute threads: {args.threads} (0: one per core); over none: medians of neighbours",
         rows=rows,
         figures={
             "acceptance_equal": acceptance_equal(methods, text[:8], greedy, args.threads),
