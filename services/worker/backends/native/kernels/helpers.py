@@ -35,8 +35,8 @@ SEMAPHORE = 3 * LINE
 SIZE = 4 * LINE
 OPEN = 1 << 32
 PATIENCE = 5000
-"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. Whom it
-wakes up for may be on its own core, and then it takes the kernel some milliseconds to move it."""
+"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. One that
+wakes up may find itself on its caller's core, and is moved to another only after some milliseconds."""
 HASTE = 100
 """Times that the caller looks whether the last helper has left, before it yields: that one may need this core."""
 
@@ -82,9 +82,8 @@ def _share(function, block, state, flags):  # type: ignore[no-untyped-def]  # no
 
 
 _helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)
-_sharing = cfunc(types.void(types.int64, types.int64, types.int64, types.int32), nopython=True, cache=True)(
-    _share
-)
+_SHARING = types.void(types.int64, types.int64, types.int64, types.int32)
+_sharing = cfunc(_SHARING, nopython=True, cache=True)(_share)
 SHARE: int = _sharing.address
 """A C function to be called as `GOMP_parallel(function, block, state, 0)` is, with a state instead of a number."""
 
