@@ -13,6 +13,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native.drafters.base import I32, Advance
+from services.worker.backends.native.kernels import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import Driver, Request
@@ -38,9 +39,9 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def eagle(k: int = K, **changes: int) -> Driver:
+def eagle(k: int = K, threads: int = 1, **changes: int) -> Driver:
     speculation = Speculation("eagle", k, **changes)
-    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", speculation=speculation)
+    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation)
     driver.least_chance = 0.2
     return driver
 
@@ -104,16 +105,20 @@ def test_most_first_drafts_are_right(plain: list[Request]) -> None:
     assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.55
 
 
-@pytest.mark.parametrize(("chunk", "depth"), [(1, 1), (5, 2), (7, 3)])
-def test_chunks_and_depth_change_no_draft(
+@pytest.mark.parametrize(
+    ("chunk", "depth", "threads"), [(1, 1, 1), (5, 2, 1), (7, 3, 1), (5, 1, 3), (7, 2, 2), (5, 3, 3)]
+)
+def test_chunks_depth_and_threads_change_no_draft(
     first: tuple[Driver, list[Request], Drafted],
     plain: list[Request],
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
     depth: int,
+    threads: int,
 ) -> None:
     """S2-2, and spec 2(b) 11: of a prompt in chunks the head computes the same as of a whole one."""
-    driver = eagle()
+    monkeypatch.setattr(product, "WORTH", 1)  # small products are shared too
+    driver = eagle(threads=threads)
     heard = listen(driver, monkeypatch)
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS, chunk, depth)

@@ -88,9 +88,8 @@ class NativeRunner:
         self._drafter = self._drafts_by(assignment, model, limit)
         set_num_threads(threads)
         if activation_dtype(self._dtype) == torch.float32:
-            torch.set_num_threads(
-                1
-            )  # little is left to it, and its threads wait spinning on cores that others want
+            # Little is left to torch then, and its threads wait spinning on cores that others want.
+            torch.set_num_threads(1)
         bytes_per_block = KVCache.bytes_per_block(model.config, assignment.block_size, self._dtype)
         bytes_per_block += self._drafter.bytes_per_block if self._drafter is not None else 0
         return Loaded(
