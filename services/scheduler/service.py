@@ -32,19 +32,19 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepRe
 from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
-from services.scheduler.connections import WorkerConnections
-from services.scheduler.drafting import drafting
-from services.scheduler.engine import EngineCore, StallError
-from services.scheduler.frontends import FrontendConnections
+from services.scheduler.core.drafting import drafting
+from services.scheduler.core.engine import EngineCore, StallError
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import Vocabulary
-from services.scheduler.limits import Limits
-from services.scheduler.membership import Ended, Refuse, Send, Started, WorkerGroup
+from services.scheduler.io.frontends import FrontendConnections
+from services.scheduler.io.workers import WorkerConnections
+from services.scheduler.membership.group import Ended, Refuse, Send, Started, WorkerGroup
+from services.scheduler.membership.sizes import GroupError
+from services.scheduler.membership.step_watch import StepWatch
 from services.scheduler.policies import make_policy
-from services.scheduler.results import UnknownResult
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.sizes import GroupError
-from services.scheduler.step_watch import StepWatch
 
 log = logging.getLogger("runahead.scheduler")
 

@@ -65,7 +65,7 @@ class ModelRunner(Protocol):
     ) -> Loaded:
         """Joins the other ranks and reads the weights of this one, unless it has them from an epoch before.
 
-        `listener` is the socket this worker registered with, taken over here (services.worker.ranks).
+        `listener` is the socket this worker registered with, taken over here (services.worker.distributed.ranks).
 
         Raises:
             LoadError: the model cannot be served; the text says what to do.

@@ -34,7 +34,7 @@ from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOut
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.worker.backends.registry import create
-from services.worker.rendezvous import facing, listen
+from services.worker.distributed.rendezvous import facing, listen
 from services.worker.results import Launched, Repeat, Results, fault
 from services.worker.runner import LoadError, ModelRunner, RanksLost
 from services.worker.session import Execute, Phase, Resend, Sample, Session

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.benchmarks.support.report import DIRECTORY, report
 from tests.benchmarks.support.stages import Ask, StagesRun, run_stages

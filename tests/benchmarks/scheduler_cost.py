@@ -12,11 +12,11 @@ import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.sampling import SamplingParams
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.results import Sampled
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.request import Request
-from services.scheduler.results import Sampled
-from services.scheduler.scheduler import Scheduler
 from tests.benchmarks.support.report import report
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3

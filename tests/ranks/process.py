@@ -20,7 +20,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
-from services.worker.rendezvous import listen
+from services.worker.distributed.rendezvous import listen
 
 HEAD = struct.Struct("<I")
 

@@ -18,9 +18,9 @@ from protocol.codec import Decoder
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
-from services.worker import rendezvous
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim import device as sim_device
+from services.worker.distributed import rendezvous
 from services.worker.runner import Output
 
 START = 100.0

@@ -139,9 +139,9 @@ def test_abort_frees_stages_that_wait_for_activations_and_for_ids(tied: Family, 
 HALF_WAY = """
 import os, signal, sys, threading, torch
 from protocol.membership import Assignment
-from services.worker.ranks import Ranks
-from services.worker.rendezvous import listen
-from services.worker.teams import TEAM
+from services.worker.distributed.ranks import Ranks
+from services.worker.distributed.rendezvous import listen
+from services.worker.distributed.teams import TEAM
 
 rank, listener = int(sys.argv[1]), listen("127.0.0.1")
 print("%s:%d" % listener.getsockname(), flush=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from services.worker.sampling import shaped
+from services.worker.sampling.reference import shaped
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, Driver, Request, i32
 from tests.ranks.group import GroupDriver

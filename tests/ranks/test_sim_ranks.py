@@ -8,8 +8,8 @@ import pytest
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
-from services.worker.teams import AHEAD
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.teams import AHEAD
 from tests.ranks.sim_group import MakeGroup, RankError, group_fixture  # noqa: F401
 from tests.ranks.sim_story import story
 from tests.unit.worker.plans import GREEDY, VOCAB, Plans, alone, prompt, tokens

@@ -1,9 +1,9 @@
 """What a policy answered, and whether the step that came of it kept to that."""
 
-from services.scheduler.ledger import InflightStep
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows, SlotTable
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows, SlotTable
 from tests.simulation.invariants import demand
 
 

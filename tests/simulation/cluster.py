@@ -30,8 +30,8 @@ from protocol.membership import (
 from protocol.requests import EnginePhase
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.config import SchedulerConfig
-from services.scheduler.limits import Limits
-from services.scheduler.membership import (
+from services.scheduler.core.limits import Limits
+from services.scheduler.membership.group import (
     IN_EPOCH,
     MAX_FUTILE_EPOCHS,
     Ended,
@@ -41,7 +41,7 @@ from services.scheduler.membership import (
     State,
     WorkerGroup,
 )
-from services.scheduler.sizes import GroupError
+from services.scheduler.membership.sizes import GroupError
 from services.worker.session import Execute, Phase, Session
 from tests.simulation.invariants import demand
 from tests.simulation.oracle import OracleWorker

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from services.scheduler.drafting import Drafting, Fixed
-from services.scheduler.ledger import InflightStep
-from services.scheduler.limits import Limits
-from services.scheduler.slots import Column
+from services.scheduler.core.drafting import Drafting, Fixed
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.slots import Column
 
 Foresight = Callable[[int], list[int]]
 """Slot -> every token that its request will have, prompt and answer."""

@@ -8,10 +8,10 @@ from collections import Counter
 from hashlib import sha256
 from itertools import pairwise
 
-from services.scheduler.ledger import InflightStep
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import DELIVER, DROP, FREE, LIVE
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend
 

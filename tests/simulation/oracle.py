@@ -29,9 +29,9 @@ from protocol.steps import (
     StepFault,
     StepMessage,
 )
-from services.scheduler.limits import Limits
-from services.worker import sampling
-from services.worker.sampling import TokenLogprobs, logprobs_of
+from services.scheduler.core.limits import Limits
+from services.worker.sampling import reference as sampling
+from services.worker.sampling.reference import TokenLogprobs, logprobs_of
 from services.worker.session import Execute, Sample, Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.grammar import Automaton

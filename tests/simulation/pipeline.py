@@ -20,10 +20,10 @@ from protocol.codec import pack, unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import BatchingPolicy
-from services.scheduler.scheduler import Scheduler
 
 Seconds = NDArray[np.float64]
 

@@ -4,7 +4,9 @@ from random import Random
 
 import numpy as np
 
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies import (
     BalancedPolicy,
     BatchingPolicy,
@@ -13,8 +15,6 @@ from services.scheduler.policies import (
     SchedulerView,
     StepBudget,
 )
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows
 from tests.simulation.workload import Workload
 
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
-from services.scheduler.ledger import InflightStep, Ledger
-from services.scheduler.limits import Limits
+from services.scheduler.core.ledger import InflightStep, Ledger
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.slots import LIVE
 from services.scheduler.policies import BatchingPolicy
 from services.scheduler.policies.geometry import Geometry
 from services.scheduler.policies.phased import PhasedPolicy
-from services.scheduler.slots import LIVE
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker, Row, Sampling
 from tests.simulation.parameters import MATRIX, OTHERS, asked

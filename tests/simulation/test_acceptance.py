@@ -8,8 +8,8 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest
-from services.scheduler.limits import Limits
-from services.scheduler.request import RequestStatus
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import RequestStatus
 from tests.simulation.oracle import Answer, reference
 from tests.simulation.world import EOS, Stream, World, params
 

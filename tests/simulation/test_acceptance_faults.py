@@ -5,11 +5,11 @@ import pytest
 
 from protocol.codec import pack
 from protocol.requests import FinishReason
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import RequestStatus
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
-from services.scheduler.request import RequestStatus
-from services.scheduler.results import UnknownResult
-from services.scheduler.slots import Rows
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
 

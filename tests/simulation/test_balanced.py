@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.simulation.pipeline import Costs, Job, PipelineRun, Step, cards, simulate, spread
 from tests.simulation.world import World, params

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.scheduler.kv_cache import KVCacheManager
-from services.scheduler.ledger import Ledger
-from services.scheduler.limits import Limits
-from services.scheduler.request import Request
-from services.scheduler.results import Results
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import DELIVER, LIVE, SlotTable
+from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.results import Results
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import DELIVER, LIVE, SlotTable
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference

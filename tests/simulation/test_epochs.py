@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from protocol.requests import FinishReason
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import RequestStatus
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.request import RequestStatus
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import World, params
 

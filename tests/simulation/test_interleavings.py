@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.world import World, params
 

@@ -16,9 +16,9 @@ import pytest
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from services.config import SchedulerConfig
-from services.scheduler import membership
-from services.scheduler.limits import Limits
-from services.scheduler.membership import (
+from services.scheduler.core.limits import Limits
+from services.scheduler.membership import group as membership
+from services.scheduler.membership.group import (
     LOAD_STALL,
     MAX_FUTILE_EPOCHS,
     PROVEN_AFTER,

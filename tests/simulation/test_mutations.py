@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from protocol.requests import FinishReason
-from services.scheduler import engine, results
-from services.scheduler.batch_queue import BatchQueue
-from services.scheduler.block_pool import BlockPool
-from services.scheduler.engine import EngineCore
-from services.scheduler.kv_cache import KVCacheManager
-from services.scheduler.ledger import Ledger
-from services.scheduler.request import Request
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import DELIVER, DROP, LIVE, SlotTable
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.core import engine, results
+from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import DELIVER, DROP, LIVE, SlotTable
+from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.driver import play
 from tests.simulation.workload import draw
 

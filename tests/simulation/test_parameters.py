@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from protocol.codec import unpack
-from services.scheduler.ledger import InflightStep
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies import SchedulerView, StepBudget
 from services.scheduler.policies.phased import PhasedPolicy
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.slots import Rows
 from tests.simulation.rigid import RigidWorld, limits, play
 from tests.simulation.world import Stream, params
 

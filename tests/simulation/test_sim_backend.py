@@ -14,14 +14,14 @@ from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
-from services.scheduler.drafting import Fixed
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.scheduler import Scheduler
 from services.worker.backends.sim.extras import HIDDEN_SIZE
 from services.worker.runner import Output
-from services.worker.sampling import TokenLogprobs
+from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import Execute, Sample, Session
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, asked

@@ -14,9 +14,9 @@ import pytest
 from protocol.codec import unpack
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy, SchedulerView
-from services.scheduler.slots import Rows
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference

@@ -13,10 +13,10 @@ from protocol.codec import unpack
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import RequestStatus
+from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.request import RequestStatus
-from services.scheduler.slots import DELIVER, DROP
 from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.oracle import MESSAGES, OracleError

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked

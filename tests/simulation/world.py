@@ -16,14 +16,14 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from services.scheduler.engine import EngineCore
-from services.scheduler.ledger import InflightStep
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.results import Sampled
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.results import Sampled
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import DELIVER, DROP, LIVE
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation

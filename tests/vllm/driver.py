@@ -14,11 +14,11 @@ from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.config import SchedulerConfig, WorkerConfig
-from services.scheduler.drafting import Fixed
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import make_policy
-from services.scheduler.scheduler import Scheduler
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import Output
 from services.worker.session import Execute, Sample, Session

@@ -15,7 +15,7 @@ from services.worker.backends.vllm import names
 from services.worker.backends.vllm.parameters import Generator, translated
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans, Translated
 from services.worker.backends.vllm.result import Asked, Result
-from services.worker.batch import NONE, PlanError, SlotTable
+from services.worker.batch.slots import NONE, PlanError, SlotTable
 
 VOCAB = 100
 BLOCK = 32

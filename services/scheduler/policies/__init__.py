@@ -1,7 +1,7 @@
 """What may share a step. A policy answers small questions about a read-only view; no loop, no queue."""
 
 from services.config import SchedulerConfig
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 from services.scheduler.policies.balanced import BalancedPolicy
 from services.scheduler.policies.base import BatchingPolicy, SchedulerView, StepBudget
 from services.scheduler.policies.chunked import ChunkedPolicy

@@ -10,9 +10,9 @@ round.
 
 import numpy as np
 
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies.base import SchedulerView, StepBudget
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows
 
 MIN_CHUNK = 64
 """Tokens of prefill that a step takes at least, if so many wait: the cost of a step hardly depends on fewer."""

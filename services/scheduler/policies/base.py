@@ -2,12 +2,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.scheduler.kv_cache import KVCacheManager
-from services.scheduler.ledger import Ledger
-from services.scheduler.limits import Limits
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows, SlotTable
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows, SlotTable
+from services.scheduler.core.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies.base import SchedulerView, StepBudget
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows
 
 
 class ChunkedPolicy:

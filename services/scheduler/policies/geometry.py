@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.slots import Column, Rows
+from services.scheduler.core.slots import Column, Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import logging
 
 import numpy as np
 
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import LIVE, Rows
 from services.scheduler.policies.base import BatchingPolicy, SchedulerView, StepBudget
-from services.scheduler.request import Request
-from services.scheduler.slots import LIVE, Rows
 
 log = logging.getLogger("runahead.scheduler")
 

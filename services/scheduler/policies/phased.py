@@ -7,11 +7,11 @@ knows; what is reserved for running requests follows from their limits and the b
 
 import numpy as np
 
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies.base import SchedulerView, StepBudget
 from services.scheduler.policies.geometry import Geometry
-from services.scheduler.request import Request
-from services.scheduler.slots import Rows
 
 _NO_ROWS = np.empty(0, np.int64)
 _ANY_VOLUME = np.iinfo(np.int64).max

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from protocol.sampling import Pooling
 from protocol.steps import SchedulerOutput
-from services.worker.batch import Rows, SlotTable
+from services.worker.batch.slots import Rows, SlotTable
 
 
 @dataclass

@@ -20,7 +20,7 @@ from protocol.steps import NewRequest, SchedulerOutput
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.backends.native import NativeRunner
-from services.worker.rendezvous import listen
+from services.worker.distributed.rendezvous import listen
 
 BLOCK = 16
 I32 = NDArray[np.int32]

@@ -17,7 +17,7 @@ from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner, model
 from services.worker.backends.native.kernels import product
-from services.worker.batch import PlanError
+from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Driver, i32, ints

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.sampling import SamplingParams
 from services.worker.backends.native import logprobs
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, Driver, Request, i32
 

@@ -17,7 +17,7 @@ from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import runner as runner_module
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
 from services.worker.backends.native.drafters.eagle import EagleDrafter
-from services.worker.batch import PlanError
+from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
 from tests.integration.native.driver import Driver, Request, i32, ints

@@ -18,7 +18,7 @@ from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 from services.worker.weights import Checkpoint
 
 VOCAB, HIDDEN, WIDE, HEADS, KV_HEADS, DIM, LAYERS = 211, 64, 104, 4, 2, 16, 5

@@ -10,7 +10,7 @@ from services.worker.backends.native.drafts import Drafts
 from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampler import Sampler
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import PlanError, Rows, SlotTable
+from services.worker.batch.slots import PlanError, Rows, SlotTable
 
 LIMIT, VOCAB = 32, 8
 

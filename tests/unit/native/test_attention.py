@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from services.worker.backends.native.batch import Batch
 from services.worker.backends.native.kernels.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kv_cache import padded
-from services.worker.batch import Rows
+from services.worker.batch.slots import Rows
 
 CONTEXT = 50
 SLOTS = 3

@@ -8,7 +8,7 @@ from protocol.steps import NO_DRAFT
 from services.worker.backends.native.drafters.base import Advance, Slots, Target
 from services.worker.backends.native.drafters.ngram import NgramDrafter
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 
 SLOTS, LIMIT = 6, 80
 

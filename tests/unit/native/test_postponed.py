@@ -6,7 +6,7 @@ import torch
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots
 from services.worker.backends.native.drafters.postponed import MOST_BYTES, MOST_TOKENS, Postponed
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 
 
 class Heard(Drafter):

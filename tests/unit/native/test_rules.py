@@ -9,8 +9,8 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
-from services.worker.sampling import shaped
+from services.worker.batch.slots import SlotTable
+from services.worker.sampling.reference import shaped
 
 VOCAB, SLOTS, LIMIT = 131, 24, 64
 LAST = VOCAB - 1

@@ -7,11 +7,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from protocol.steps import GrammarOutput
-from services.worker import noise
 from services.worker.backends.native.kernels import simd
 from services.worker.backends.native.sampler import Sampler
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
+from services.worker.sampling import noise
 
 F64 = NDArray[np.float64]
 

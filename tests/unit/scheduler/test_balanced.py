@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.ledger import InflightStep
-from services.scheduler.limits import Limits
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.results import Sampled
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
-from services.scheduler.request import Request
-from services.scheduler.results import Sampled
-from services.scheduler.scheduler import Scheduler
 
 
 class Pipeline:

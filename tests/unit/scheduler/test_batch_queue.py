@@ -3,8 +3,8 @@
 import numpy as np
 
 from protocol.steps import ModelRunnerOutput
-from services.scheduler.batch_queue import BatchQueue
-from services.scheduler.ledger import InflightStep
+from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.ledger import InflightStep
 
 _NONE = np.empty(0, np.int32)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.drafting import Adaptive, Drafting, Fixed, drafting
-from services.scheduler.ledger import InflightStep
+from services.scheduler.core.drafting import Adaptive, Drafting, Fixed, drafting
+from services.scheduler.core.ledger import InflightStep
 
 MOST = 4
 

@@ -5,10 +5,10 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
-from services.scheduler.engine import MAX_PRIORITY, EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import MAX_PRIORITY, EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.scheduler import Scheduler
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
 

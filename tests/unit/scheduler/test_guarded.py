@@ -13,8 +13,11 @@ from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.config import SchedulerConfig
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import Rows
 from services.scheduler.policies import (
     BalancedPolicy,
     BatchingPolicy,
@@ -25,9 +28,6 @@ from services.scheduler.policies import (
     StepBudget,
     make_policy,
 )  # fmt: skip
-from services.scheduler.request import Request
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import Rows
 
 LIMITS = Limits(8, 64, 128, 64, 16, stages=2)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from protocol.sampling import SamplingParams
-from services.scheduler.kv_cache import KVCacheManager
-from services.scheduler.request import Request
-from services.scheduler.slots import SlotTable
+from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import SlotTable
 
 NUM_SLOTS, NUM_BLOCKS, SIZE, LONGEST = 6, 11, 3, 24
 Key = tuple[str, tuple[int, ...]]

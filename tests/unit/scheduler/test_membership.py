@@ -18,7 +18,7 @@ from protocol.membership import (
 )
 from protocol.requests import EnginePhase
 from services.config import SchedulerConfig
-from services.scheduler.membership import (
+from services.scheduler.membership.group import (
     LOAD_SILENCE,
     MAX_FUTILE_EPOCHS,
     RETURN_TIMEOUT,
@@ -31,7 +31,7 @@ from services.scheduler.membership import (
     State,
     WorkerGroup,
 )
-from services.scheduler.sizes import GroupError
+from services.scheduler.membership.sizes import GroupError
 
 WORKER = Register(
     "sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2, 4), max_pipeline_parallel_size=4

@@ -5,8 +5,8 @@ import numpy as np
 from protocol.codec import unpack
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import SamplingParams
-from services.scheduler.outputs import OutputBuffer
-from services.scheduler.request import Request
+from services.scheduler.core.outputs import OutputBuffer
+from services.scheduler.core.request import Request
 
 Event = tuple[int, int, int, int]
 """client, number, index, token"""

@@ -8,11 +8,11 @@ from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.config import SchedulerConfig
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import PhasedPolicy, make_policy
-from services.scheduler.results import UnknownResult
-from services.scheduler.scheduler import Scheduler
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
 

@@ -7,7 +7,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from services.scheduler.request import IllegalTransition, Request, RequestStatus
+from services.scheduler.core.request import IllegalTransition, Request, RequestStatus
 
 WAITING, RUNNING, PREEMPTED, FINISHED = RequestStatus
 ALLOWED = {

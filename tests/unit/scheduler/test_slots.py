@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
-from services.scheduler.request import Request
-from services.scheduler.slots import DROP, FREE, LIVE, SlotTable
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import DROP, FREE, LIVE, SlotTable
 from tests.simulation.grammar import Automaton
 
 

@@ -7,12 +7,12 @@ from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.drafting import Fixed
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.results import UnknownResult
-from services.scheduler.scheduler import Scheduler
 
 K, EOS = 3, 49
 LIMITS = Limits(

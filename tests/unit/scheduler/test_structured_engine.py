@@ -10,11 +10,11 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.rows import LogprobRows
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from services.scheduler.engine import EngineCore
-from services.scheduler.limits import Limits
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
-from services.scheduler.results import UnknownResult
-from services.scheduler.scheduler import Scheduler
 from tests.simulation.grammar import Compilation
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=32, num_blocks=24, block_size=4)

@@ -5,8 +5,8 @@ from random import Random
 import numpy as np
 
 from protocol.sampling import SamplingParams
-from services.scheduler.request import Request
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.core.request import Request
+from services.scheduler.core.waiting import WaitingQueue
 
 
 def request(rank: int, tokens: int = 2) -> Request:

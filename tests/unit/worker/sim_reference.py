@@ -9,7 +9,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput
 from services.worker.backends.sim.hashing import SEED, PrefixHash
 from services.worker.backends.sim.logits import Logits
-from services.worker.sampling import TokenLogprobs, logprobs_of, sample
+from services.worker.sampling.reference import TokenLogprobs, logprobs_of, sample
 from tests.unit.worker.plans import CONTEXT, VOCAB
 
 HASH, LOGITS = PrefixHash(VOCAB, CONTEXT), Logits(VOCAB, ())

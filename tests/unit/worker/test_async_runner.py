@@ -15,9 +15,9 @@ from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim import device as sim_device
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.oracle import OracleError
-from services.worker.batch import Rows
+from services.worker.batch.slots import Rows
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, CopyEvent, HostRing
 from services.worker.runner import Output
-from services.worker.staging import MAX_STEPS_IN_FLIGHT, CopyEvent, HostRing
 from tests.unit.worker.fake_device import POISON, FakeDevice
 from tests.unit.worker.plans import (
     BLOCK,

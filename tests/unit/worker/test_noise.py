@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.worker.noise import Purpose, bits, gumbel, keys, uniform
+from services.worker.sampling.noise import Purpose, bits, gumbel, keys, uniform
 
 N = 20_000
 FIRST_BITS = [838934107, 3814150781, 487022261]

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.codec import pack, unpack
 from services.worker.backends.sim.oracle import OracleError
-from services.worker.batch import PlanError
+from services.worker.batch.slots import PlanError
 from tests.unit.worker.plans import (
     BLOCK,
     BLOCKS,

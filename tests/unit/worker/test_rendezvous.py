@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from services.worker.rendezvous import facing, listen, local_address
+from services.worker.distributed.rendezvous import facing, listen, local_address
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.rigid import DUMMY, Reach, Rigid, as_scheduled
-from services.worker.batch import PlanError, SlotTable
+from services.worker.batch.slots import PlanError, SlotTable
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, VOCAB, Plans, alone, prompt, tokens
 
 CHUNK = 8

@@ -5,7 +5,7 @@ import pytest
 
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
-from services.worker.sampling import (
+from services.worker.sampling.reference import (
     RowParams,
     apply_bitmask,
     forbid,

@@ -13,7 +13,7 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.extras import HIDDEN_SIZE, hidden_states
 from services.worker.backends.sim.oracle import OracleError
-from services.worker.sampling import TokenLogprobs
+from services.worker.sampling.reference import TokenLogprobs
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,

@@ -22,10 +22,10 @@ from services.worker.backends.sim import device as sim_device
 from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.drafter import Drafter
 from services.worker.backends.sim.oracle import Oracle, OracleError
-from services.worker.batch import PlanError, Rows
+from services.worker.batch.slots import PlanError, Rows
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.runner import LoadError, Output
-from services.worker.sampling import TokenLogprobs
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.sampling.reference import TokenLogprobs
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     BLOCK,

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from services.config import SchedulerConfig
-from services.worker.staging import MAX_STEPS_IN_FLIGHT, HostRing
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
 
 class Event:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from services.worker.backends.native.acceptance import Places
 from services.worker.backends.native.kernels.attention import TILE
 from services.worker.backends.native.kernels.ragged import spread
-from services.worker.batch import Rows
+from services.worker.batch.slots import Rows
 
 
 @dataclass(frozen=True)

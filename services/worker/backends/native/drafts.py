@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protocol.steps import NO_DRAFT
 from services.worker.backends.native.kernels.ragged import settle
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import EMPTY, PlanError, Rows
+from services.worker.batch.slots import EMPTY, PlanError, Rows
 
 I32 = NDArray[np.int32]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from protocol.rows import LogprobRows
 from services.worker.backends.native.kernels.logprobs import logprobs_kernel
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import NONE, Rows, SlotTable
+from services.worker.batch.slots import NONE, Rows, SlotTable
 
 I32 = NDArray[np.int32]
 SLICE = 1 << 22

@@ -16,9 +16,9 @@ from services.worker.backends.native.linear import Linear, activation_dtype
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
 from services.worker.backends.pooling import PooledRows
-from services.worker.ranks import Ranks
+from services.worker.distributed.ranks import Ranks
+from services.worker.distributed.teams import Team
 from services.worker.runner import Progress
-from services.worker.teams import Team
 from services.worker.weights import Checkpoint
 
 FINAL = -1

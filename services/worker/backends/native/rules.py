@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from services.worker.backends.native.kernels.rules import RULE, rules_kernel
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 
 I32 = NDArray[np.int32]
 NOBODY = -1

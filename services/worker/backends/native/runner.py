@@ -39,10 +39,10 @@ from services.worker.backends.native.sampler import Sampled, Sampler
 from services.worker.backends.native.state import TokenHistory
 from services.worker.backends.native.step import Pending, Result
 from services.worker.backends.pooling import Pooler
-from services.worker.batch import PlanError, Rows, SlotTable
-from services.worker.ranks import Ranks
+from services.worker.batch.slots import PlanError, Rows, SlotTable
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Passed, Progress
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.weights import Checkpoint, located
 
 NO_DRAFTS = np.empty((0, 0), np.int32)

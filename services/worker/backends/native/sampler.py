@@ -1,9 +1,9 @@
 """From logits to token ids, all rows at once; a row's result depends on its own logits and parameters only.
 
 The order is vLLM's: allowed ids, bad words, what may not be sampled yet, biases, penalties (rules.py), the grammar's
-mask, then temperature, min-p, top-k, top-p and the noise of `services.worker.noise`. Tokens that tie with the last one
-kept are kept too. Of equal maxima the lowest id wins, also where nothing is left. Log-probabilities are of the logits
-before all this.
+mask, then temperature, min-p, top-k, top-p and the noise of `services.worker.sampling.noise`. Tokens that tie with
+the last one kept are kept too. Of equal maxima the lowest id wins, also where nothing is left. Log-probabilities are
+of the logits before all this.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from services.worker.backends.native.logprobs import Scorer, addresses
 from services.worker.backends.native.mask import Mask, Masker
 from services.worker.backends.native.rules import Rules
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import NONE, SlotTable
-from services.worker.noise import Purpose, keys
-from services.worker.sampling import GREEDY_BELOW
+from services.worker.batch.slots import NONE, SlotTable
+from services.worker.sampling.noise import Purpose, keys
+from services.worker.sampling.reference import GREEDY_BELOW
 
 I32 = NDArray[np.int32]
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NewRequest
-from services.worker.batch import PlanError
+from services.worker.batch.slots import PlanError
 
 
 class TokenHistory:

@@ -14,7 +14,7 @@ from services.worker.backends.native.model import HiddenStates
 from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampler import Sampled
 from services.worker.backends.pooling import PooledRows
-from services.worker.batch import Rows
+from services.worker.batch.slots import Rows
 
 
 @dataclass(frozen=True)

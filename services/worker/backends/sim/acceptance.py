@@ -14,7 +14,7 @@ from protocol.steps import NO_DRAFT
 from services.worker.backends.sim.device import Device, Event
 from services.worker.backends.sim.oracle import Oracle, spread
 from services.worker.backends.sim.sampler import Masks, Places, Sampler, Wishes
-from services.worker.batch import I32, Rows
+from services.worker.batch.slots import I32, Rows
 
 MOST = np.iinfo(np.int32).max
 

@@ -1,7 +1,7 @@
 """How long things take, by the flags of the cost model."""
 
 from services.config import WorkerConfig
-from services.worker.batch import I32, Rows
+from services.worker.batch.slots import I32, Rows
 
 
 class CostModel:

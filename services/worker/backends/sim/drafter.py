@@ -18,7 +18,7 @@ from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import scramble
 from services.worker.backends.sim.oracle import Oracle, OracleError, spread
 from services.worker.backends.sim.sampler import Places, Sampler, Wishes
-from services.worker.batch import I32
+from services.worker.batch.slots import I32
 
 ALWAYS, NEVER = 0, 1
 PERIODS = {"always": ALWAYS, "never": NEVER, "periodic": 3}

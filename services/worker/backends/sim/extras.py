@@ -15,8 +15,8 @@ from services.worker.backends.sim.device import Device, Event
 from services.worker.backends.sim.hashing import BASE, U64
 from services.worker.backends.sim.logits import F32, Logits, scramble
 from services.worker.backends.sim.oracle import Oracle, OracleError
-from services.worker.batch import I32, NONE, Rows, SlotTable
-from services.worker.sampling import logprobs_of
+from services.worker.batch.slots import I32, NONE, Rows, SlotTable
+from services.worker.sampling.reference import logprobs_of
 
 HIDDEN_SIZE = 32
 _LANES = np.arange(1, HIDDEN_SIZE + 1, dtype=np.uint64) * np.uint64(BASE)

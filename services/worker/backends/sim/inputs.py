@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.sim.device import Device
-from services.worker.batch import I32, Rows, SlotTable
+from services.worker.batch.slots import I32, Rows, SlotTable
 
 COLUMNS = (
     "slots", "starts", "counts", "drafts", "num_prompt", "top_k", "temperature", "top_p", "min_p", "seed",

@@ -7,7 +7,7 @@ weights of the other tokens fall off as one over their rank): greedy decoding is
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.noise import gumbel, gumbel_pairs
+from services.worker.sampling.noise import gumbel, gumbel_pairs
 
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]

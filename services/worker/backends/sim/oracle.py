@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.backends.sim.hashing import SEED, U64, PrefixHash
-from services.worker.batch import I32, PlanError
+from services.worker.batch.slots import I32, PlanError
 
 UNWRITTEN = np.uint64(0)
 FEW = 16

@@ -8,7 +8,7 @@ from services.worker.backends.sim.device import Event
 from services.worker.backends.sim.extras import Copied
 from services.worker.backends.sim.rigid import Shape
 from services.worker.backends.sim.trace import StepTrace
-from services.worker.batch import I32, Rows
+from services.worker.batch.slots import I32, Rows
 
 
 @dataclass(frozen=True)

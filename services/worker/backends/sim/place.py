@@ -8,7 +8,7 @@ from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.device import Device
 from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.oracle import Activations
-from services.worker.batch import I32, Rows
+from services.worker.batch.slots import I32, Rows
 
 
 @dataclass(frozen=True)

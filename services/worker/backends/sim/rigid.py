@@ -14,7 +14,7 @@ import numpy as np
 from protocol.codec import pack
 from protocol.rows import StepRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.batch import I32, PlanError, Rows, SlotTable
+from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 
 DUMMY = -1
 """The block that stands for padding."""

@@ -26,9 +26,9 @@ from services.worker.backends.sim.place import Alone, Place
 from services.worker.backends.sim.rigid import Reach, Rigid, Shape, as_scheduled
 from services.worker.backends.sim.sampler import Masks, Sampler, Wishes, wishes
 from services.worker.backends.sim.trace import StepTrace
-from services.worker.batch import I32, PlanError, Rows, SlotTable
+from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
 from services.worker.runner import Identity, LoadError, Progress
-from services.worker.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
 DEFAULT_BLOCKS = 16384
 """Unless `kv_cache_memory_bytes` says it; a block costs its hashes only."""
@@ -125,7 +125,7 @@ class SimRunner:
             return
         # torch takes seconds to import that a single rank does not need
         from services.worker.backends.sim.stage import Stage
-        from services.worker.ranks import Ranks
+        from services.worker.distributed.ranks import Ranks
 
         self._place = stage = Stage(Ranks(assignment, listener), self._cost, assignment.num_slots)
         stage.join()

@@ -13,8 +13,8 @@ from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.inputs import StepInputs
 from services.worker.backends.sim.logits import Logits
 from services.worker.backends.sim.oracle import Oracle
-from services.worker.batch import I32, Rows, SlotTable
-from services.worker.sampling import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
+from services.worker.batch.slots import I32, Rows, SlotTable
+from services.worker.sampling.reference import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
 
 
 @dataclass(frozen=True)

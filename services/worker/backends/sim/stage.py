@@ -24,9 +24,9 @@ from services.worker.backends.sim.device import Device
 from services.worker.backends.sim.hashing import U64
 from services.worker.backends.sim.oracle import Activations, OracleError, spread
 from services.worker.backends.sim.place import Arrived, Feedback
-from services.worker.batch import I32, Rows
-from services.worker.ranks import Ranks
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.batch.slots import I32, Rows
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.ranks import Ranks
 
 I64 = NDArray[np.int64]
 HEADER = 2

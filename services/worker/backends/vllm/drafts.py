@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
 from services.worker.backends.vllm import names
-from services.worker.batch import PlanError, Rows
+from services.worker.batch.slots import PlanError, Rows
 
 I32 = NDArray[np.int32]
 

@@ -18,7 +18,7 @@ from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.acceptance import Acceptance
 from services.worker.backends.vllm.group import Group
-from services.worker.batch import Rows
+from services.worker.batch.slots import Rows
 from services.worker.runner import LoadError
 
 _set_num_threads = torch.set_num_threads  # vLLM takes the function away

@@ -18,8 +18,8 @@ from torch import distributed
 from protocol.membership import Assignment
 from services.private import private_directory, short_base
 from services.worker.backends.vllm import names
-from services.worker.messages import STEP_TIMEOUT
-from services.worker.ranks import BOOT_ID, meet, neighbours, shut_down, sockets
+from services.worker.distributed.messages import STEP_TIMEOUT
+from services.worker.distributed.ranks import BOOT_ID, meet, neighbours, shut_down, sockets
 from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here

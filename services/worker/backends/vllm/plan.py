@@ -16,8 +16,8 @@ from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.drafts import Drafts
 from services.worker.backends.vllm.parameters import Generator, translated
-from services.worker.batch import Rows, SlotTable
-from services.worker.sampling import GREEDY_BELOW
+from services.worker.batch.slots import Rows, SlotTable
+from services.worker.sampling.reference import GREEDY_BELOW
 
 RESERVED_BLOCKS = 1
 """vLLM keeps its first block for itself, so each of ours is one further."""

@@ -10,7 +10,7 @@ from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
-from services.worker.batch import NONE, Rows
+from services.worker.batch.slots import NONE, Rows
 
 I32 = NDArray[np.int32]
 

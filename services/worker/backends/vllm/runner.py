@@ -21,7 +21,7 @@ from services.worker.backends.vllm.engine import Engine, Options
 from services.worker.backends.vllm.group import Group
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
 from services.worker.backends.vllm.result import Asked, Result
-from services.worker.batch import Rows, SlotTable
+from services.worker.batch.slots import Rows, SlotTable
 from services.worker.runner import Identity, LoadError, Output, Passed, Progress
 from services.worker.weights import located
 

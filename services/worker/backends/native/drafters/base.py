@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from protocol.membership import Speculation
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.state import TokenHistory
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 from services.worker.weights import Checkpoint
 
 I32 = NDArray[np.int32]

@@ -19,8 +19,8 @@ from services.worker.backends.native.kernels.sampling import greedy_kernel
 from services.worker.backends.native.kv_cache import KVCache
 from services.worker.backends.native.model import Model
 from services.worker.backends.native.partition import Part
-from services.worker.batch import EMPTY, Rows
-from services.worker.ranks import Ranks
+from services.worker.batch.slots import EMPTY, Rows
+from services.worker.distributed.ranks import Ranks
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, States
-from services.worker.batch import SlotTable
+from services.worker.batch.slots import SlotTable
 
 MOST_TOKENS = 1024
 """That are kept: the step that reads them at last must not be much longer than one with a chunk of a prompt."""

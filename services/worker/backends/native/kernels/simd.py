@@ -15,7 +15,7 @@ from numba import carray, njit
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
-from services.worker.noise import MIX_A, MIX_B, PRIME
+from services.worker.sampling.noise import MIX_A, MIX_B, PRIME
 
 LANES = 16
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -233,7 +233,7 @@ def log(typing_context: Any, a: Any) -> Any:
 
 @intrinsic
 def uniform(typing_context: Any, token: Any, key0: Any, key1: Any) -> Any:
-    """`services.worker.noise`'s uniform numbers of the sixteen ids from `token` on."""
+    """`services.worker.sampling.noise`'s uniform numbers of the sixteen ids from `token` on."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def spread(value: Any) -> Any:

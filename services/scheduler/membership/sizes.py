@@ -2,7 +2,7 @@
 
 from protocol.membership import Loaded, Speculation
 from services.config import SchedulerConfig
-from services.scheduler.limits import Limits
+from services.scheduler.core.limits import Limits
 
 
 class GroupError(Exception):

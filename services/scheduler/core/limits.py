@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.sampling import SamplingParams
-from services.scheduler.slots import Column
+from services.scheduler.core.slots import Column
 
 
 @dataclass(frozen=True, slots=True)

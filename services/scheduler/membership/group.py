@@ -34,8 +34,8 @@ from protocol.membership import (
 from protocol.requests import EnginePhase
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal
-from services.scheduler.limits import Limits
-from services.scheduler.sizes import GroupError, fit, speculation
+from services.scheduler.core.limits import Limits
+from services.scheduler.membership.sizes import GroupError, fit, speculation
 
 LOAD_SILENCE = 30.0
 """Seconds of silence that loading excuses at least: importing and compiling can hold up even the heartbeat."""

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Self
 from torch import distributed
 
 from protocol.membership import Assignment
-from services.worker.messages import Peers, Waiter
-from services.worker.rendezvous import local_address
+from services.worker.distributed.messages import Peers, Waiter
+from services.worker.distributed.rendezvous import local_address
+from services.worker.distributed.teams import Stages, Team
 from services.worker.runner import RanksLost
-from services.worker.teams import Stages, Team
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """For the ranks to find one another."""

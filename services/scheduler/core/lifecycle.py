@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from protocol.codec import pack
 from protocol.requests import Finish
 from protocol.steps import ReleaseSlots
-from services.scheduler.kv_cache import KVCacheManager
-from services.scheduler.ledger import Ledger
-from services.scheduler.limits import Limits
-from services.scheduler.outputs import OutputBuffer
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.slots import DELIVER, DROP, Rows, SlotTable
-from services.scheduler.waiting import WaitingQueue
+from services.scheduler.core.kv_cache import KVCacheManager
+from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.outputs import OutputBuffer
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.slots import DELIVER, DROP, Rows, SlotTable
+from services.scheduler.core.waiting import WaitingQueue
 
 
 class Lifecycle:

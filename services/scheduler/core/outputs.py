@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from protocol.codec import pack
 from protocol.requests import Embedding, Finish, RequestOutputs
 from protocol.rows import LogprobRows
-from services.scheduler.request import Request
+from services.scheduler.core.request import Request
 
 
 class _Columns:

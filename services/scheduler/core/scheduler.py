@@ -13,14 +13,14 @@ import numpy as np
 
 from protocol.codec import pack
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
-from services.scheduler.drafting import Drafting
+from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.results import Results
+from services.scheduler.core.slots import DELIVER, LIVE, Column, Rows
 from services.scheduler.grammar import Grammar
-from services.scheduler.ledger import InflightStep
-from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.results import Results
-from services.scheduler.slots import DELIVER, LIVE, Column, Rows
 
 _NO_ROWS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)

@@ -2,7 +2,7 @@
 
 The order is vLLM's: `allowed_token_ids`, `bad_words`, the tokens that `min_tokens` forbids, `logit_bias`, penalties,
 the grammar's mask (all these are `shaped`), then temperature, min-p, top-k, top-p and the noise of
-services.worker.noise (`sample_row`). A row's result depends on its own logits, tokens and parameters only.
+services.worker.sampling.noise (`sample_row`). A row's result depends on its own logits, tokens and parameters only.
 
 Of equal maxima the lowest id wins; tokens that tie with the last one kept are kept. A grammar that leaves nothing of
 what the other parameters allow wins over them: the lowest id that it allows is taken. Where they leave nothing without
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.sampling import BadWords, SamplingParams
-from services.worker.noise import gumbel
+from services.worker.sampling.noise import gumbel
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]

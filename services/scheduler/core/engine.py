@@ -14,15 +14,15 @@ from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutp
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.sampling import Pooling
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
-from services.scheduler.batch_queue import BatchQueue
+from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.results import NO_EMBEDDINGS, Sampled, UnknownResult
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import Column
 from services.scheduler.grammar import Compiler, Grammar
-from services.scheduler.ledger import InflightStep
-from services.scheduler.limits import Limits
 from services.scheduler.policies import BatchingPolicy
-from services.scheduler.request import Request, RequestStatus
-from services.scheduler.results import NO_EMBEDDINGS, Sampled, UnknownResult
-from services.scheduler.scheduler import Scheduler
-from services.scheduler.slots import Column
 
 MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from services.scheduler.request import Request
+from services.scheduler.core.request import Request
 
 
 class WaitingQueue:

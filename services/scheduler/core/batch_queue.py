@@ -3,7 +3,7 @@
 from collections import deque
 
 from protocol.steps import ModelRunnerOutput
-from services.scheduler.ledger import InflightStep
+from services.scheduler.core.ledger import InflightStep
 
 
 class BatchQueue:

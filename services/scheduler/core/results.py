@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from protocol.requests import Embedding, Finish, FinishReason
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling
-from services.scheduler.drafting import Drafting
-from services.scheduler.ledger import InflightStep
-from services.scheduler.lifecycle import Lifecycle
-from services.scheduler.limits import Limits
-from services.scheduler.request import Request
-from services.scheduler.slots import DELIVER, LIVE, Column, Rows
+from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import DELIVER, LIVE, Column, Rows
 
 NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.sampling import Pooling
-from services.scheduler.request import Request
+from services.scheduler.core.request import Request
 
 Rows = NDArray[np.int64]
 """Slots as an index: NumPy gathers through int64 at a third of the cost of int32; the wire carries int32."""

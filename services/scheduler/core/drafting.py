@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.config import SpeculativeConfig
-from services.scheduler.ledger import InflightStep
-from services.scheduler.slots import Column
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.slots import Column
 
 _MEMORY = 0.98
 """What a step's figures are worth one step later: about the last fifty count."""

@@ -8,8 +8,8 @@ from collections import deque
 import torch
 from torch import distributed
 
-from services.worker.messages import Peers, failure, raise_lost
-from services.worker.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.messages import Peers, failure, raise_lost
 
 ACTIVATIONS, FEEDBACK, ROWS, TEAM = 0, 1, 2, 3
 """Tags of what stages send onwards, of what the last sends to the first, of what a stage says about a step before its

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.slots import Column, Rows, SlotTable
+from services.scheduler.core.slots import Column, Rows, SlotTable
 
 
 @dataclass(frozen=True, slots=True)

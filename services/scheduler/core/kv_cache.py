@@ -10,9 +10,9 @@ from hashlib import sha256
 
 import numpy as np
 
-from services.scheduler.block_pool import BlockPool
-from services.scheduler.request import Request
-from services.scheduler.slots import Column, Rows, SlotTable
+from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Column, Rows, SlotTable
 
 
 class KVCacheManager:
