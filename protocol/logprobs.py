@@ -1,21 +1,24 @@
-"""Log-probabilities of some tokens, as columns; the same on both ways that they take."""
+"""Log-probabilities of tokens as columns. Results of a step and outputs for a frontend use the same type."""
 
 import msgspec
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Per token one row, and per row one entry for the token itself, then one for each of the most likely ones, the
-    most likely first; the token itself may be among them again. `protocol.rows.LogprobRows` has them as arrays."""
+    """Log-probabilities with one row per token. `protocol.rows.LogprobRows` holds the same columns as arrays.
+
+    The first entry of a row is the token itself. The most likely tokens follow, the most likely first; the token itself
+    may be one of them.
+    """
 
     owners: bytes
-    """int32[rows]: whose token: slots in a step's result, uint32 request numbers on the way to a frontend"""
+    """int32[rows]: slots in a step's result; request numbers (uint32) in a message to a frontend"""
     positions: bytes
-    """int32[rows]: which token of the request's sequence, counted from the first of the prompt"""
+    """int32[rows]: position of the token in the request's sequence; the first prompt token is at 0"""
     counts: bytes
-    """int32[rows]: entries, at least 1"""
-    ranks: bytes
-    """int32[rows]: of the token itself; 1 is the most likely"""
+    """int32[rows]: number of entries, at least 1"""
+    token_ranks: bytes
+    """int32[rows]: position of the token itself in the vocabulary by likelihood; 1 is the most likely"""
     token_ids: bytes
     """int32[sum(counts)]"""
     values: bytes
-    """float32[sum(counts)], natural logarithms; minus infinity is possible, NaN is not"""
+    """float32[sum(counts)]: natural logarithms; minus infinity is allowed, NaN is not"""

@@ -1,6 +1,7 @@
-"""The columns of a message as arrays, checked once against one another. All are read-only views of its bytes.
+"""The columns of a message as NumPy arrays, checked against one another once, when they are unpacked.
 
-What needs knowledge of the batch (does the slot exist, is the block mine) is checked by whoever has that knowledge.
+All arrays are read-only views of the message's bytes. Checks that need the batch (does the slot exist, is the block
+free) are made by the service that keeps the batch.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ I32 = NDArray[np.int32]
 
 
 class StepRows(NamedTuple):
-    """A plan's rows, int32[rows] but for `samples`; none is negative."""
+    """Rows of a plan. Every column without a comment is int32[rows]; no number is negative."""
 
     slots: I32
     generations: I32
@@ -26,16 +27,18 @@ class StepRows(NamedTuple):
     counts: I32
     """At least 1."""
     samples: NDArray[np.bool_]
+    """bool[rows]"""
     drafts: I32
-    """Less than `counts`; none in a row that does not sample."""
+    """Less than `counts`; 0 in a row that does not sample."""
     block_slots: I32
     """int32[blocks]"""
     block_ids: I32
     """int32[blocks]"""
     released: I32
+    """int32[released slots]"""
 
     @classmethod
-    def of(cls, plan: SchedulerOutput) -> Self:
+    def from_message(cls, plan: SchedulerOutput) -> Self:
         """Raises: ProtocolError"""
         what = "the plan"
         slots, generations = unpack(plan.slots), unpack(plan.generations)
@@ -70,17 +73,17 @@ class StepRows(NamedTuple):
 
 
 class GrammarRows(NamedTuple):
-    """A step's masks, those of a row one after the other."""
+    """Masks of one step. The masks of one row follow one another."""
 
     slots: I32
     """int32[rows]"""
     counts: I32
-    """int32[rows]: masks of each row, at least 1"""
+    """int32[rows]: number of masks of each row, at least 1"""
     masks: I32
     """int32[sum(counts), ceil(vocab / 32)]"""
 
     @classmethod
-    def of(cls, grammar: GrammarOutput, vocab_size: int) -> Self:
+    def from_message(cls, grammar: GrammarOutput, vocab_size: int) -> Self:
         """Raises: ProtocolError"""
         slots, words, width = unpack(grammar.slots), unpack(grammar.bitmask), -(-vocab_size // 32)
         counts = unpack(grammar.counts) if grammar.counts else np.ones(len(slots), np.int32)
@@ -95,16 +98,18 @@ class GrammarRows(NamedTuple):
 
 
 class ResultRows(NamedTuple):
-    """A result's rows, int32[rows], and their tokens, int32[sum(counts)], row after row; none is negative."""
+    """Rows of a result. Every column but `token_ids` is int32[rows]; no number is negative."""
 
     slots: I32
     generations: I32
     counts: I32
     token_ids: I32
+    """int32[sum(counts)], row after row"""
     drafted: I32
+    """Number of drafts that were verified."""
 
     @classmethod
-    def of(cls, result: ModelRunnerOutput) -> Self:
+    def from_message(cls, result: ModelRunnerOutput) -> Self:
         """Raises: ProtocolError"""
         what = "the result"
         columns = map(unpack, (result.slots, result.generations, result.counts, result.token_ids))
@@ -120,13 +125,13 @@ class ResultRows(NamedTuple):
 
 
 class ProgressRows(NamedTuple):
-    """How far prefill rows of a step came, int32[reports]; none is negative, no slot stands there twice."""
+    """Reported progress of prefill rows, int32[reports]; no number is negative and no slot occurs twice."""
 
     slots: I32
     frontiers: I32
 
     @classmethod
-    def of(cls, result: ModelRunnerOutput) -> Self:
+    def from_message(cls, result: ModelRunnerOutput) -> Self:
         """Raises: ProtocolError"""
         what = "the result's progress"
         rows = cls(unpack(result.progress_slots), unpack(result.progress_frontiers))
@@ -139,48 +144,56 @@ class ProgressRows(NamedTuple):
 
 
 class LogprobRows(NamedTuple):
-    """Columns of `Logprobs`; int32 but for `values`."""
+    """Columns of `Logprobs`, whose docstrings give the shapes."""
 
     owners: I32
     positions: I32
     counts: I32
-    ranks: I32
+    token_ranks: I32
     token_ids: I32
     values: NDArray[np.float32]
 
     @classmethod
-    def of(cls, logprobs: Logprobs) -> Self:
+    def from_message(cls, logprobs: Logprobs) -> Self:
         """Raises: ProtocolError"""
         what = "the log-probabilities"
         rows = cls(
             unpack(logprobs.owners),
             unpack(logprobs.positions),
             unpack(logprobs.counts),
-            unpack(logprobs.ranks),
+            unpack(logprobs.token_ranks),
             unpack(logprobs.token_ids),
             unpack(logprobs.values, np.float32),
         )
-        _same_length(what, owners=rows.owners, positions=rows.positions, counts=rows.counts, ranks=rows.ranks)
+        _same_length(
+            what,
+            owners=rows.owners,
+            positions=rows.positions,
+            counts=rows.counts,
+            token_ranks=rows.token_ranks,
+        )
         _same_length(what, token_ids=rows.token_ids, values=rows.values)
-        if _negative(rows.positions | (rows.counts - 1) | (rows.ranks - 1)) or _negative(rows.token_ids):
+        if _negative(rows.positions | (rows.counts - 1) | (rows.token_ranks - 1)) or _negative(
+            rows.token_ids
+        ):
             raise ProtocolError(f"{what} have a negative number, or a row without an entry")
         if (
             int(np.add.reduce(rows.counts, dtype=np.int64)) != len(rows.token_ids)
             or np.isnan(rows.values).any()
         ):
-            raise ProtocolError(f"{what} have other entries than their rows count, or NaN")
+            raise ProtocolError(f"{what} differ in number from the sum of their counts, or contain NaN")
         return rows
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """At least one part."""
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Return the rows of all parts, in order. There must be at least one part."""
         return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def packed(self) -> Logprobs:
+    def to_message(self) -> Logprobs:
         return Logprobs(*(column.tobytes() for column in self))
 
-    def where(self, mask: NDArray[np.bool_]) -> Self:
-        """The rows of `mask`, bool[rows]."""
+    def select(self, mask: NDArray[np.bool_]) -> Self:
+        """Return the rows where `mask`, bool[rows], is true."""
         if mask.all():
             return self
         entries = np.repeat(mask, self.counts)
@@ -188,20 +201,22 @@ class LogprobRows(NamedTuple):
             owners=self.owners[mask],
             positions=self.positions[mask],
             counts=self.counts[mask],
-            ranks=self.ranks[mask],
+            token_ranks=self.token_ranks[mask],
             token_ids=self.token_ids[entries],
             values=self.values[entries],
         )
 
 
 class EmbeddingRows(NamedTuple):
-    """A result's embeddings: int32[rows] slots and float32[rows, hidden size]."""
+    """Embeddings of a result."""
 
     slots: I32
+    """int32[rows]"""
     values: NDArray[np.float32]
+    """float32[rows, hidden size]"""
 
     @classmethod
-    def of(cls, result: ModelRunnerOutput) -> Self:
+    def from_message(cls, result: ModelRunnerOutput) -> Self:
         """Raises: ProtocolError"""
         slots, values = unpack(result.embedding_slots), unpack(result.embeddings, np.float32)
         if not len(slots) or len(values) % len(slots) or _negative(slots):
@@ -209,19 +224,22 @@ class EmbeddingRows(NamedTuple):
         return cls(slots, values.reshape(len(slots), -1))
 
     def by_slot(self) -> dict[int, bytes]:
-        """float32[hidden size] each"""
+        """Return the bytes of each slot's embedding, float32[hidden size]."""
         return {slot: row.tobytes() for slot, row in zip(self.slots.tolist(), self.values, strict=True)}
 
 
 class OutputRows(NamedTuple):
-    """One token a row: whose, at which index of the output, and which. None is negative."""
+    """Output tokens for a frontend, one per row. No number is negative."""
 
     numbers: NDArray[np.uint32]
+    """uint32[rows]: request numbers"""
     indices: I32
+    """int32[rows]: index of the token in the request's output"""
     token_ids: I32
+    """int32[rows]"""
 
     @classmethod
-    def of(cls, outputs: RequestOutputs) -> Self:
+    def from_message(cls, outputs: RequestOutputs) -> Self:
         """Raises: ProtocolError"""
         numbers = unpack(outputs.numbers, np.uint32)
         indices, token_ids = unpack(outputs.indices), unpack(outputs.token_ids)
@@ -238,5 +256,5 @@ def _same_length(what: str, **columns: NDArray[np.generic] | bytes) -> None:
 
 
 def _negative(column: I32) -> bool:
-    """Whether any number is: the sign bit survives `or`, which is also defined for no rows."""
+    """Return whether any number is negative. The sign bit survives `or`, which is defined for an empty column too."""
     return bool(np.bitwise_or.reduce(column) < 0)

@@ -141,7 +141,7 @@ class EngineClient:
             if isinstance(message, EngineState):
                 self.state = message
                 return
-            rows = OutputRows.of(message)
+            rows = OutputRows.from_message(message)
             self._deliver_logprobs(message.logprobs)
         except ProtocolError as error:
             self.bad_messages += 1
@@ -163,9 +163,9 @@ class EngineClient:
         """Raises: ProtocolError, before anything was delivered"""
         if logprobs is None:
             return
-        rows = LogprobRows.of(logprobs)
+        rows = LogprobRows.from_message(logprobs)
         ids, values, begin = rows.token_ids.tolist(), rows.values.tolist(), 0
-        columns = rows.owners.view(np.uint32), rows.positions, rows.ranks, rows.counts
+        columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
         for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
             end = begin + count
             if (stream := self._streams.get(number)) is not None:

@@ -105,7 +105,7 @@ class Engine:
                 assert index == len(self.clients[number].tokens)
                 self.clients[number].tokens.append(token)
             if message.logprobs is not None:
-                self._score(LogprobRows.of(message.logprobs))
+                self._score(LogprobRows.from_message(message.logprobs))
             for finish in message.finished:
                 self.clients[finish.number].finish = finish
 

@@ -599,7 +599,7 @@ class World:
             ):
                 self._on_token(self._open(client, number), index, token)
             if outputs.logprobs is not None:
-                self._on_logprobs(client, LogprobRows.of(outputs.logprobs), before)
+                self._on_logprobs(client, LogprobRows.from_message(outputs.logprobs), before)
             for embedding in outputs.embeddings:
                 stream = self._open(client, embedding.number)
                 if embedding.values != stream.answer.embedding or stream.embedded:
@@ -614,7 +614,7 @@ class World:
         at = 0
         for number, position, count, rank in zip(
             rows.owners.view("uint32").tolist(),
-            *(column.tolist() for column in (rows.positions, rows.counts, rows.ranks)),
+            *(column.tolist() for column in (rows.positions, rows.counts, rows.token_ranks)),
             strict=True,
         ):
             stream = self._open(client, number)

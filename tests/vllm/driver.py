@@ -191,7 +191,7 @@ class Run:
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
                 self.streams[number].rows.append(count)
             if message.logprobs is not None:
-                self._score(LogprobRows.of(message.logprobs))
+                self._score(LogprobRows.from_message(message.logprobs))
             for embedding in message.embeddings:
                 values = np.frombuffer(embedding.values, np.float32)
                 self.streams[embedding.number].embedding = values.tolist()

@@ -380,7 +380,7 @@ def nothing(count: int) -> Asked:
 def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> None:
     theirs = output(["3.1", "0.1", "1.1"], [[33], [], [11]])
     ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], theirs, nothing(3))
-    rows = ResultRows.of(ours)
+    rows = ResultRows.from_message(ours)
     assert (rows.slots.tolist(), rows.generations.tolist()) == ([1, 3], [1, 1])
     assert (rows.counts.tolist(), rows.token_ids.tolist()) == ([1, 1], [11, 33])
     assert (ours.epoch, ours.step_id, ours.started, ours.ended, ours.logprobs) == (3, 9, 1.0, 2.0, None)
@@ -395,9 +395,9 @@ def test_logprobs_are_those_asked_for_at_absolute_positions() -> None:
     theirs = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
     asked = Asked(np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32))
     ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, True), (2, 1, 0, 3, True)], theirs, asked)
-    rows = LogprobRows.of(ours.logprobs)
+    rows = LogprobRows.from_message(ours.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 0], [4, 2])
-    assert (rows.counts.tolist(), rows.ranks.tolist()) == ([3, 1], [3, 1])
+    assert (rows.counts.tolist(), rows.token_ranks.tolist()) == ([3, 1], [3, 1])
     assert rows.token_ids.tolist() == [30, 31, 32, 10]
     assert rows.values == pytest.approx([-3.0, -3.1, -3.2, -1.0])
 
@@ -414,9 +414,9 @@ def test_prompt_logprobs_begin_with_the_second_token() -> None:
     theirs = output(["0.1", "1.1"], [[10], [20]], prompt_logprobs_dict={"1.1": Tensors()})
     asked = Asked(np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32))
     ours = result([(0, 1, 0, 4, True), (1, 1, 0, 3, True)], theirs, asked)
-    rows = LogprobRows.of(ours.logprobs)
+    rows = LogprobRows.from_message(ours.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 1], [1, 2])
-    assert (rows.ranks.tolist(), rows.token_ids.tolist()) == ([4, 3], [1, 5, 2, 6])
+    assert (rows.token_ranks.tolist(), rows.token_ids.tolist()) == ([4, 3], [1, 5, 2, 6])
     assert rows.values.tolist() == [-1.0, -0.5, -2.0, -0.25]
 
 
@@ -452,11 +452,11 @@ def test_rows_have_as_many_tokens_as_were_accepted_and_one() -> None:
         SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, asked, theirs, 1.0, 2.0, None,
         np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
     ).get()  # fmt: skip
-    got = ResultRows.of(ours)
+    got = ResultRows.from_message(ours)
     assert (got.counts.tolist(), got.token_ids.tolist()) == ([2, 3, 1], [7, 8, 11, 12, 13, 20])
     assert got.drafted.tolist() == [1, 3, 0]
     assert unpack(ours.draft_token_ids).tolist() == [5, -1, 6, 7, -1, -1]
-    scores = LogprobRows.of(ours.logprobs)
+    scores = LogprobRows.from_message(ours.logprobs)
     assert (scores.owners.tolist(), scores.positions.tolist()) == ([1, 1, 1, 2], [3, 4, 5, 3])
     assert scores.token_ids.tolist() == [11, 1, 12, 1, 13, 1, 20]
 

@@ -284,9 +284,11 @@ class EngineCore:
         while (ready := self.queue.pop()) is not None:
             step, output = ready
             try:
-                rows, progress = ResultRows.of(output), ProgressRows.of(output)
-                logprobs = LogprobRows.of(output.logprobs) if output.logprobs is not None else None
-                embeddings = EmbeddingRows.of(output).by_slot() if output.embeddings else NO_EMBEDDINGS
+                rows, progress = ResultRows.from_message(output), ProgressRows.from_message(output)
+                logprobs = LogprobRows.from_message(output.logprobs) if output.logprobs is not None else None
+                embeddings = (
+                    EmbeddingRows.from_message(output).by_slot() if output.embeddings else NO_EMBEDDINGS
+                )
             except ProtocolError as error:
                 raise UnknownResult(f"step {step.step_id}: {error}") from error
             self._check(step, rows)

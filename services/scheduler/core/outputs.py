@@ -29,7 +29,7 @@ class _Columns:
         numbers, indices, token_ids = (
             b"".join(map(pack, parts)) for parts in (self.numbers, self.indices, self.token_ids)
         )
-        logprobs = LogprobRows.joined(self.logprobs).packed() if self.logprobs else None
+        logprobs = LogprobRows.concatenate(self.logprobs).to_message() if self.logprobs else None
         return RequestOutputs(numbers, indices, token_ids, self.finished, logprobs, self.embeddings)
 
 
@@ -69,7 +69,7 @@ class OutputBuffer:
     def logprobs(self, clients: NDArray[np.int32], rows: LogprobRows) -> None:
         """`rows.owners` are request numbers of `clients`, int32[rows]."""
         for client in np.unique(clients).tolist():
-            self._of(client).logprobs.append(rows.where(clients == client))
+            self._of(client).logprobs.append(rows.select(clients == client))
 
     def embedding(self, client: int, embedding: Embedding) -> None:
         self._of(client).embeddings.append(embedding)

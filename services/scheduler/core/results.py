@@ -237,7 +237,7 @@ class Results(Lifecycle):
         """Those of tokens that were appended. A slot that the step names has not changed its owner since (fence), and
         of a row that a rollback voided there are none."""
         s = self.slots
-        logprobs = logprobs.where(logprobs.positions < s.tokens.take(logprobs.owners))
+        logprobs = logprobs.select(logprobs.positions < s.tokens.take(logprobs.owners))
         owners = logprobs.owners
         numbers = s.number.take(owners).view(np.int32)
         self.outputs.logprobs(s.client.take(owners), logprobs._replace(owners=numbers))
@@ -270,4 +270,6 @@ class Results(Lifecycle):
 
 def _wanted(logprobs: LogprobRows | None, state: NDArray[np.int8]) -> LogprobRows | None:
     """Those of requests that want them still, before this step ends any."""
-    return None if logprobs is None else logprobs.where(np.isin(state.take(logprobs.owners), (LIVE, DELIVER)))
+    return (
+        None if logprobs is None else logprobs.select(np.isin(state.take(logprobs.owners), (LIVE, DELIVER)))
+    )

@@ -100,7 +100,7 @@ class SlotTable:
                 or block count that does not add up. The worker cannot go on after it.
             ProtocolError: a column is malformed.
         """
-        plan = StepRows.of(step)
+        plan = StepRows.from_message(step)
         self.release(plan.released)
         for request in step.new:
             self._assign(request)

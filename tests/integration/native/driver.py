@@ -225,11 +225,11 @@ class Driver:
             request.accepted += count - 1
         assert not list(tokens)
         if result.embeddings:
-            for slot, embedding in EmbeddingRows.of(result).by_slot().items():
+            for slot, embedding in EmbeddingRows.from_message(result).by_slot().items():
                 by_slot[slot].embedding = embedding
         if result.logprobs is not None:
-            rows, first = LogprobRows.of(result.logprobs), 0
-            columns = (rows.owners, rows.positions, rows.ranks, rows.counts)
+            rows, first = LogprobRows.from_message(result.logprobs), 0
+            columns = (rows.owners, rows.positions, rows.token_ranks, rows.counts)
             for slot, at, rank, count in zip(*(column.tolist() for column in columns), strict=True):
                 entries = slice(first, first := first + count)
                 score = Score(rank, rows.token_ids[entries].tolist(), rows.values[entries].tolist())

@@ -140,11 +140,15 @@ class EngineClient:
     def _take_logprobs(self, message: RequestOutputs) -> None:
         if message.logprobs is None:
             return
-        rows = LogprobRows.of(message.logprobs)
+        rows = LogprobRows.from_message(message.logprobs)
         at = np.cumsum(rows.counts) - rows.counts
         for i, number in enumerate(rows.owners.view(np.uint32).tolist()):
             entries = slice(at[i], at[i] + rows.counts[i])
-            entry = int(rows.ranks[i]), rows.token_ids[entries].tobytes(), rows.values[entries].tobytes()
+            entry = (
+                int(rows.token_ranks[i]),
+                rows.token_ids[entries].tobytes(),
+                rows.values[entries].tobytes(),
+            )
             self.logprobs[number].setdefault(int(rows.positions[i]), entry)
 
     def wait_finished(self, *numbers: int) -> None:

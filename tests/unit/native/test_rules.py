@@ -322,7 +322,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert rows.positions.tolist() == [2] * 6
     assert rows.counts.tolist() == [1, 2, 6, 21, 6, 6]
     first = 0
-    for slot, rank, count in zip(rows.owners, rows.ranks, rows.counts, strict=True):
+    for slot, rank, count in zip(rows.owners, rows.token_ranks, rows.counts, strict=True):
         ids, values = (column[first : first + count] for column in (rows.token_ids, rows.values))
         own = int(result.ids[slot])
         assert ids[0] == own
@@ -332,7 +332,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         np.testing.assert_allclose(values, expected[slot, ids.astype(np.int64)], atol=1e-5, rtol=0)
         first += count
     assert result.ids[5] == LAST
-    assert rows.ranks[1] > 1
+    assert rows.token_ranks[1] > 1
     assert rows.token_ids[-5:-2].tolist() == [10, 20, 130]
 
 
@@ -358,7 +358,7 @@ def test_logprobs_at_every_size_of_vocabulary(vocab: int) -> None:
         order = row[0].sort(descending=True, stable=True).indices[:top]
         assert rows.token_ids[1:].tolist() == order.tolist()
         np.testing.assert_allclose(rows.values[1:], row[0].log_softmax(-1)[order], atol=2e-5, rtol=1e-6)
-        assert rows.ranks.tolist() == [1]
+        assert rows.token_ranks.tolist() == [1]
 
 
 def test_logprobs_do_not_depend_on_the_batch() -> None:
@@ -372,5 +372,5 @@ def test_logprobs_do_not_depend_on_the_batch() -> None:
     assert result.logprobs is not None
     for slot in range(SLOTS):
         _, one = alone.sample([slot], logits[slot : slot + 1])
-        ours = result.logprobs.where(result.logprobs.owners == slot)
-        assert ours.packed() == one.logprobs.packed()
+        ours = result.logprobs.select(result.logprobs.owners == slot)
+        assert ours.to_message() == one.logprobs.to_message()

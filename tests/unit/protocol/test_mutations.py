@@ -75,9 +75,9 @@ MUTATIONS: list[Callable[[bytearray, random.Random], None]] = [
     nest,
 ]
 ROWS: dict[type, Callable[[Any], object]] = {
-    SchedulerOutput: StepRows.of,
-    ModelRunnerOutput: ResultRows.of,
-    RequestOutputs: OutputRows.of,
+    SchedulerOutput: StepRows.from_message,
+    ModelRunnerOutput: ResultRows.from_message,
+    RequestOutputs: OutputRows.from_message,
 }
 
 

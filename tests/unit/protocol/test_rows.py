@@ -26,7 +26,7 @@ OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5])
 
 
 def test_a_plan_as_arrays() -> None:
-    rows = StepRows.of(PLAN)
+    rows = StepRows.from_message(PLAN)
     assert rows.slots.tolist() == [4, 0]
     assert rows.generations.tolist() == [1, 9]
     assert rows.starts.tolist() == [0, 12]
@@ -39,19 +39,19 @@ def test_a_plan_as_arrays() -> None:
 
 
 def test_a_result_as_arrays() -> None:
-    rows = ResultRows.of(RESULT)
+    rows = ResultRows.from_message(RESULT)
     assert [column.tolist() for column in rows] == [[4, 0], [1, 9], [2, 0], [11, 12], [0, 0]]
 
 
 def test_outputs_as_arrays() -> None:
-    rows = OutputRows.of(OUTPUTS)
+    rows = OutputRows.from_message(OUTPUTS)
     assert [column.tolist() for column in rows] == [[2**32 - 1, 3], [0, 5], [11, 12]]
 
 
 def test_no_rows_are_rows() -> None:
-    assert not len(StepRows.of(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).slots)
-    assert not len(ResultRows.of(ModelRunnerOutput(1, 1, b"", b"", b"", b"")).slots)
-    assert not len(OutputRows.of(RequestOutputs(b"", b"", b"")).numbers)
+    assert not len(StepRows.from_message(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).slots)
+    assert not len(ResultRows.from_message(ModelRunnerOutput(1, 1, b"", b"", b"", b"")).slots)
+    assert not len(OutputRows.from_message(RequestOutputs(b"", b"", b"")).numbers)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_no_rows_are_rows() -> None:
 def test_a_plan_with_a_column_too_short(name: str) -> None:
     shorter = getattr(PLAN, name)[: -1 if name == "samples" else -4]
     with pytest.raises(ProtocolError, match=f"differ in length.*'{name}': "):
-        StepRows.of(msgspec.structs.replace(PLAN, **{name: shorter}))
+        StepRows.from_message(msgspec.structs.replace(PLAN, **{name: shorter}))
 
 
 @pytest.mark.parametrize(
@@ -70,23 +70,23 @@ def test_a_plan_with_a_negative_number(name: str) -> None:
     column = np.frombuffer(getattr(PLAN, name), np.int32).copy()
     column[-1] = -1
     with pytest.raises(ProtocolError, match="negative"):
-        StepRows.of(msgspec.structs.replace(PLAN, **{name: pack(column)}))
+        StepRows.from_message(msgspec.structs.replace(PLAN, **{name: pack(column)}))
 
 
 def test_a_plan_row_without_a_token() -> None:
     with pytest.raises(ProtocolError, match="a row without a token"):
-        StepRows.of(msgspec.structs.replace(PLAN, counts=pack([5, 0])))
+        StepRows.from_message(msgspec.structs.replace(PLAN, counts=pack([5, 0])))
 
 
 @pytest.mark.parametrize("samples", [b"\0\2", b"\xff\1"])
 def test_samples_other_than_0_and_1(samples: bytes) -> None:
     with pytest.raises(ProtocolError, match="samples"):
-        StepRows.of(msgspec.structs.replace(PLAN, samples=samples))
+        StepRows.from_message(msgspec.structs.replace(PLAN, samples=samples))
 
 
 def test_a_torn_column() -> None:
     with pytest.raises(ProtocolError, match="does not hold int32"):
-        StepRows.of(msgspec.structs.replace(PLAN, slots=PLAN.slots + b"\0"))
+        StepRows.from_message(msgspec.structs.replace(PLAN, slots=PLAN.slots + b"\0"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_torn_column() -> None:
 )
 def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        ResultRows.of(msgspec.structs.replace(RESULT, **change))
+        ResultRows.from_message(msgspec.structs.replace(RESULT, **change))
 
 
 @pytest.mark.parametrize(
@@ -122,32 +122,34 @@ def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -
 )
 def test_outputs_that_contradict_themselves(change: dict[str, bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        OutputRows.of(msgspec.structs.replace(OUTPUTS, **change))
+        OutputRows.from_message(msgspec.structs.replace(OUTPUTS, **change))
 
 
 def test_drafts_are_part_of_a_row_that_samples() -> None:
     plan = msgspec.structs.replace(PLAN, counts=pack([5, 4]), drafts=pack([0, 3]))
-    assert StepRows.of(plan).drafts.tolist() == [0, 3]
+    assert StepRows.from_message(plan).drafts.tolist() == [0, 3]
     for drafts in ([0, 4], [0, -1], [1, 0], [0]):
         with pytest.raises(ProtocolError):
-            StepRows.of(msgspec.structs.replace(plan, drafts=pack(drafts)))
+            StepRows.from_message(msgspec.structs.replace(plan, drafts=pack(drafts)))
 
 
 def test_drafted_counts_belong_to_rows() -> None:
-    assert ResultRows.of(msgspec.structs.replace(RESULT, drafted=pack([3, 0]))).drafted.tolist() == [3, 0]
+    assert ResultRows.from_message(
+        msgspec.structs.replace(RESULT, drafted=pack([3, 0]))
+    ).drafted.tolist() == [3, 0]
     for drafted in ([3], [-1, 0]):
         with pytest.raises(ProtocolError):
-            ResultRows.of(msgspec.structs.replace(RESULT, drafted=pack(drafted)))
+            ResultRows.from_message(msgspec.structs.replace(RESULT, drafted=pack(drafted)))
 
 
 def test_masks_belong_to_rows() -> None:
     grammar = GrammarOutput(1, 2, pack([4, 0]), memoryview(pack([7, 8, 9])), pack([2, 1]))
-    rows = GrammarRows.of(grammar, 32)
+    rows = GrammarRows.from_message(grammar, 32)
     assert [column.tolist() for column in rows] == [[4, 0], [2, 1], [[7], [8], [9]]]
     alike = msgspec.structs.replace(grammar, counts=b"", bitmask=memoryview(pack([7, 8])))
-    assert GrammarRows.of(alike, 32).counts.tolist() == [1, 1]
+    assert GrammarRows.from_message(alike, 32).counts.tolist() == [1, 1]
     for counts in ([2, 2], [3, 0], [4, -1], [3]):
         with pytest.raises(ProtocolError):
-            GrammarRows.of(msgspec.structs.replace(grammar, counts=pack(counts)), 32)
+            GrammarRows.from_message(msgspec.structs.replace(grammar, counts=pack(counts)), 32)
     with pytest.raises(ProtocolError):
-        GrammarRows.of(grammar, 33)
+        GrammarRows.from_message(grammar, 33)

@@ -325,7 +325,7 @@ def scored(slot: int, position: int = 3, value: float = -1.0, rank: int = 1) -> 
     one = np.ones(1, np.int32)
     return LogprobRows(
         one * slot, one * position, one, one * rank, one * 5, np.array([value], np.float32)
-    ).packed()
+    ).to_message()
 
 
 def test_log_probabilities_carry_the_numbers_of_requests() -> None:
@@ -347,8 +347,8 @@ def test_each_client_gets_its_own() -> None:
         core.add(client, generate(number=client, logprobs=0))
     (plan,) = core.dispatch()
     assert isinstance(plan, SchedulerOutput)
-    rows = LogprobRows.joined([LogprobRows.of(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
-    core.on_result(result(plan, 5, 5, logprobs=rows.packed()))
+    rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
+    core.on_result(result(plan, 5, 5, logprobs=rows.to_message()))
     got = {client: message.logprobs for client, message in core.take_outputs()}
     owners = {client: unpack(rows.owners, np.uint32).tolist() for client, rows in got.items() if rows}
     assert owners == {3: [3, 3], 4: [4]}
@@ -361,8 +361,8 @@ def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
     (plan,) = core.dispatch()
     assert isinstance(plan, SchedulerOutput)
     core.abort(0, [1])
-    rows = LogprobRows.joined([LogprobRows.of(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
-    core.on_result(result(plan, 5, 5, logprobs=rows.packed()))
+    rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1)])  # type: ignore[arg-type]
+    core.on_result(result(plan, 5, 5, logprobs=rows.to_message()))
     (message,) = outputs(core)
     assert message.logprobs is not None
     assert unpack(message.logprobs.owners, np.uint32).tolist() == [2]

@@ -174,7 +174,7 @@ def tokens(result: ModelRunnerOutput) -> dict[int, int]:
 
 def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
     """The tokens of each sampled slot."""
-    rows, at, found = ResultRows.of(result), 0, {}
+    rows, at, found = ResultRows.from_message(result), 0, {}
     for slot, count in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
         found[slot] = rows.token_ids[at : at + count].tolist()
         at += count
@@ -183,7 +183,7 @@ def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
 
 def planned_drafts(plan: SchedulerOutput) -> dict[int, int]:
     """Of each slot that samples."""
-    rows = StepRows.of(plan)
+    rows = StepRows.from_message(plan)
     return dict(zip(rows.slots[rows.samples].tolist(), rows.drafts[rows.samples].tolist(), strict=True))
 
 

@@ -39,7 +39,7 @@ def scores(result: ModelRunnerOutput) -> dict[tuple[int, int], TokenLogprobs]:
     """(slot, position) -> what is reported there."""
     if result.logprobs is None:
         return {}
-    rows, at, found = LogprobRows.of(result.logprobs), 0, {}
+    rows, at, found = LogprobRows.from_message(result.logprobs), 0, {}
     for slot, position, count, rank in zip(*(c.tolist() for c in rows[:4]), strict=True):
         entry = TokenLogprobs(rank, rows.token_ids[at : at + count], rows.values[at : at + count])
         assert (slot, position) not in found

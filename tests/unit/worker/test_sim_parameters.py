@@ -241,7 +241,7 @@ def test_a_request_that_asks_for_nothing_gets_nothing_more() -> None:
 
 
 def embedded(result: ModelRunnerOutput) -> dict[int, bytes]:
-    return EmbeddingRows.of(result).by_slot() if result.embeddings else {}
+    return EmbeddingRows.from_message(result).by_slot() if result.embeddings else {}
 
 
 @pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1]])

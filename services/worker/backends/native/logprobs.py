@@ -96,7 +96,7 @@ class PromptScores:
     @property
     def logprobs(self) -> LogprobRows:
         """Of all slices, once they were taken."""
-        return LogprobRows.joined(self._parts)
+        return LogprobRows.concatenate(self._parts)
 
 
 def addresses(logits: torch.Tensor) -> NDArray[np.int64]:

@@ -29,7 +29,7 @@ class Mask(NamedTuple):
 
         Raises: ProtocolError
         """
-        constrained, counts, masks = GrammarRows.of(grammar, vocab_size)
+        constrained, counts, masks = GrammarRows.from_message(grammar, vocab_size)
         order = np.argsort(slots, kind="stable")
         found = order[np.searchsorted(slots, constrained, sorter=order).clip(max=len(slots) - 1)]
         here = slots[found] == constrained

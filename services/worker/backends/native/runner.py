@@ -254,7 +254,7 @@ class NativeRunner:
                 ranks.team.broadcast(message)
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
-        joined = LogprobRows.joined(scored) if scored else None
+        joined = LogprobRows.concatenate(scored) if scored else None
         times = pending.started, time.monotonic()
         return Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, *times)
 

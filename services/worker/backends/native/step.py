@@ -91,7 +91,7 @@ class Result:
             token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
             started=self.started,
             ended=self.ended,
-            logprobs=self.logprobs.packed() if self.logprobs is not None else None,
+            logprobs=self.logprobs.to_message() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
             drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",

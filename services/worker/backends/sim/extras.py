@@ -102,7 +102,7 @@ class Copied:
             return None
         rows, there = self.layout, self.positions != NONE
         every = LogprobRows(rows.owners, self.positions, rows.counts, self.ranks, self.token_ids, self.values)
-        return every.where(there) if there.any() else None
+        return every.select(there) if there.any() else None
 
 
 class Extras:

@@ -48,7 +48,7 @@ class StepOutput:
             token_ids=sampled.ragged().tobytes(),
             started=self.forward.began,
             ended=self.done.ended,
-            logprobs=None if logprobs is None else logprobs.packed(),
+            logprobs=None if logprobs is None else logprobs.to_message(),
             embedding_slots=b"" if extras is None else extras.embedding_slots.tobytes(),
             embeddings=b"" if extras is None else extras.embeddings.tobytes(),
             drafted=sampled.drafted.tobytes() if step.drafts else b"",

@@ -45,7 +45,7 @@ class Shape:
 
     def complete(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """With a row for each sampling one of the plan, void or not, and the progress."""
-        plan = StepRows.of(self.step)
+        plan = StepRows.from_message(self.step)
         slots, generations = plan.slots[plan.samples], plan.generations[plan.samples]
         computed = np.isin(slots, self.rows.slots[self.rows.samples])
         return msgspec.structs.replace(

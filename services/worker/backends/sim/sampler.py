@@ -65,7 +65,7 @@ class Masks(NamedTuple):
         """`slots` are those of the sampled rows."""
         if grammar is None:
             return cls({})
-        constrained, counts, masks = GrammarRows.of(grammar, vocab_size)
+        constrained, counts, masks = GrammarRows.from_message(grammar, vocab_size)
         row_of = {slot: row for row, slot in enumerate(slots.tolist())}
         rows = zip(constrained.tolist(), counts.tolist(), np.cumsum(counts).tolist(), strict=True)
         return cls({row_of[s]: masks[end - count : end] for s, count, end in rows if s in row_of})

@@ -112,7 +112,7 @@ class Plans:
 
         Raises: ProtocolError
         """
-        said = GrammarRows.of(grammar, self._vocab_size)
+        said = GrammarRows.from_message(grammar, self._vocab_size)
         row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
         here, masks, acceptable = [], [], rows.drafts.copy()
         for slot, count, end in zip(said.slots.tolist(), said.counts, np.cumsum(said.counts), strict=True):

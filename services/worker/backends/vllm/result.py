@@ -61,7 +61,7 @@ class Result:
             token_ids=np.array(list(chain.from_iterable(tokens)), np.int32).tobytes(),
             started=self.started,
             ended=self.ended,
-            logprobs=LogprobRows.joined(parts).packed() if parts else None,
+            logprobs=LogprobRows.concatenate(parts).to_message() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
             drafted=drafted[samples].tobytes() if drafted.any() else b"",
