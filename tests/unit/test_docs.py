@@ -1,0 +1,103 @@
+"""What the documentation names exists: links, files, tests, rules, flags and benchmarks."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from services import config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "deploy/*/README.md", "tests/**/README.md")
+    for path in ROOT.glob(pattern)
+)
+RULES = ROOT / "docs" / "invariants.md"
+SOURCES = [
+    path
+    for folder in ("protocol", "services", "deploy", "tests", "docs")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".yml", ".yaml", ".toml") and path != Path(__file__)
+]
+
+OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url"}
+"""Flags of docker, kubectl and pip."""
+
+PATH = re.compile(r"`((?:docs|services|protocol|deploy|tests)/[\w./-]+)(?:::(\w+)(?:\[([^\]`]+)\])?)?`")
+RULE = re.compile(r"\b([\w -]+)\s+\((?:see\s+)?`?docs/invariants\.md(?:#([\w-]+))?`?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that the page's headings get on GitHub."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def rules() -> dict[str, str]:
+    """Text of each rule by its name."""
+    parts = re.split(r"^### (.+)$", RULES.read_text().split("\n## Numbers\n")[1], flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    for name, test, case in PATH.findall(page.read_text()):
+        path = ROOT / name
+        assert path.exists(), name
+        if test:
+            assert re.search(rf"^(?:async )?def {test}\(", path.read_text(), re.MULTILINE), f"{name}::{test}"
+        if case:
+            assert re.search(rf"\b{case}\b", path.read_text()), f"{name}::{test}[{case}]"
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_every_rule_names_its_test(rule: str) -> None:
+    text, found, tests = rules()[rule].partition("\nTest: ")
+    assert text.strip()
+    assert found
+    assert re.match(r"`tests/[\w/]+\.py::test_\w+", tests)
+
+
+def test_rules_that_are_cited_exist() -> None:
+    names = {re.sub(r"\W", " ", name.lower()) for name in rules()} | {"rule", "rules", "invariants"}
+    for path in SOURCES:
+        for before, anchor in RULE.findall(path.read_text()):
+            cited = re.sub(r"\s+", " ", before.lower().replace("-", " "))
+            assert any(cited.endswith(name) for name in names), f"{path}: {before} (docs/invariants.md)"
+            assert not anchor or anchor in anchors(RULES), f"{path}: {anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_that_are_named_exist(page: Path) -> None:
+    settings = {
+        name
+        for model in (config.ServeConfig, config.BenchConfig)
+        for name, field in model.model_fields.items()
+    }
+    known = {f"--{name.replace('_', '-')}" for name in settings}
+    known |= {f"--no-{flag.removeprefix('--')}" for flag in known} | {"--config", "--help", "--version"}
+    for folder in ("tests/benchmarks", "tests/simulation", "services/cli", "deploy"):
+        for path in (ROOT / folder).rglob("*.py"):
+            known |= set(re.findall(r"[\"'](--[a-z][a-z-]+)", path.read_text()))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) <= known | OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(r"make bench NAME=(\w+)", page.read_text()):
+        assert (ROOT / "tests" / "benchmarks" / f"{name}.py").exists(), name
