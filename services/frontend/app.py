@@ -15,27 +15,28 @@ from starlette.responses import JSONResponse, Response
 
 from protocol.requests import EnginePhase
 from protocol.sampling import StructuredOutputParams
-from services.frontend.engine_client import EngineClient
+from services.frontend.engine.client import EngineClient
 from services.frontend.errors import RETRY_AFTER, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai import embeddings, openapi
-from services.frontend.openai.dialects import CompletionDialect, Dialect
-from services.frontend.openai.event_stream import EventStream
-from services.frontend.openai.generation import Asked, Generation
-from services.frontend.openai.logprobs import LogprobWriter
-from services.frontend.openai.parameters import sampling_params
-from services.frontend.openai.parsing import checked, parse, parse_object
-from services.frontend.openai.prompt import Prompt
-from services.frontend.openai.prompts import Prompts, spoken
-from services.frontend.openai.reading import Reading
-from services.frontend.openai.schemas import (
+from services.frontend.openai import embeddings
+from services.frontend.openai.answers.chat_output import Reading
+from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
+from services.frontend.openai.answers.event_stream import EventStream
+from services.frontend.openai.answers.generation import Asked, Generation
+from services.frontend.openai.answers.logprobs import LogprobWriter
+from services.frontend.openai.parameters.body import checked, parse, parse_object
+from services.frontend.openai.parameters.sampling import sampling_params
+from services.frontend.openai.parameters.structured import structured_params
+from services.frontend.openai.prompts.encoder import Prompts, spoken
+from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas import openapi
+from services.frontend.openai.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     StreamOptions,
 )
-from services.frontend.openai.structured import structured_params
 from services.frontend.openai.tokenize import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -43,7 +44,7 @@ from services.frontend.openai.tokenize import (
     detokenize,
     tokenize,
 )
-from services.frontend.vocabulary import Vocabulary
+from services.frontend.text.token_texts import Vocabulary
 
 
 def build(model: ServedModel, engine: EngineClient) -> FastAPI:

@@ -6,10 +6,10 @@ from pathlib import Path
 from protocol.sampling import Pooling
 from services.checkpoint import resolve
 from services.config import FrontendConfig
-from services.frontend.answer_forms import AnswerForms
-from services.frontend.chat_template import ChatTemplate, find_template, find_tool_template, try_out
-from services.frontend.openai.parameters import Defaults
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.openai.parameters.sampling import Defaults
+from services.frontend.output_formats import AnswerForms
+from services.frontend.templates.chat_template import ChatTemplate, find_template, find_tool_template, try_out
+from services.frontend.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

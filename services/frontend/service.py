@@ -15,10 +15,10 @@ from protocol.transport import HandshakeRefused
 from services.checkpoint import CheckpointError
 from services.config import FrontendConfig
 from services.frontend.app import build
-from services.frontend.connection import Connection
-from services.frontend.engine_client import EngineClient
+from services.frontend.engine.client import EngineClient
 from services.frontend.errors import APIError
-from services.frontend.guards import Guards
+from services.frontend.http.connection import Connection
+from services.frontend.http.guards import Guards
 from services.frontend.model import ServedModel
 
 log = logging.getLogger("runahead.frontend")

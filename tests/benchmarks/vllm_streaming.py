@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from services.checkpoint import DEMO_MODEL
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.text.tokenizer import Tokenizer
 from tests.benchmarks.frontend_streaming import (
     WRITE_PER_TOKEN,
     Case,

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from services.checkpoint import DEMO_MODEL
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.text.tokenizer import Tokenizer
 from tests.e2e.server import serving
 
 TRIP = {

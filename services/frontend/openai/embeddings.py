@@ -13,14 +13,14 @@ from starlette.types import Receive
 
 from protocol.requests import Embedding, Finish
 from protocol.sampling import Pooling, SamplingParams
-from services.frontend.engine_client import EngineClient, RequestStream, failure
+from services.frontend.engine.client import EngineClient, RequestStream, failure
+from services.frontend.engine.inbox import Event, Inbox
 from services.frontend.errors import APIError, invalid
-from services.frontend.inbox import Event, Inbox
 from services.frontend.metrics import Metrics
-from services.frontend.openai.parameters import too_long
-from services.frontend.openai.prompts import Prompts, checked_ids, least_tokens, several_of
-from services.frontend.openai.schemas import EmbeddingRequest
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.openai.parameters.sampling import too_long
+from services.frontend.openai.prompts.encoder import Prompts, checked_ids, least_tokens, several_of
+from services.frontend.openai.schemas.requests import EmbeddingRequest
+from services.frontend.text.tokenizer import Tokenizer
 
 MAX_OPEN = 64
 """Inputs of one body that are in the engine at once: a long list is not in everybody's way."""

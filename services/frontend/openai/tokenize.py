@@ -4,9 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.frontend.openai.prompts import Prompts, checked_ids, spoken
-from services.frontend.openai.schemas import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.openai.prompts.encoder import Prompts, checked_ids, spoken
+from services.frontend.openai.schemas.requests import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
+from services.frontend.text.tokenizer import Tokenizer
 
 
 class TokenizeCompletionRequest(BaseModel):

@@ -3,10 +3,10 @@
 import enum
 from collections.abc import Generator
 
-from services.frontend.tools.events import Content, Event, Reasoning
-from services.frontend.tools.feed import Broken, Feed, Reading
-from services.frontend.tools.json_reading import read_one_of, read_word
-from services.frontend.tools.trimmer import Trimmer
+from services.frontend.parsing.events import Content, Event, Reasoning
+from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.text_buffer import Broken, Feed, Reading
+from services.frontend.parsing.trimmer import Trimmer
 
 OPENING, CLOSING = "<think>", "</think>"
 

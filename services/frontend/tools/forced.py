@@ -1,6 +1,6 @@
 """What a grammar makes the model write when a call is demanded: JSON, in a form of our own choice."""
 
-from services.frontend.tools.feed import Reading
+from services.frontend.parsing.text_buffer import Reading
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 

@@ -1,6 +1,6 @@
 """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
-from services.frontend.tools.feed import Reading
+from services.frontend.parsing.text_buffer import Reading
 from services.frontend.tools.parser import ToolParser
 
 

@@ -1,6 +1,6 @@
 """Llama 3: `{"name": ..., "parameters": {...}}`, several divided by `;`, alone or behind `<|python_tag|>`."""
 
-from services.frontend.tools.feed import Broken, Reading
+from services.frontend.parsing.text_buffer import Broken, Reading
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 

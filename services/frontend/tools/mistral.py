@@ -4,8 +4,8 @@ import re
 import secrets
 import string
 
-from services.frontend.tools.feed import Broken, Reading
-from services.frontend.tools.json_reading import read_word
+from services.frontend.parsing.json_reader import read_word
+from services.frontend.parsing.text_buffer import Broken, Reading
 from services.frontend.tools.parser import NAME, ToolParser
 
 _WORD = re.compile("[a-zA-Z0-9_.-]*")

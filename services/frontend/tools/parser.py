@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
-from services.frontend.tools.events import Arguments, CallStart, Content, Event
-from services.frontend.tools.feed import Broken, Feed, Reading
-from services.frontend.tools.json_reading import decoded, read_one_of, read_string, read_value, read_word
-from services.frontend.tools.trimmer import Trimmer
+from services.frontend.parsing.events import Arguments, CallStart, Content, Event
+from services.frontend.parsing.json_reader import decoded, read_one_of, read_string, read_value, read_word
+from services.frontend.parsing.text_buffer import Broken, Feed, Reading
+from services.frontend.parsing.trimmer import Trimmer
 
 MAX_HELD = 65_536
 """Characters that may stand before a call's arguments, or be its arguments where they come before the name."""

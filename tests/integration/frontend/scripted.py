@@ -37,7 +37,7 @@ from protocol.requests import (
 from protocol.transport import Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
-from services.frontend.tokenizer import Tokenizer
+from services.frontend.text.tokenizer import Tokenizer
 
 PATIENCE = 60.0
 """Seconds after which waiting for something counts as a failure."""
@@ -52,7 +52,8 @@ Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]
 
 SMALL_BUFFERS = """
 import socket
-from services.frontend import connection, service
+from services.frontend import service
+from services.frontend.http import connection
 listen = service.listen
 def listen_with_small_buffers(host, port):
     listener = listen(host, port)

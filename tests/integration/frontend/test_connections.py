@@ -95,7 +95,7 @@ def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
 
 
 def test_client_that_sends_no_request_is_disconnected() -> None:
-    patch = "from services.frontend import connection; connection.HEAD_SECONDS = 0.2"
+    patch = "from services.frontend.http import connection; connection.HEAD_SECONDS = 0.2"
     with scripted(patch) as (frontend, scheduler):
         for head in (b"", b"GET /livez HTTP/1.1\r\nHost:"):
             with connect(frontend) as connection:
@@ -118,7 +118,7 @@ def test_client_that_sends_no_request_is_disconnected() -> None:
 
 
 def test_body_that_does_not_arrive_is_408() -> None:
-    patch = "from services.frontend.openai import parsing; parsing.BODY_SECONDS = 0.2"
+    patch = "from services.frontend.openai.parameters import body; body.BODY_SECONDS = 0.2"
     with scripted(patch) as (frontend, _), connect(frontend) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
         assert connection.recv(10_000).startswith(b"HTTP/1.1 408")

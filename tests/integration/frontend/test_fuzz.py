@@ -22,9 +22,9 @@ from protocol.requests import (
     RequestOutputs,
 )
 from protocol.sampling import Pooling
-from services.frontend.openai import answers
-from services.frontend.openai.openapi import document
-from services.frontend.openai.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
+from services.frontend.openai.schemas import responses as answers
+from services.frontend.openai.schemas.openapi import document
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from tests.integration.frontend.scripted import (
     CONTEXT,
     PATIENCE,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.frontend.parsing.events import Reasoning
 from services.frontend.reasoning.formats import begins, continues
 from services.frontend.reasoning.think import Begins, ThinkParser
-from services.frontend.tools.events import Reasoning
 
 
 def read(start: Begins, pieces: list[str]) -> tuple[str, str]:

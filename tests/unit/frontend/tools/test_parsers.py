@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.tools.events import Arguments, CallStart, Content, Event
+from services.frontend.parsing.events import Arguments, CallStart, Content, Event
 from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.parser import MAX_HELD, ToolParser

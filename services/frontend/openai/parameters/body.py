@@ -1,0 +1,86 @@
+"""The bytes of a body to a request that has been checked field by field."""
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+import pydantic
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+
+from services.frontend.errors import GONE, APIError, invalid
+from services.frontend.openai.parameters.sampling import refuse_unserved
+from services.frontend.openai.schemas.requests import NEUTRAL_IN_MESSAGE, Message, Request
+
+BODY_SECONDS = 30.0
+"""A client may take this long to send its body."""
+MAX_ERRORS = 1000
+"""Wrong values of a body until they are only counted: to tell of each takes microseconds."""
+
+B = TypeVar("B", bound=pydantic.BaseModel)
+
+
+async def parse(http: HTTPRequest, kind: type[B]) -> B:
+    """Raises: APIError, naming what is wrong with the body."""
+    return checked(await parse_object(http), kind)
+
+
+async def parse_object(http: HTTPRequest) -> dict[str, Any]:
+    """Raises: APIError"""
+    content = _json(await _read(http))
+    if not isinstance(content, dict):
+        raise invalid("the request body must be a JSON object")
+    return content
+
+
+def checked(content: dict[str, Any], kind: type[B]) -> B:
+    """Raises: APIError, naming what is wrong with the body."""
+    try:
+        body = kind.model_validate(content)
+    except pydantic.ValidationError as error:
+        raise _named(error) from None
+    refuse_unserved(body.model_extra or {})
+    messages: list[Message] = getattr(body, "messages", [])
+    for index, message in enumerate(messages):
+        refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, f"messages.{index}.")
+    if isinstance(body, Request) and body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is only allowed when stream is true", "stream_options")
+    return body
+
+
+async def _read(http: HTTPRequest) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await http.body()
+    except TimeoutError:
+        raise APIError(408, "the request body did not arrive in time") from None
+    except ClientDisconnect:
+        raise APIError(GONE, "the client closed the connection") from None
+
+
+def _json(raw: bytes) -> Any:
+    """Strict: UTF-8 without lone surrogates, no NaN, no numbers beyond a double's range."""
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise invalid("the request body is nested too deeply") from None
+    except UnicodeDecodeError:  # whose text names bytes as 0xff
+        raise invalid("the request body is not valid UTF-8") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise invalid(f"the request body is not valid JSON: {error!s:.200}") from None
+
+
+def _named(error: pydantic.ValidationError) -> APIError:
+    """Of several errors in the first bad field, the one that got furthest into it says most."""
+    if error.error_count() > MAX_ERRORS:
+        return invalid(f"the request body has {error.error_count()} wrong values")
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
+    worst = max((e for e in errors if not field or str(e["loc"][0]) == field), key=lambda e: len(e["loc"]))
+    where = ".".join(str(part) for part in (field, *worst["loc"][1:]) if _is_name(part))
+    return invalid(f"{where}: {worst['msg']}" if where else worst["msg"], field or None)
+
+
+def _is_name(part: int | str) -> bool:
+    """Not what pydantic calls the branches of a union, such as list[constrained-int]."""
+    return isinstance(part, int) or not (part == "str" or set(part) & set("[-"))

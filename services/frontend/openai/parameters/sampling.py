@@ -1,0 +1,207 @@
+"""A validated body to sampling parameters: client, then the checkpoint's defaults, then OpenAI's."""
+
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.codec import pack
+from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
+from services.checkpoint import CheckpointError, named_eos, read_json
+from services.frontend.errors import APIError, invalid
+from services.frontend.openai.schemas.requests import HINTS, NEUTRAL, ChatRequest, CompletionRequest, Neutral
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for /v1/completions; chat takes what the context leaves."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a checkpoint may have a default for."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the checkpoint says about sampling, from generation_config.json and config.json."""
+
+    sampling: dict[str, Any]
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, directory: Path, eos_of_tokenizer: int | None, use_sampling: bool) -> "Defaults":
+        """Raises: CheckpointError, for values that no request could be served with."""
+        generation = read_json(directory / "generation_config.json")
+        eos = dict.fromkeys(named_eos(directory))
+        if eos_of_tokenizer is not None:
+            eos[eos_of_tokenizer] = None
+        given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+        _check(directory, eos, given)
+        return cls(given if use_sampling else {}, tuple(eos))
+
+
+def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]) -> None:
+    numbers = all(isinstance(value, int | float) for value in given.values())
+    if not numbers or not all(type(token) is int and 0 <= token < 2**31 for token in eos):
+        wrong = "a sampling default is no number" if not numbers else "an eos_token_id is no token id"
+        raise CheckpointError(f"{directory}: {wrong}; correct generation_config.json")
+    try:
+        SamplingParams(1, **_complete(given))
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{directory / 'generation_config.json'}: {error}") from None
+
+
+def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of `SamplingParams`; OpenAI's defaults for what is not given."""
+    return {
+        "temperature": float(given.get("temperature", 1.0)),
+        "top_p": float(given.get("top_p", 1.0)),
+        "top_k": max(int(given.get("top_k", 0)), 0),
+        "min_p": float(given.get("min_p", 0.0)),
+        "repetition_penalty": float(given.get("repetition_penalty", 1.0)),
+    }
+
+
+def refuse_unserved(extra: Mapping[str, Any], neutral: Neutral = NEUTRAL, within: str = "") -> None:
+    """Raises: APIError, naming the first parameter that is not served or not known."""
+    for name, value in extra.items():
+        allowed = neutral.get(name, ())
+        if value is None or any(value == other and type(value) is type(other) for other in allowed):
+            continue
+        what = f"is not supported with the value {value!r:.80}" if name in neutral else "is not known"
+        hint = f" ({HINTS[name]})" if not within and name in HINTS else ""
+        raise invalid(f"{within}{name:.80} {what}; leave it out{hint}", (within or name).partition(".")[0])
+
+
+def sampling_params(
+    body: CompletionRequest | ChatRequest,
+    defaults: Defaults,
+    prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    bad_words: BadWords = (),
+) -> SamplingParams:
+    """Of the first answer. `bad_words` are the body's, as tokens.
+
+    Raises: APIError, if prompt and output do not fit the context, or a value is out of range.
+    """
+    max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
+    if body.min_tokens is not None and body.min_tokens > max_tokens:
+        raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+    asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    logprobs, prompt_logprobs = _logprobs(body)
+    eos = () if body.ignore_eos else defaults.eos_token_ids
+    stop_ids = _within(body.stop_token_ids or (), vocab_size, "stop_token_ids")
+    _within((token for word in bad_words for token in word), vocab_size, "bad_words")
+    try:
+        return SamplingParams(
+            max(max_tokens, 1),  # an echo alone cannot be had without a step
+            **_complete({**defaults.sampling, **asked}),
+            seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+            min_tokens=body.min_tokens or 0,
+            eos_token_ids=tuple(token for token in eos if token < vocab_size),
+            stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+            bad_words=bad_words,
+            allowed_token_ids=_allowed(body.allowed_token_ids, vocab_size),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+    except ValueError as error:
+        raise invalid(str(error)) from None
+
+
+def _within(ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
+    """Raises: APIError, for ids beyond the model's logits."""
+    ids = list(ids)
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise invalid(f"{name}: {token} is not among the {vocab_size} tokens", name)
+    return ids
+
+
+def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise invalid(f"logit_bias: {key!r:.80} is no token id", "logit_bias")
+        (token,) = _within([int(key)], vocab_size, "logit_bias")
+        if token in biases:
+            raise invalid(f"logit_bias names the token {token} twice", "logit_bias")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise invalid(
+                f"logit_bias: {bias} of token {token} is not between -{MAX_BIAS} and {MAX_BIAS}",
+                "logit_bias",
+            )
+        biases[token] = float(bias)
+    return tuple(biases.items())
+
+
+def _allowed(given: list[int] | None, vocab_size: int) -> bytes:
+    return pack(sorted(set(_within(given or (), vocab_size, "allowed_token_ids"))))
+
+
+def _logprobs(body: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:
+    """Of output and prompt. Raises: APIError"""
+    if isinstance(body, CompletionRequest):
+        output, prompt = body.logprobs, body.prompt_logprobs
+        if body.echo and output is not None:
+            prompt = max(output, prompt or 0)
+    else:
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs is only allowed when logprobs is true", "top_logprobs")
+        output, prompt = (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs is not available when stream is true", "prompt_logprobs")
+    return output, prompt
+
+
+def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
+    """Each as tokens, at the beginning of a text and, where that differs, inside of one: vLLM's rule.
+
+    Raises: APIError
+    """
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = word.lstrip()
+        alone, inside = tuple(encode(bare)), tuple(encode(f" {bare}"))
+        if not 0 < len(alone) <= MAX_BAD_WORD_TOKENS:
+            raise invalid(
+                f"bad_words: {word!r:.80} has {len(alone)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are allowed",
+                "bad_words",
+            )
+        found.append(alone)
+        if len(inside) == len(alone) and inside[0] != alone[0]:
+            found.append(inside)
+    return tuple(dict.fromkeys(found))
+
+
+def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """At least 1. Raises: APIError, naming the lengths"""
+    is_chat = isinstance(body, ChatRequest)
+    prompt, room = "messages" if is_chat else "prompt", max_model_len - prompt_tokens
+    if prompt_tokens < 1:
+        raise invalid("the prompt is empty", prompt)
+    if room < 1:
+        raise too_long(prompt_tokens, max_model_len, prompt)
+    name, wanted = "max_tokens", body.max_tokens
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if wanted == 0 and not body.echo:
+        raise invalid("max_tokens must be at least 1; 0 is only allowed with echo", name)
+    if wanted is None:
+        return room if is_chat else min(room, COMPLETION_MAX_TOKENS)
+    if wanted > room:
+        raise invalid(
+            f"This model's maximum context length is {max_model_len} tokens, but the request asks for {wanted} "
+            f"output tokens after a prompt of {prompt_tokens}; at most {room} are possible",
+            name,
+        )
+    return wanted
+
+
+def too_long(prompt_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> APIError:
+    return invalid(
+        f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
+        f"{'at least ' if at_least else ''}{prompt_tokens}; shorten it to {max_model_len - 1} or fewer",
+        param,
+    )

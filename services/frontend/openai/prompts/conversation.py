@@ -1,0 +1,55 @@
+"""A chat body to what a template is given."""
+
+from typing import Any
+
+import msgspec
+
+from services.frontend.errors import invalid
+from services.frontend.openai.schemas.requests import ChatRequest, Message, ToolCall
+from services.frontend.templates.chat_template import Conversation
+
+
+def conversation(body: ChatRequest) -> Conversation:
+    """Raises: APIError"""
+    return Conversation(
+        [_plain(message, index) for index, message in enumerate(body.messages)],
+        [tool.plain() for tool in body.tools] if body.tools else None,
+        body.add_generation_prompt is not False,
+        bool(body.continue_final_message),
+        body.chat_template_kwargs or {},
+    )
+
+
+def num_chars(body: ChatRequest) -> int:
+    """Of what the messages say; no more than that is looked at."""
+    total = 0
+    for message in body.messages:
+        content = message.content or ""
+        total += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        total += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        total += len(message.reasoning or message.reasoning_content or "")
+    return total
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    plain = message.plain()
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        plain["reasoning"] = plain["reasoning_content"] = reasoning
+    return plain
+
+
+def _call(call: ToolCall, place: str) -> dict[str, Any]:
+    """Raises: APIError, where the arguments are no object."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise invalid(f"{place}.function.arguments is not the text of a JSON object", "messages") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -1,0 +1,79 @@
+"""Keys, sizes and request ids, decided from the ASGI scope before any route sees the request."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from services.frontend.errors import APIError
+from services.frontend.http.guards import Guards
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """The smallest app that reads its body and, like ours, answers an APIError with its body."""
+    try:
+        body = await Request(scope, receive).body()
+        response = PlainTextResponse(str(len(body)))
+    except APIError as error:
+        response = error.response()
+    await response(scope, receive, send)
+
+
+def guarded(keys: list[str], max_body: int = 1000) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=Guards(echo, keys, max_body))
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models", "/v1/completions", "/metrics", "/", "/nothing", "/livez/", "/livez/x", "//livez", "/LIVEZ",
+     "/%6civez/", "/v1/models?path=/livez", "/x/../livez/.."],
+)  # fmt: skip
+async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
+    async with guarded(["right"]) as client:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"},
+                        {"authorization": "Bearer"}, {"host": "x/livez?"}):  # fmt: skip
+            response = await client.get(path, headers=headers)
+            assert response.status_code == 401, headers
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert "x-request-id" in response.headers
+
+
+async def test_probes_are_open_and_any_configured_key_opens_the_rest() -> None:
+    async with guarded(["one", "two"]) as client:
+        for path in ("/livez", "/readyz", "/health"):
+            assert (await client.get(path)).status_code == 200
+        for key in ("one", "two"):
+            response = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == 200
+
+
+async def test_body_larger_than_allowed_is_413_announced_or_not() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100
+
+    async with guarded([]) as client:
+        assert (await client.post("/", content=b"x" * 1000)).text == "1000"
+        assert (await client.post("/", content=b"x" * 1001)).status_code == 413
+        refused = await client.post("/", content=endless())
+        assert refused.status_code == 413
+        assert "1000" in refused.json()["error"]["message"]
+
+
+async def test_request_id_comes_back_or_is_made() -> None:
+    async with guarded([]) as client:
+        assert (await client.get("/", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
+        for bad in ("two words", "x" * 129, ""):
+            assert (await client.get("/", headers={"x-request-id": bad})).headers["x-request-id"] != bad
+        first, second = [(await client.get("/")).headers["x-request-id"] for _ in range(2)]
+        assert first != second
+
+
+async def test_too_many_headers_are_refused() -> None:
+    async with guarded([]) as client:
+        response = await client.get("/", headers=[(f"x-{number}", "y") for number in range(101)])
+        assert response.status_code == 431

@@ -1,0 +1,101 @@
+"""The API's document: valid, complete, and as strict as what checks the bodies."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from fastapi.routing import APIRoute
+
+from services.config import FrontendConfig
+from services.frontend.app import build
+from services.frontend.engine.client import EngineClient
+from services.frontend.model import ServedModel
+from services.frontend.openai.schemas.openapi import document
+
+FREE = {"parameters", "schema", "format", "json", "structures", "chat_template_kwargs"}
+"""Fields that hold any JSON object; the body's size bounds it."""
+
+
+@pytest.fixture(scope="module")
+def doc() -> dict[str, Any]:
+    return document()
+
+
+def test_is_valid_openapi(doc: dict[str, Any]) -> None:
+    schemathesis.openapi.from_dict(doc).validate()
+
+
+def test_has_every_route_and_no_other(doc: dict[str, Any]) -> None:
+    app = build(ServedModel.load(FrontendConfig()), EngineClient("ipc:///nowhere", 1))
+    served = {
+        (route.path, method.lower())
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    documented = {(path, method) for path, operations in doc["paths"].items() for method in operations}
+    assert documented == served - {("/openapi.json", "get")}
+
+
+def parts(doc: dict[str, Any], node: Any, name: str, seen: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema below `node`, by the property it stands in."""
+    if isinstance(node, list):
+        for item in node:
+            yield from parts(doc, item, name, seen)
+        return
+    if not isinstance(node, dict):
+        return
+    if "$ref" in node:
+        target = node["$ref"].rpartition("/")[2]
+        if target not in seen:
+            seen.add(target)
+            yield from parts(doc, doc["components"]["schemas"][target], target, seen)
+        return
+    yield name, node
+    for key, value in node.items():
+        if key == "properties":
+            for field, schema in value.items():
+                yield from parts(doc, schema, field, seen)
+        elif key in ("anyOf", "items", "additionalProperties"):
+            yield from parts(doc, value, name, seen)
+
+
+def bodies(doc: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    found, seen = [], set()
+    for operations in doc["paths"].values():
+        for operation in operations.values():
+            content = operation.get("requestBody", {}).get("content", {})
+            found += parts(doc, [kind["schema"] for kind in content.values()], "", seen)
+    return found
+
+
+def test_every_list_string_and_number_of_a_body_has_its_bound(doc: dict[str, Any]) -> None:
+    unbounded, counted = [], 0
+    for name, schema in bodies(doc):
+        keys, kind = set(schema), schema.get("type")
+        counted += kind in ("string", "array", "integer", "number")
+        least, most = keys & {"minimum", "exclusiveMinimum"}, keys & {"maximum", "exclusiveMaximum"}
+        if (
+            (kind == "string" and not keys & {"maxLength", "enum", "const", "pattern"})
+            or (kind == "array" and "maxItems" not in keys)
+            or (kind in ("integer", "number") and not (least and most))
+            or (kind == "object" and schema.get("additionalProperties", True) is True and name not in FREE)
+            or (isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in keys)
+        ):
+            unbounded.append((name, schema))
+    assert unbounded == []
+    assert counted > 100
+
+
+def test_bodies_are_closed_and_streams_and_errors_are_described(doc: dict[str, Any]) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        operation = doc["paths"][path]["post"]
+        assert {"application/json", "text/event-stream"} == set(operation["responses"]["200"]["content"])
+        for status in ("400", "401", "413", "429", "500", "503"):
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+    schemas = doc["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest"):
+        assert schemas[name]["additionalProperties"] is False
+    assert schemas["CompletionRequest"]["properties"]["best_of"]["enum"] == [None, 1]

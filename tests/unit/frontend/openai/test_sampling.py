@@ -1,0 +1,267 @@
+"""From a body to sampling parameters: defaults in their order, and every refusal by name."""
+
+import json
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from protocol.codec import pack
+from protocol.sampling import SamplingParams
+from services.checkpoint import DEMO_MODEL, CheckpointError
+from services.frontend.errors import APIError
+from services.frontend.openai.parameters.sampling import Defaults, bad_words, refuse_unserved, sampling_params
+from services.frontend.openai.schemas.requests import (
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
+    ChatRequest,
+    CompletionRequest,
+)
+from services.frontend.text.tokenizer import Tokenizer
+
+NONE = Defaults({}, (2,))
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def params(body: dict[str, object], defaults: Defaults = NONE, prompt: int = 10, context: int = 100):
+    return sampling_params(
+        CompletionRequest.model_validate({"prompt": "x", **body}), defaults, prompt, context, 1000
+    )
+
+
+def test_client_beats_checkpoint_beats_openai() -> None:
+    checkpoint = Defaults({"temperature": 0.6, "top_k": 20}, (2, 3))
+    assert params({}).temperature == 1.0
+    chosen = params({"top_k": 5}, checkpoint)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.6, 5, 1.0)
+    assert chosen.eos_token_ids == (2, 3)
+    assert params({"ignore_eos": True}, checkpoint).eos_token_ids == ()
+    assert params({"top_k": -1}, checkpoint).top_k == 0
+
+
+def test_defaults_are_read_from_the_checkpoint_with_every_eos(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    assert Defaults.read(tmp_path, None, True) == Defaults({}, (9,))
+    generation = {"eos_token_id": [7, 8], "temperature": 0.5, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert Defaults.read(tmp_path, 8, True) == Defaults({"temperature": 0.5}, (7, 8))
+    assert Defaults.read(tmp_path, 6, False) == Defaults({}, (7, 8, 6))
+
+
+def test_max_tokens_defaults_to_16_for_completions_and_to_the_room_for_chat() -> None:
+    assert params({}).max_tokens == 16
+    assert params({}, prompt=95).max_tokens == 5
+    chat = ChatRequest.model_validate(CHAT)
+    assert sampling_params(chat, NONE, 10, 100, 1000).max_tokens == 90
+    both = ChatRequest.model_validate({**CHAT, "max_tokens": 5, "max_completion_tokens": 6})
+    assert sampling_params(both, NONE, 10, 100, 1000).max_tokens == 6
+
+
+def test_a_seed_is_drawn_where_none_is_given() -> None:
+    assert params({"seed": -1}).seed == 2**64 - 1
+    assert params({}).seed != params({}).seed
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt", "words"),
+    [
+        ({}, 0, ["empty"]),
+        ({}, 100, ["100", "context"]),
+        ({}, 5000, ["5000", "100"]),
+        ({"max_tokens": 91}, 10, ["91", "100", "90"]),
+        ({"max_tokens": 4, "min_tokens": 5}, 10, ["min_tokens 5", "4"]),
+        ({"stop_token_ids": [1000]}, 10, ["stop_token_ids", "1000"]),
+        ({"allowed_token_ids": [5, 1000]}, 10, ["allowed_token_ids", "1000"]),
+        ({"logit_bias": {"1000": 1}}, 10, ["logit_bias", "1000"]),
+        ({"logit_bias": {"x": 1}}, 10, ["logit_bias", "x"]),
+        ({"logit_bias": {"-1": 1}}, 10, ["logit_bias", "-1"]),
+        ({"logit_bias": {"9" * 5000: 1}}, 10, ["logit_bias"]),
+        ({"logit_bias": {"7": 1, "07": 1}}, 10, ["logit_bias", "7 twice"]),
+        ({"logit_bias": {"7": 100.5}}, 10, ["logit_bias", "100.5"]),
+        ({"max_tokens": 0}, 10, ["max_tokens", "echo"]),
+        ({"prompt_logprobs": 1, "stream": True}, 10, ["prompt_logprobs", "stream"]),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_its_numbers(
+    body: dict[str, object], prompt: int, words: list[str]
+) -> None:
+    with pytest.raises(APIError) as refused:
+        params(body, prompt=prompt)
+    assert refused.value.status == 400
+    assert all(word in refused.value.message for word in words)
+    assert refused.value.param in {*body, "prompt"}
+
+
+@pytest.mark.parametrize("bias", [1, "x"])
+def test_biases_are_counted_before_any_is_looked_at(bias: object) -> None:
+    with pytest.raises(pydantic.ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "x", "logit_bias": {str(i): bias for i in range(1025)}})
+    (error,) = refused.value.errors()
+    assert (error["loc"], error["type"], error["ctx"]["actual_length"]) == (("logit_bias",), "too_long", 1025)
+    assert len(params({"logit_bias": {str(i): 1 for i in range(1000)}}).logit_bias) == 1000
+
+
+def test_every_parameter_reaches_the_sampler() -> None:
+    """Each value differs from the default, and each field of what is sent was asked for by one of them."""
+    asked = {
+        "max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125, "seed": 77, "min_tokens": 3,
+        "stop_token_ids": [8, 9, 8], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
+        "logit_bias": {"5": -100, "6": 2.5}, "allowed_token_ids": [9, 4, 9], "logprobs": 2, "prompt_logprobs": 3,
+    }  # fmt: skip
+    words = ((1, 2), (3,))
+    body = CompletionRequest.model_validate({"prompt": "x", **asked})
+    given = sampling_params(body, NONE, 10, 100, 1000, words)
+    assert given == SamplingParams(
+        7,
+        0.5,
+        0.25,
+        9,
+        0.125,
+        77,
+        3,
+        (2,),
+        (8, 9),
+        0.5,
+        -1.5,
+        1.25,
+        ((5, -100.0), (6, 2.5)),
+        words,
+        pack([4, 9]),
+        2,
+        3,
+    )
+    plain = SamplingParams(16)
+    assert all(getattr(given, name) != getattr(plain, name) for name in plain.__struct_fields__)
+
+
+def test_logprobs_of_chat_need_their_switch() -> None:
+    def asked(**fields: object) -> int | None:
+        return sampling_params(ChatRequest.model_validate({**CHAT, **fields}), NONE, 10, 100, 1000).logprobs
+
+    assert [asked(), asked(logprobs=True), asked(logprobs=True, top_logprobs=4)] == [None, 0, 4]
+    with pytest.raises(APIError) as refused:
+        asked(top_logprobs=4)
+    assert refused.value.param == "top_logprobs"
+
+
+def test_echo_asks_for_the_prompt_as_it_asks_for_the_output() -> None:
+    assert params({"echo": True}).prompt_logprobs is None
+    assert params({"echo": True, "logprobs": 2}).prompt_logprobs == 2
+    assert params({"echo": True, "logprobs": 2, "prompt_logprobs": 5}).prompt_logprobs == 5
+    assert params({"echo": True, "max_tokens": 0}).max_tokens == 1
+
+
+def test_a_checkpoint_s_repetition_penalty_is_served(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    checkpoint = Defaults.read(tmp_path, 2, True)
+    assert params({}, checkpoint).repetition_penalty == 1.3
+    assert params({"repetition_penalty": 1.0}, checkpoint).repetition_penalty == 1.0
+    assert params({}, Defaults.read(tmp_path, 2, False)).repetition_penalty == 1.0
+
+
+def test_bad_words_are_forbidden_at_the_beginning_and_inside_of_a_text() -> None:
+    """vLLM's rule: the form after a space counts where it is as long and begins with another token."""
+    encode = Tokenizer(DEMO_MODEL).encode_rendered
+    assert bad_words(["the", "  the"], encode) == ((*encode("the"),), (*encode(" the"),))
+    assert len(encode(" the")) == len(encode("the")) == 1
+    longer = next(word for word in ("zqx", "zq", "é") if len(encode(f" {word}")) != len(encode(word)))
+    assert bad_words([longer], encode) == ((*encode(longer),),)
+    for word in ("", "  ", "é" * 200):
+        with pytest.raises(APIError) as refused:
+            bad_words(["fine", word], encode)
+        assert refused.value.param == "bad_words"
+
+
+def test_a_hint_names_the_successor() -> None:
+    with pytest.raises(APIError, match=r"structured_outputs\.json"):
+        refuse_unserved({"guided_json": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("best_of", 2), ("suffix", "!"), ("length_penalty", 0.5), ("use_beam_search", True), ("guided_json", {}),
+        ("guided_regex", "x"), ("guided_choice", ["x"]), ("guided_grammar", "x"), ("functions", [{}]),
+        ("function_call", {"name": "f"}), ("logits_processors", ["x"]), ("chat_template", "x"), ("top_logprobs", 1),
+        ("spaces_between_special_tokens", False), ("store", True), ("service_tier", "flex"), ("nonsense", 1),
+        ("best_of", True), ("store", 0),
+    ],
+)  # fmt: skip
+def test_unserved_parameter_is_refused_by_name(name: str, value: object) -> None:
+    body = CompletionRequest.model_validate({"prompt": "x", name: value})
+    with pytest.raises(APIError, match=name) as refused:
+        refuse_unserved(body.model_extra or {})
+    assert refused.value.param == name
+
+
+def test_answer_of_the_official_client_may_come_back_as_a_message_but_sound_may_not() -> None:
+    said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    message = ChatRequest.model_validate({"messages": [said]}).messages[0]
+    refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, "messages.0.")
+    spoken = ChatRequest.model_validate({"messages": [{**said, "audio": {"id": "1"}}]}).messages[0]
+    with pytest.raises(APIError, match=r"messages\.0\.audio") as refused:
+        refuse_unserved(spoken.model_extra or {}, NEUTRAL_IN_MESSAGE, "messages.0.")
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"temperature": "hot"}, {"temperature": -1}, {"top_p": 7}, {"top_k": True, "min_p": 3}, {"eos_token_id": "2"},
+        {"eos_token_id": [2, -1]}, {"eos_token_id": 2**40}, {"eos_token_id": True},
+    ],
+)  # fmt: skip
+def test_defaults_that_cannot_be_served_are_refused_at_start(
+    tmp_path: Path, content: dict[str, object]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="generation_config"):
+        Defaults.read(tmp_path, None, True)
+
+
+def test_eos_ids_beyond_the_logits_are_left_out() -> None:
+    assert params({}, Defaults({}, (2, 5000))).eos_token_ids == (2,)
+
+
+def test_neutral_values_of_unserved_parameters_pass() -> None:
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            body = CompletionRequest.model_validate({"prompt": "x", name: value})
+            refuse_unserved(body.model_extra or {})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.1},
+        {"max_tokens": -1}, {"n": 17}, {"n": True}, {"echo": 0},
+        {"presence_penalty": 2.1}, {"frequency_penalty": "x"}, {"repetition_penalty": 0}, {"logprobs": 21},
+        {"prompt_logprobs": -1}, {"logit_bias": {"5": "x"}}, {"logit_bias": [1]}, {"allowed_token_ids": []},
+        {"bad_words": ["x"] * 129}, {"truncate_prompt_tokens": -2}, {"response_format": {"type": "x"}},
+        {"structured_outputs": {"choice": []}}, {"logit_bias": {str(i): 1 for i in range(1025)}},
+        {"max_tokens": 1.5}, {"max_tokens": 2**40}, {"stop": ["x"] * 17}, {"stop": "x" * 257}, {"prompt": [-1]},
+        {"prompt": [2**31]}, {"prompt": ["x"] * 65}, {"prompt": [[1], "x"]}, {"prompt": {"a": 1}}, {"prompt": None},
+        {"seed": 2**64}, {"stop_token_ids": list(range(129))}, {"priority": 2**30}, {"stream": "yes"}, {"min_p": 2},
+        {"stream_options": {"x": 1}}, {"cache_salt": "x" * 257},
+    ],
+)  # fmt: skip
+def test_schema_bounds_every_field(body: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        CompletionRequest.model_validate({"prompt": "x", **body})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": "http://x"}}],
+        [{"type": "text"}],
+        5,
+        [{"type": "text", "text": 1}],
+    ],
+)
+def test_only_text_content_is_taken(content: object) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}).messages[0]
+    assert message.plain() == {"role": "user", "content": "ab"}

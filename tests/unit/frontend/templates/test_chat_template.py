@@ -1,0 +1,186 @@
+"""Rendering equals transformers', and a template can neither escape nor blow up."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from services.checkpoint import DEMO_MODEL, CheckpointError
+from services.frontend.errors import APIError
+from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template, try_out
+from services.frontend.templates.sandbox import Sandbox, TemplateLimit
+from services.frontend.text.tokenizer import Tokenizer
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": '  Hi, <b>"you"</b>\n'},
+    {"role": "assistant", "content": "Hello 😀"},
+    {"role": "user", "content": "What is 2 + 2?"},
+]
+TEMPLATES = {
+    "demo": find_template(DEMO_MODEL, None),
+    "chatml": (
+        "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>'"
+        " + '\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama 3": (
+        "{{- bos_token }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
+        "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n"
+        "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}"
+    ),
+    "namespaces and loop controls": (
+        "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- continue -%}"
+        "{%- endif -%}{%- set ns.n = ns.n + 1 -%}[{{ ns.n }}:{{ m.content }}]{%- if loop.last -%}{%- break -%}"
+        "{%- endif -%}{%- endfor -%}"
+    ),
+    "tojson": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "blocks trimmed": (
+        "{% for m in messages %}\n    {% if m.role == 'user' %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}"
+    ),
+    "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+    "slices and macros": (
+        "{%- macro say(m) -%}<{{ m['role'][0] | upper }}>{{ m['content'] }}{%- endmacro -%}"
+        "{%- for m in messages[1:] -%}{{ say(m) }}{%- endfor -%}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for message in messages[1:] %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+        "{% else %}{{ message['content'] + eos_token}}{% endif %}{% endfor %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% else %}"
+        "{% set loop_messages = messages %}{% endif %}{% for message in loop_messages %}"
+        "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+        "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"
+    ),
+    "qwen3 thinking": (
+        "{%- set ns = namespace(last=messages|length - 1) %}{%- for message in messages[::-1] %}"
+        "{%- set index = (messages|length - 1) - loop.index0 %}"
+        "{%- if message.role == 'user' and message.content is string and not(message.content.startswith('<tool'))"
+        " and ns.last == messages|length - 1 %}{%- set ns.last = index %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content"
+        ".split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}{%- endfor %}{{ ns.last }}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}"
+        "{%- endif %}"
+    ),
+    "zephyr": (
+        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\\n' + message['content'] +"
+        " eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\\n' + message['content'] + eos_token }}"
+        "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\\n'  + message['content'] + eos_token }}\n"
+        "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+    ),
+    "date": "{{ strftime_now('%d %b %Y') }}{{ documents is none }}{{ messages | tojson(sort_keys=True) }}",
+    "generation marks": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "tools absent": "{% if tools is not none and tools %}tools{% else %}none{% endif %}{{ messages | length }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompt_is_the_one_that_transformers_renders(name: str) -> None:
+    text = TEMPLATES[name]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(DEMO_MODEL / "tokenizer.json"),
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+    )
+    special = Tokenizer(DEMO_MODEL).special
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, chat_template=text, tokenize=False, add_generation_prompt=True
+    )
+    assert ChatTemplate(text, special).render(Conversation(MESSAGES)) == expected
+
+
+def test_what_a_template_raises_is_a_400_with_its_words() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(APIError, match="roles must alternate") as refused:
+        template.render(Conversation(MESSAGES))
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+    ],
+)
+def test_sandbox_holds(text: str) -> None:
+    with pytest.raises(APIError):
+        ChatTemplate(text, {}).render(Conversation([dict(message) for message in MESSAGES]))
+
+
+def test_endless_output_is_cut_off() -> None:
+    with pytest.raises(APIError, match="too long"):
+        ChatTemplate("{% for _ in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", {}).render(
+            Conversation(MESSAGES)
+        )
+
+
+def test_model_without_a_template_says_what_to_do() -> None:
+    with pytest.raises(APIError, match="--chat-template"):
+        ChatTemplate(None, {}).render(Conversation(MESSAGES))
+
+
+def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="broken"):
+        ChatTemplate("{% for %}", {})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        find_template(tmp_path, str(tmp_path / "missing.jinja"))
+
+
+def test_template_is_found_in_its_three_places(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert find_template(tmp_path, None) == "D"
+    config.write_text(json.dumps({"chat_template": "S"}))
+    assert find_template(tmp_path, None) == "S"
+    (tmp_path / "chat_template.jinja").write_text("J")
+    assert find_template(tmp_path, None) == "J"
+    (tmp_path / "own").write_text("O")
+    assert find_template(tmp_path, str(tmp_path / "own")) == "O"
+
+
+def test_rendering_that_takes_too_long_is_ended() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    sandbox = Sandbox()
+    with pytest.raises(TemplateLimit, match="too long"):
+        sandbox.render(sandbox.from_string(endless), {}, seconds=0.05)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{ messages[7].content }}", "{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ messages[0]['content'] % 5 }}",
+     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"],
+)  # fmt: skip
+def test_template_that_fails_over_these_messages_is_a_400(text: str) -> None:
+    with pytest.raises(APIError) as refused:
+        ChatTemplate(text, {}).render(Conversation(MESSAGES))
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+     "{{ 'x' * 10 ** 11 }}", "{% for %}"],
+    ids=["endless", "doubling", "huge", "syntax"],
+)  # fmt: skip
+def test_template_that_would_hang_the_server_fails_its_trial(text: str) -> None:
+    with pytest.raises(CheckpointError, match="broken"):
+        try_out(text, {})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ordinary_template_passes_its_trial(name: str) -> None:
+    try_out(str(TEMPLATES[name]), {"bos_token": "<s>", "eos_token": "</s>"})

@@ -1,0 +1,183 @@
+"""Chat bodies with tools and thoughts in real-style templates: the prompt is the one that transformers renders."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from services.checkpoint import DEMO_MODEL, CheckpointError
+from services.frontend.errors import APIError
+from services.frontend.openai.prompts.conversation import conversation
+from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.templates.chat_template import ChatTemplate, find_tool_template, try_out
+
+FILES = {file.stem: file.read_text() for file in (Path(__file__).parent / "examples").glob("*.jinja")}
+SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Das Wetter <jetzt>",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}},
+    },
+]
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " Rain in Köln? "}
+CALL = {"id": "abcdefghi", "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Köln", "days": [1, 2.5, null]}'}}  # fmt: skip
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"rain": true}', "name": "get_weather"}
+SAID = {"role": "assistant", "content": "It rains. "}
+BODIES: dict[str, dict[str, Any]] = {
+    "tools": {"messages": [SYSTEM, USER], "tools": TOOLS},
+    "no tools": {"messages": [SYSTEM, USER]},
+    "no system": {"messages": [USER], "tools": TOOLS[:1]},
+    "call and result": {"messages": [SYSTEM, USER, CALLED, RESULT], "tools": TOOLS},
+    "after the result": {"messages": [USER, CALLED, RESULT, SAID, USER], "tools": TOOLS},
+    "reasoning": {"messages": [USER, {**SAID, "reasoning_content": "Hm.\n"}, USER]},
+    "no generation prompt": {"messages": [USER, SAID], "add_generation_prompt": False},
+    "continued": {"messages": [USER, SAID], "add_generation_prompt": False, "continue_final_message": True},
+    "kwargs": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False, "unheard_of": [1]}},
+    "more kwargs": {
+        "messages": [USER],
+        "tools": TOOLS,
+        "chat_template_kwargs": {"tools_in_user_message": False, "enable_thinking": True},
+    },
+}
+
+
+def expected(text: str, body: dict[str, Any]) -> str:
+    """What transformers makes of it, arguments as objects."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), **SPECIAL)
+    messages = copy.deepcopy(body["messages"])
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    rendered = tokenizer.apply_chat_template(
+        messages,
+        tools=body.get("tools"),
+        chat_template=text,
+        tokenize=False,
+        add_generation_prompt=body.get("add_generation_prompt", True),
+        continue_final_message=body.get("continue_final_message", False),
+        **body.get("chat_template_kwargs", {}),
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def render(text: str, body: dict[str, Any], tool_use: str | None = None) -> str:
+    return ChatTemplate(text, SPECIAL, tool_use).render(conversation(ChatRequest.model_validate(body)))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_prompt_is_the_one_that_transformers_renders(name: str, body: dict[str, Any]) -> None:
+    assert render(FILES[name], body) == expected(FILES[name], body)
+
+
+def test_each_part_of_a_conversation_shows() -> None:
+    """The comparison above says nothing where a template ignores a part."""
+    hermes = FILES["hermes"]
+    prompt = render(hermes, BODIES["call and result"])
+    assert '"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5, null]}' in prompt
+    assert '<tool_response>\n{"rain": true}' in prompt
+    assert "Das Wetter <jetzt>" in prompt
+    assert "<think>\nHm.\n</think>" in render(hermes, BODIES["reasoning"])
+    assert render(hermes, BODIES["kwargs"]).endswith("<think>\n\n</think>\n\n")
+    assert render(hermes, BODIES["continued"]).endswith("assistant\nIt rains. ")
+    assert render(FILES["llama3"], BODIES["continued"]).endswith("It rains."), "this one strips messages"
+    assert render(FILES["llama3"], BODIES["more kwargs"]) != render(FILES["llama3"], BODIES["no system"])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_style_templates_pass_their_trial(name: str) -> None:
+    try_out(FILES[name], SPECIAL)
+
+
+def test_template_that_hangs_over_tools_only_fails_its_trial() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(CheckpointError, match="broken"):
+        try_out("{% if tools %}" + endless + "{% endif %}", {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+     "tokenize", "bos_token", "raise_exception", "strftime_now",
+     "range", "cycler", "namespace", "a b", "a.b", "__class__", "", "x" * 65],
+)  # fmt: skip
+def test_request_cannot_set_what_is_ours(name: str) -> None:
+    text = "{{ " + (name if name.isidentifier() else "x") + " }}"
+    body = {"messages": [USER], "chat_template_kwargs": {name: "smuggled"}}
+    with pytest.raises(APIError, match="chat_template_kwargs") as refused:
+        render(text, body)
+    assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
+
+
+def test_value_from_a_request_is_text_never_a_template() -> None:
+    body = {"messages": [USER], "chat_template_kwargs": {"style": "{{ 7 * 7 }}{% raw %}"}}
+    assert render("[{{ style }}]", body) == "[{{ 7 * 7 }}{% raw %}]"
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 65_537, [[[[[[[[1]]]]]]]], list(range(1024)), {str(i): i for i in range(600)}, 2**31 + 1, -1e300,
+              {"x" * 65_537: 1}, [{"a": ["y" * 40_000, "z" * 40_000]}]],
+    ids=["text", "depth", "list", "object", "number", "negative", "key", "sum"],
+)  # fmt: skip
+def test_values_are_bounded(value: object) -> None:
+    with pytest.raises(APIError, match="too large"):
+        render("{{ v }}", {"messages": [USER], "chat_template_kwargs": {"v": value}})
+
+
+@pytest.mark.parametrize("text", ["{{ 'x' * v }}", "{{ v * [1, 2] }}", "{{ 2 ** v }}", "{{ v ** v }}"])
+def test_a_number_from_a_request_makes_nothing_huge(text: str) -> None:
+    with pytest.raises(APIError, match="too long") as refused:
+        render(text, {"messages": [USER], "chat_template_kwargs": {"v": 2**31}})
+    assert refused.value.status == 400
+    assert (
+        render(
+            "{{ 'ab' * 2 }}{{ 2 ** 3 }}{{ 1.5 * v }}", {"messages": [USER], "chat_template_kwargs": {"v": 2}}
+        )
+        == "abab83.0"
+    )
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused_by_place(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, call]}]}
+    with pytest.raises(APIError, match=r"messages\.1\.tool_calls\.1\.function\.arguments"):
+        conversation(ChatRequest.model_validate(body))
+
+
+def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+    body = BODIES["continued"]
+    with pytest.raises(APIError, match="does not show"):
+        render("{{ messages[0].content }}", body)
+    with pytest.raises(APIError, match="no content"):
+        render(FILES["hermes"], {**body, "messages": [USER, CALLED]})
+
+
+def test_variant_for_tools_is_found_and_taken(tmp_path: Path) -> None:
+    variants = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": variants}))
+    assert find_tool_template(tmp_path, None) == "T"
+    assert find_tool_template(tmp_path, "own.jinja") is None
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F")
+    assert find_tool_template(tmp_path, None) == "F"
+    assert [render("D", BODIES[name], "T") for name in ("tools", "no tools")] == ["T", "D"]
+    assert render("D", BODIES["tools"]) == "D"

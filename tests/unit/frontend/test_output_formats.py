@@ -1,0 +1,65 @@
+"""What the flags say of the model's answers, together with what its tokenizer makes of the marks."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pydantic
+import pytest
+from tokenizers import Tokenizer as HFTokenizer
+
+from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig, ServeConfig
+from services.frontend.output_formats import AnswerForms
+from services.frontend.reasoning.think import Begins
+from services.frontend.text.tokenizer import Tokenizer
+from services.frontend.tools.formats import FORMATS
+
+
+def tokenizer(directory: Path, special: list[str], ordinary: list[str]) -> Tokenizer:
+    made = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    made.add_special_tokens(special)
+    made.add_tokens(ordinary)
+    made.save(str(directory / "tokenizer.json"))
+    shutil.copy(DEMO_MODEL / "tokenizer_config.json", directory)
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("config", [FrontendConfig, ServeConfig])
+def test_flag_that_needs_another_is_refused_without_it(config: type[FrontendConfig]) -> None:
+    with pytest.raises(pydantic.ValidationError, match="--tool-call-parser"):
+        config(enable_auto_tool_choice=True)
+    with pytest.raises(pydantic.ValidationError, match="tool_call_parser"):
+        config.model_validate({"tool_call_parser": "cobol"})
+    assert config(enable_auto_tool_choice=True, tool_call_parser="hermes").enable_auto_tool_choice
+
+
+def test_nothing_is_told_apart_without_flags() -> None:
+    assert AnswerForms.of(FrontendConfig(), Tokenizer(DEMO_MODEL)) == AnswerForms()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_are_shown_only_where_they_would_be_left_out(name: str, tmp_path: Path) -> None:
+    marks, config = list(FORMATS[name].marks), FrontendConfig(tool_call_parser=name)
+    assert not AnswerForms.of(config, Tokenizer(DEMO_MODEL)).tools_are_special
+    assert not AnswerForms.of(config, tokenizer(tmp_path, [], marks)).tools_are_special, (
+        "as in Qwen's tokenizers"
+    )
+    assert AnswerForms.of(config, tokenizer(tmp_path, marks[:1], [])).tools_are_special
+
+
+def test_end_of_reasoning_is_one_token_or_the_log_says_what_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = FrontendConfig(reasoning_parser="qwen3")
+    with caplog.at_level(logging.WARNING):
+        forms = AnswerForms.of(config, tokenizer(tmp_path, [], ["<think>", "</think>"]))
+        assert (len(forms.reasoning_end), forms.reasoning, forms.reasoning_is_special) == (
+            1,
+            Begins.PERHAPS,
+            False,
+        )
+        assert not caplog.records
+        several = AnswerForms.of(config, Tokenizer(DEMO_MODEL)).reasoning_end
+    assert Tokenizer(DEMO_MODEL).decode_all(list(several)) == "</think>"
+    assert f"</think> is {len(several)} tokens" in caplog.text
