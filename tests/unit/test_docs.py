@@ -67,10 +67,10 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("rule", rules())
 def test_every_rule_names_its_test(rule: str) -> None:
-    text, found, tests = rules()[rule].partition("\nTest: ")
+    text, found, tests = rules()[rule].partition("\n\nTest:")
     assert text.strip()
     assert found
-    assert re.match(r"`tests/[\w/]+\.py::test_\w+", tests)
+    assert re.match(r"\s`tests/[\w/]+\.py::test_\w+", tests)
 
 
 def test_rules_that_are_cited_exist() -> None:
