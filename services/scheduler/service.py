@@ -38,7 +38,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.compiler import GrammarCompiler
-from services.scheduler.grammar.vocabulary import Vocabulary
+from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
 from services.scheduler.membership.group import Ended, Refuse, Send, Started, WorkerGroup
@@ -242,7 +242,7 @@ class Service:
             self.engine.start_epoch(limits, policy, started.epoch)
             return
         if self.compiler is not None:
-            self.compiler.use(started.loaded.vocab_size)
+            self.compiler.set_vocab_size(started.loaded.vocab_size)
         self.engine = EngineCore(
             Scheduler(limits, policy, started.epoch, drafting=drafting(c.speculative_config)),
             c.depth,
@@ -360,7 +360,7 @@ class Service:
 def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:
     """None where there is no tokenizer to be had: then structured output is refused, and everything else is served."""
     try:
-        return GrammarCompiler(Vocabulary.load(config.model, config.revision, config.tokenizer))
+        return GrammarCompiler(GrammarVocabulary.load(config.model, config.revision, config.tokenizer))
     except CheckpointError as error:
         log.warning("structured output is not served: %s", error)
         return None

@@ -1,6 +1,13 @@
-"""Structured output: what a request's output must match, compiled off the loop, and its mask per step.
+"""Structured output: compiles the grammar that a request's output must match, and fills its token masks step by step.
 
-The scheduler knows a grammar by `Grammar` alone, the engine a compiler by `Compiler`.
+The scheduler depends on `Grammar` alone and the engine on `Compiler` alone. The implementation:
+
+    compiler.py     GrammarCompiler: requests enter here, compiled grammars leave
+    cache.py        the compiled grammars that are kept
+    matcher.py      Matcher: the `Grammar` of one request
+    translate/      from the text of a request to a grammar of llguidance, with checks of depth and size
+    trial/          a process of its own that compiles a grammar first, under limits of time and memory
+    limits.py       every limit, with its unit
 """
 
 from services.scheduler.grammar.base import Compiler, Grammar

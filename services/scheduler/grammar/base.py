@@ -1,4 +1,4 @@
-"""What the scheduling core asks of a grammar, and the engine of whoever compiles one."""
+"""The interfaces of a grammar, for the scheduler, and of a grammar compiler, for the engine."""
 
 from typing import Protocol
 
@@ -9,33 +9,42 @@ from protocol.sampling import StructuredOutputParams
 
 
 class Grammar(Protocol):
-    """The state of one request's output. It lives with the request, so it survives preemption and lost workers; it
-    advances on emitted tokens only (S2-7)."""
+    """Matching state of one request's output.
+
+    It belongs to the request, so it survives preemption and the loss of workers. It advances on emitted tokens only
+    (docs/invariants.md).
+    """
 
     def accept(self, token_id: int) -> bool:
-        """Advances by a token that is about to be emitted. False: it does not match, or `fill` has failed before; the
-        request is over."""
+        """Advance by a token that is about to be emitted. Return False if the token does not match or an earlier
+        `fill` failed; the request has then failed."""
         ...
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Writes what may come next, int32[ceil(vocab / 32)], a bit per token, least significant first. All bits where
-        everything may, and after a failure, which the next `accept` reports."""
+        """Write the tokens that may come next into `mask`, int32[ceil(vocab / 32)]: one bit per token, least
+        significant bit first. All bits are set where every token may come, and after a failure, which the next
+        `accept` reports."""
         ...
 
     def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
-        """Fills `masks`, int32[more than the tokens, ceil(vocab / 32)]: the first as `fill` would, each further one as
-        if one more of the tokens had been accepted, as far as they match and do not end the output. Returns how many
-        were filled; the state is as before."""
+        """Fill `masks`, int32[more rows than tokens, ceil(vocab / 32)]: the first row as `fill` does, each further row
+        as if one more of the tokens had been accepted. Stops at a token that does not match or ends the output.
+        Return the number of rows that were filled. The matching state is unchanged."""
         ...
 
 
 class Compiler(Protocol):
-    """Compiles elsewhere: `submit` returns at once, and what became of it comes to `EngineCore.on_grammar`."""
+    """Compiles grammars outside of the engine's loop. `EngineCore.on_grammar` receives each result."""
 
     def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
-        """`ticket` is never used twice. `eos_token_ids` may be sampled where the grammar may end."""
+        """Start to compile and return at once.
+
+        Args:
+            ticket: a number that is used once.
+            eos_token_ids: tokens that may be sampled where the grammar may end.
+        """
         ...
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for it any more; an answer that is on its way may come all the same."""
+        """Drop the request for a grammar. A result that is already on its way may still arrive."""
         ...

@@ -1,4 +1,4 @@
-"""Compiled grammars, the most recently used ones, within a number of bytes."""
+"""Least-recently-used cache of compiled grammars, bounded in bytes."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -9,33 +9,36 @@ from protocol.sampling import GrammarKind
 from services.scheduler.grammar.limits import CACHE_BYTES
 
 Key = tuple[GrammarKind, str]
-"""What a grammar was compiled from."""
+"""Kind and text of the request's grammar."""
 
 
 @dataclass(slots=True)
-class Compiled:
+class CompiledGrammar:
     matcher: LLMatcher
-    """In its first state; requests get copies, which share its lexer."""
+    """In its initial state. Requests get copies, which share its lexer."""
     num_bytes: int
-    """By estimate: what the trial process measured for it and for one short answer, times the answers since."""
+    """Estimate: the size that the trial process measured, plus `growth` for each output since."""
     growth: int
-    """Bytes that one answer may add."""
+    """Bytes that one output may add to the shared lexer."""
 
 
 class GrammarCache:
-    """An entry that has grown to a quarter of the whole is dropped: its lexer has seen more states than are worth
-    keeping, and the next request compiles it anew."""
+    """Cache of compiled grammars.
+
+    An entry that has grown to a quarter of the limit is dropped, because its lexer has collected many states; the next
+    request compiles the grammar again.
+    """
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[Key, Compiled] = OrderedDict()
+        self._entries: OrderedDict[Key, CompiledGrammar] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def copy(self, key: Key) -> LLMatcher | None:
-        """A matcher in its first state, or None. Whoever asks will use it for an answer."""
+        """Return a matcher in its initial state for one output, or None. The entry grows by one output."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -46,7 +49,7 @@ class GrammarCache:
         self._shrink(key)
         return copy
 
-    def put(self, key: Key, entry: Compiled) -> None:
+    def put(self, key: Key, entry: CompiledGrammar) -> None:
         self.drop(key)
         self._entries[key] = entry
         self.num_bytes += entry.num_bytes

@@ -1,7 +1,7 @@
-"""Compiles grammars beside the scheduler's loop: first in a process that may be killed, then on a thread.
+"""Compiles grammars outside of the scheduler's loop: first in a trial process, which may be killed, then on a thread.
 
-`submit` returns at once. What became of it waits in `take`, and `fileno` becomes readable when something does. There
-are `LANES` threads with a trial process each, started when there is work for them.
+`submit` returns at once. `take` returns the results, and `fileno` is readable when there is one. There are up to
+`NUM_THREADS` threads with a trial process each; a thread starts when there is work for it.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.base import Grammar
-from services.scheduler.grammar.cache import Compiled, GrammarCache, Key
+from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache, Key
 from services.scheduler.grammar.errors import from_library, too_complex
-from services.scheduler.grammar.frames import Setup
 from services.scheduler.grammar.limits import (
     CACHE_BYTES,
-    LANES,
     MAX_WAITING,
+    NUM_THREADS,
     STACK_BYTES,
     WAITING_SECONDS,
     parser_limits,
 )
 from services.scheduler.grammar.matcher import Matcher
-from services.scheduler.grammar.translate import NAMES
-from services.scheduler.grammar.trial_process import TrialEnded, TrialProcess
-from services.scheduler.grammar.vocabulary import Vocabulary
+from services.scheduler.grammar.translate import KIND_NAMES
+from services.scheduler.grammar.trial.messages import TrialSetup
+from services.scheduler.grammar.trial.process import TrialEnded, TrialProcess
+from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.grammar.whitespace import Whitespace
 
 log = logging.getLogger("runahead.scheduler.grammar")
@@ -42,35 +42,39 @@ SHUT_DOWN = "the engine is shutting down"
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """One grammar, and all who wait for it."""
+class _CompileJob:
+    """One grammar and the tickets that wait for it."""
 
     key: Key
     since: float
+    """Monotonic clock, seconds."""
     waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = field(default_factory=dict)
-    """By ticket: what it asks for, the request's EOS ids. Of the scheduler's thread alone."""
+    """Ticket -> parameters, and the request's EOS ids. Used by the scheduler's thread only."""
 
 
 class GrammarCompiler:
-    """A `Compiler`. Its methods belong to the scheduler's thread."""
+    """Implementation of `Compiler`. Its public methods belong to the scheduler's thread; those under "compile threads"
+    belong to them."""
 
-    def __init__(self, vocabulary: Vocabulary, max_bytes: int = CACHE_BYTES, lanes: int = LANES) -> None:
+    def __init__(
+        self, vocabulary: GrammarVocabulary, max_bytes: int = CACHE_BYTES, num_threads: int = NUM_THREADS
+    ) -> None:
         self._vocabulary = vocabulary
         self._refusal: str | None = "structured output is not served: the model is not loaded yet"
         self._tokenizer: LLTokenizer | None = None
         self._n_vocab = 0
         self._whitespace: Whitespace | None = None
         self._cache = GrammarCache(max_bytes)
-        self._max_lanes = lanes
-        self._lanes: list[_Lane] = []
-        self._jobs: dict[Key, _Job] = {}
-        """Waiting or being compiled: equal ones are compiled once."""
-        self._queue: deque[_Job] = deque()
+        self._num_threads = num_threads
+        self._threads: list[_CompileThread] = []
+        self._jobs: dict[Key, _CompileJob] = {}
+        """Jobs in the queue or being compiled; equal grammars share one job."""
+        self._queue: deque[_CompileJob] = deque()
         self._changed = threading.Condition()
-        """Guards all of the above but the cache and the tokenizer."""
+        """Guards the threads, the jobs, the queue and the two fields below."""
         self._idle = 0
         self._closed = False
-        self._done: deque[tuple[_Job, Compiled | str]] = deque()
+        self._done: deque[tuple[_CompileJob, CompiledGrammar | str]] = deque()
         self._ready: list[tuple[int, Grammar | str]] = []
         self._wakeup, self._wake = os.pipe()
         os.set_blocking(self._wakeup, False)
@@ -78,12 +82,19 @@ class GrammarCompiler:
         self.counters = {"hits": 0, "compiled": 0, "refused": 0, "killed": 0}
 
     def fileno(self) -> int:
-        """Readable when `take` has something that came from another thread."""
+        """Return a file descriptor that is readable when another thread has a result for `take`."""
         return self._wakeup
 
-    def use(self, n_vocab: int) -> None:
-        """The width of the logits is known. Takes as long as `Vocabulary.library_tokenizer`; what cannot be served
-        with this model is refused from now on, by name."""
+    @property
+    def num_queued(self) -> int:
+        """Number of grammars whose compilation has not started."""
+        return len(self._queue)
+
+    def set_vocab_size(self, n_vocab: int) -> None:
+        """Set the width of the logits. Takes as long as `GrammarVocabulary.library_tokenizer`.
+
+        If the tokenizer cannot be used with this model, all further requests are refused with the reason.
+        """
         if self._tokenizer is not None and n_vocab == self._n_vocab:
             return
         have = self._vocabulary.num_tokens
@@ -92,11 +103,11 @@ class GrammarCompiler:
             return
         try:
             self._tokenizer = self._vocabulary.library_tokenizer(n_vocab)
-        except Exception as error:  # whatever the library says of a tokenizer
-            log.warning("the tokenizer cannot be read by llguidance: %s", error)
-            self._refuse("the model's tokenizer is of a kind that grammars cannot use")
+        except Exception as error:  # llguidance raises arbitrary errors for a tokenizer that it cannot use
+            log.warning("llguidance cannot read the tokenizer: %s", error)
+            self._refuse("the model's tokenizer is of a kind that structured output cannot use")
             return
-        self._whitespace = Whitespace.of(self._tokenizer)
+        self._whitespace = Whitespace.from_tokenizer(self._tokenizer)
         self._n_vocab, self._refusal = n_vocab, None
 
     def _refuse(self, reason: str) -> None:
@@ -120,16 +131,19 @@ class GrammarCompiler:
                 self._ready.append((ticket, OVERLOADED))
                 return
             if job is None:
-                job = self._jobs[key] = _Job(key, time.monotonic())
+                job = self._jobs[key] = _CompileJob(key, time.monotonic())
                 self._queue.append(job)
                 self._changed.notify()
-                if len(self._queue) > self._idle and len(self._lanes) < self._max_lanes:
-                    self._lanes.append(_Lane(self))
+                if len(self._queue) > self._idle and len(self._threads) < self._num_threads:
+                    self._threads.append(_CompileThread(self))
             job.waiting[ticket] = params, eos_token_ids
 
     def cancel(self, ticket: int) -> None:
-        """A grammar that nobody waits for is not begun. One that was begun is bounded in time: it is brought to its
-        end and kept, which costs less than another trial process."""
+        """Drop a ticket. A grammar without tickets leaves the queue.
+
+        A compilation that has started is bounded in time; it ends and its result is kept, which costs less than to
+        replace the trial process.
+        """
         self._ready = [answer for answer in self._ready if answer[0] != ticket]
         job = next((job for job in self._jobs.values() if ticket in job.waiting), None)
         if job is None:
@@ -147,11 +161,11 @@ class GrammarCompiler:
         self._fill(matcher)
         if not matcher.is_error():
             return matcher
-        self._cache.drop(key)  # its lexer, which the copies share, is full
+        self._cache.drop(key)  # the lexer that the copies share has reached its limit
         return None
 
     def _fill(self, matcher: LLMatcher) -> None:
-        """Computes the first mask; other threads run meanwhile."""
+        """Compute the first mask. Other threads run meanwhile, because llguidance releases the GIL."""
         mask = np.empty((1, -(-self._n_vocab // 32)), np.int32)
         LLExecutor(1).unsafe_compute_mask_ptr([(matcher, 0)], mask.ctypes.data, mask.nbytes, 1)
 
@@ -163,7 +177,7 @@ class GrammarCompiler:
         return Matcher(matcher, ends, eos_token_ids, params.begins_after, whitespace)
 
     def take(self) -> list[tuple[int, Grammar | str]]:
-        """(ticket, its grammar or why there is none), each once."""
+        """Return each result once: (ticket, its grammar or the reason of its refusal)."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
         while self._done:
@@ -185,27 +199,28 @@ class GrammarCompiler:
         totals = {f"grammars_{name}_total": float(count) for name, count in self.counters.items()}
         return totals | {"grammar_cache_bytes": self._cache.num_bytes, "grammars_compiling": len(self._jobs)}
 
-    def close(self) -> None:
-        """Ends threads and processes. Whoever still waits is told."""
+    def close(self) -> list[int]:
+        """End the threads and their trial processes. Return the tickets that remain without a result."""
         with self._changed:
             self._closed = True
-            lanes = list(self._lanes)
+            threads = list(self._threads)
             self._changed.notify_all()
-        for lane in lanes:
-            lane.kill()
-        for lane in lanes:
-            lane.thread.join()
-        self._ready.extend((ticket, SHUT_DOWN) for job in self._jobs.values() for ticket in job.waiting)
+        for thread in threads:
+            thread.kill()
+        for thread in threads:
+            thread.join()
+        unanswered = [ticket for job in self._jobs.values() for ticket in job.waiting]
         self._jobs.clear()
         self._queue.clear()
         self._done.clear()
         os.close(self._wake)
         os.close(self._wakeup)
+        return unanswered
 
-    # -- lanes ---------------------------------------------------------------------------------------------------
+    # -- compile threads -----------------------------------------------------------------------------------------
 
-    def next_job(self) -> _Job | None:
-        """For a lane: waits for work; None when there will be none. Those that waited too long are answered here."""
+    def next_job(self) -> _CompileJob | None:
+        """Wait for a job and return it, or None after `close`. Refuse jobs that waited too long."""
         with self._changed:
             while not self._closed:
                 while self._queue:
@@ -218,49 +233,50 @@ class GrammarCompiler:
                 self._idle -= 1
             return None
 
-    def deliver(self, job: _Job, result: Compiled | str) -> None:
-        """For a lane."""
+    def deliver(self, job: _CompileJob, result: CompiledGrammar | str) -> None:
         self._done.append((job, result))
-        with contextlib.suppress(BlockingIOError):  # then it is readable anyway
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
             os.write(self._wake, b"\0")
 
-    def setup(self) -> Setup:
-        """For a lane: what its trial process needs."""
+    def trial_setup(self) -> TrialSetup:
         v = self._vocabulary
-        return Setup(v.text, v.num_tokens, v.eos_token_ids, self._n_vocab)
+        return TrialSetup(v.text, v.num_tokens, v.eos_token_ids, self._n_vocab)
 
-    def compile(self, key: Key, grammar: str, num_bytes: int, growth: int) -> Compiled | str:
-        """For a lane: what passed its trial, compiled for use."""
+    def compile(self, key: Key, grammar: str, num_bytes: int, growth: int) -> CompiledGrammar | str:
+        """Compile a grammar that passed its trial. Return it, or the reason of its refusal."""
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=parser_limits())
         if not matcher.is_error():
             first = matcher.deep_copy()
             self._fill(first)
             if not first.is_error():
-                return Compiled(matcher, num_bytes + 2 * len(key[1]), growth)
+                return CompiledGrammar(matcher, num_bytes + 2 * len(key[1]), growth)
             matcher = first
-        return str(from_library(NAMES[key[0]], matcher.get_error()))
+        return str(from_library(KIND_NAMES[key[0]], matcher.get_error()))
 
 
-class _Lane:
-    """A thread with its trial process."""
+class _CompileThread:
+    """A thread and its trial process."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._process: TrialProcess | None = None
         self._killed = threading.Event()
         before = threading.stack_size(4 * STACK_BYTES)
-        self.thread = threading.Thread(target=self._run, name="grammar", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         try:
-            self.thread.start()
+            self._thread.start()
         finally:
             threading.stack_size(before)
 
     def kill(self) -> None:
-        """It ends as soon as it can; from another thread."""
+        """End the current trial. Any thread may call this."""
         self._killed.set()
         if (process := self._process) is not None:
             process.kill()
+
+    def join(self) -> None:
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -269,13 +285,13 @@ class _Lane:
         finally:
             self._end_process()
 
-    def _result(self, job: _Job) -> Compiled | str:
+    def _result(self, job: _CompileJob) -> CompiledGrammar | str:
         kind, text = job.key
         try:
             if self._process is None:
-                self._process = TrialProcess(self._compiler.setup())
+                self._process = TrialProcess(self._compiler.trial_setup())
         except (TrialEnded, OSError) as error:
-            log.error("structured output fails: %s", error)
+            log.error("no grammar can be compiled: %s", error)
             return "the server cannot compile grammars at the moment; try again later"
         if self._killed.is_set():
             return SHUT_DOWN
@@ -284,10 +300,10 @@ class _Lane:
         except TrialEnded as error:
             if self._killed.is_set():
                 return SHUT_DOWN
-            log.warning("a %s was refused: %s", NAMES[kind], error)
+            log.warning("a %s is refused: %s", KIND_NAMES[kind], error)
             self._end_process()
             self._compiler.counters["killed"] += 1
-            return str(too_complex(NAMES[kind]))
+            return str(too_complex(KIND_NAMES[kind]))
         if verdict.error:
             return verdict.error
         return self._compiler.compile(job.key, verdict.grammar, verdict.num_bytes, verdict.growth)

@@ -1,13 +1,13 @@
-"""What is wrong with a grammar, in words that are fit for the client's eyes."""
+"""Errors about a grammar. Their texts are sent to the client."""
 
-MAX_REASON = 200
-"""Characters of the library's own reason that are passed on."""
+MAX_REASON_CHARS = 200
+"""Longest reason of the library that an error repeats."""
 
 _TOO_COMPLEX = ("too many", "too big", "too large", "too complex", "fuel", "limit", "max is", "timeout")
 
 
 class GrammarError(ValueError):
-    """It cannot be served; the text says why."""
+    """The grammar cannot be served. The text gives the reason."""
 
 
 def too_complex(what: str) -> GrammarError:
@@ -15,14 +15,18 @@ def too_complex(what: str) -> GrammarError:
 
 
 def from_library(what: str, error: str) -> GrammarError:
-    """Its first line alone, of a regular expression's errors the one that says why: the rest is internal state."""
+    """Make an error from a text of llguidance.
+
+    Only the first line is used, or the line with the reason if it is about a regular expression; the other lines show
+    internal state.
+    """
     lines = error.replace("<non-verbose/>", "").strip().splitlines() or [""]
-    why = [line for line in lines if line.startswith("error: ")]
-    reason = " ".join((why or lines)[0].removeprefix("error: ").split()).split(". Enable ")[0]
+    reasons = [line for line in lines if line.startswith("error: ")]
+    reason = " ".join((reasons or lines)[0].removeprefix("error: ").split()).split(". Enable ")[0]
     if reason.startswith("NoExtension"):
         return GrammarError(f"nothing can match the {what}")
     if any(word in reason.lower() for word in _TOO_COMPLEX):
         return too_complex(what)
-    if len(reason) > MAX_REASON:
-        reason = reason[:MAX_REASON] + "…"
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[:MAX_REASON_CHARS] + "…"
     return GrammarError(f"the {what} cannot be used: {reason}" if reason else f"the {what} cannot be used")

@@ -1,49 +1,53 @@
-"""What a grammar may cost. What exceeds a limit here is refused by name, most of it before the library sees it."""
+"""Limits on the cost of a grammar. A grammar that exceeds one is refused with a reason; most limits are checked before
+llguidance reads the grammar."""
 
 from llguidance import LLParserLimits
 
 MAX_DEPTH = 64
 """Levels of nesting: of a schema, of parentheses in a regular expression, of brackets in a grammar."""
 MAX_SCHEMA_NODES = 20_000
-"""Values in a schema, its own keywords among them."""
+"""Values in a schema, including its keywords."""
 MAX_ALTERNATIVES = 5_000
-"""Values in all enumerations of a schema together, or choices."""
-MAX_LEAST = 1 << 20
-"""Characters, items or properties that a value may be made to have at least: no context would hold more."""
+"""Values in all enumerations of a schema together, or number of choices."""
+MAX_MINIMUM_SIZE = 1 << 20
+"""Greatest `minLength`, `minItems` or `minProperties`; no context is as long."""
 MAX_REGEX_ATOMS = 20_000
 """Characters and classes of a regular expression with its counted repetitions written out."""
 MAX_TAGS = 128
 """Structural tags of one request."""
 
 CPU_SECONDS = 2
-"""Processor time of one trial; the kernel counts whole seconds and may give one more."""
+"""Processor time of one trial. The kernel counts whole seconds and may allow one more."""
 WALL_SECONDS = 8.0
-"""Time of one trial, on a machine that is busy with other things."""
+"""Duration of one trial. It exceeds `CPU_SECONDS` because the machine may be busy."""
 SETUP_SECONDS = 60.0
-"""Time until a trial process has read the tokenizer."""
+"""Duration until a trial process has read the tokenizer."""
 MEMORY_BYTES = 512 << 20
-"""Memory of one trial beyond what the tokenizer takes."""
+"""Memory of one trial in addition to the tokenizer."""
 STACK_BYTES = 4 << 20
-"""Stack of a trial; what recurses too deeply for it never comes to the scheduler, whose threads have more."""
+"""Stack of a trial. The compile threads of the scheduler have more, so a grammar that passed its trial fits there."""
 MAX_FILL_SECONDS = 0.25
-"""Processor time to find out what may come next, once. Who needs more is refused, or ended if that shows only later."""
+"""Processor time to fill one mask. A trial that exceeds it is refused; later, the request fails."""
 TRIAL_STEPS = 48
-"""Tokens that a trial generates to see what they cost."""
+"""Tokens that a trial generates to measure the cost of a mask."""
 
 CACHE_BYTES = 256 << 20
-"""Compiled grammars that are kept, by estimate."""
+"""Estimated size of all compiled grammars that are kept."""
 MAX_WAITING = 256
-"""Grammars waiting to be compiled."""
+"""Grammars that wait to be compiled."""
 WAITING_SECONDS = 30.0
-"""Longest wait of one of them for its turn."""
-LANES = 2
-"""Grammars compiled at once, so that a bad one does not hold up all others."""
+"""Longest wait of a grammar until its compilation starts."""
+NUM_THREADS = 2
+"""Grammars compiled at once, so that one slow grammar does not delay all others."""
 
 MAX_WHITESPACE = 8
-"""Tokens in a row that may be nothing but whitespace between two parts of a JSON answer."""
+"""Consecutive whitespace tokens between two parts of a JSON output."""
 
 
 def parser_limits() -> LLParserLimits:
-    """The library's own: all but two at their default. Expressions (`initial_lexer_fuel`) and lexer states, at about
-    1 KB each, are memory that all requests with this grammar share."""
+    """Return llguidance's limits, with lower values than its defaults for two of them.
+
+    Expressions (`initial_lexer_fuel`) and lexer states take about 1 KB each, which all requests with the same grammar
+    share.
+    """
     return LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)

@@ -1,4 +1,4 @@
-"""The state of one request's output, by llguidance."""
+"""Matching state of one request's output, by llguidance."""
 
 import time
 from collections import deque
@@ -13,36 +13,40 @@ from services.scheduler.grammar.whitespace import Whitespace
 
 
 class Matcher:
-    """A `Grammar`. It fails for good when a token does not match, when nothing may follow any more, or when to find out
-    what may follow takes too long; then every bit is set and the next token is not accepted."""
+    """Implementation of `Grammar`.
+
+    It fails for good if a token does not match, if no token may follow, or if a mask takes too long. After a failure
+    every mask has all bits set and no token is accepted.
+    """
 
     def __init__(
         self,
         matcher: LLMatcher,
-        ends: tuple[int, ...],
+        library_eos: tuple[int, ...],
         eos_token_ids: tuple[int, ...] = (),
         begins_after: tuple[int, ...] = (),
         whitespace: Whitespace | None = None,
     ) -> None:
         """
         Args:
-            matcher: in its first state; nobody else's.
-            ends: the EOS tokens that the library knows, at least one.
-            eos_token_ids: those of the request; empty: the same.
-            begins_after: nothing is constrained until these were emitted in this order.
-            whitespace: bounds whitespace where the answer is JSON.
+            matcher: in its initial state, used by nothing else.
+            library_eos: end-of-sequence tokens of llguidance's tokenizer, at least one.
+            eos_token_ids: end-of-sequence tokens of the request; empty: those of the tokenizer.
+            begins_after: every token is allowed until these tokens were emitted in this order.
+            whitespace: bound on whitespace, for a JSON output.
         """
         self._matcher = matcher
-        self._end = ends[0]
-        self._ends = frozenset(eos_token_ids or ends)
-        self._foreign = frozenset(ends) - self._ends
-        self._renamed = self._ends != frozenset(ends)
+        self._library_eos = library_eos[0]
+        self._eos = frozenset(eos_token_ids or library_eos)
+        self._other_eos = frozenset(library_eos) - self._eos
+        """End-of-sequence tokens of the tokenizer that the request does not have."""
+        self._translates_eos = self._eos != frozenset(library_eos)
         self._begins_after = begins_after
         self._tail: deque[int] = deque(maxlen=len(begins_after))
         self._waits = bool(begins_after)
         self._whitespace = whitespace
         self._num_blank = 0
-        """Tokens of nothing but whitespace at the end of the output."""
+        """Whitespace tokens at the end of the output."""
         self._ended = self._failed = self._suspect = False
 
     def accept(self, token_id: int) -> bool:
@@ -52,21 +56,21 @@ class Matcher:
             self._tail.append(token_id)
             self._waits = tuple(self._tail) != self._begins_after
             return True
-        self._ended = token_id in self._ends
-        known = self._end if self._ended else token_id
-        self._failed = token_id in self._foreign or not self._matcher.consume_token(known)
+        self._ended = token_id in self._eos
+        known = self._library_eos if self._ended else token_id
+        self._failed = token_id in self._other_eos or not self._matcher.consume_token(known)
         if self._whitespace is not None:
             self._num_blank = self._num_blank + 1 if token_id in self._whitespace.token_ids else 0
         return not self._failed
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        """Raises: ValueError, if the mask is not contiguous or of another size than the model's."""
+        """Raises: ValueError, if the mask is not contiguous or its size is not that of the vocabulary."""
         if not mask.flags.c_contiguous:
             raise ValueError("a mask must be contiguous")
         if not (self._failed or self._ended or self._waits):
-            self._failed = self._takes_too_long(mask) or self._matcher.is_error()
-            if self._renamed:
-                self._rename(mask)
+            self._failed = self._compute(mask) or self._matcher.is_error()
+            if self._translates_eos:
+                self._translate_eos(mask)
                 self._failed |= not mask.any()
             if self._whitespace is not None and self._num_blank >= MAX_WHITESPACE:
                 self._whitespace.forbid(mask)
@@ -74,12 +78,12 @@ class Matcher:
             mask[:] = -1
 
     def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
-        """Raises: ValueError, like `fill`."""
+        """Raises: ValueError, as `fill` does."""
         self.fill(masks[0])
         tail, waits, blank, suspect = self._tail.copy(), self._waits, self._num_blank, self._suspect
         consumed, filled, failed = 0, 1, self._failed
         for token in () if failed or self._ended else token_ids:
-            if token < 0 or token in self._ends or not _allows(masks[filled - 1], token):
+            if token < 0 or token in self._eos or not _allows(masks[filled - 1], token):
                 break
             consumed += not self._waits
             self.accept(token)
@@ -93,24 +97,27 @@ class Matcher:
         self._failed = failed or self._matcher.is_error()
         return filled
 
-    def _takes_too_long(self, mask: NDArray[np.int32]) -> bool:
-        """Asks the library, and whether it took more processor time than it may. To read that clock may itself cost
-        more than a mask does: only once a mask was slow by the wall's is it read."""
+    def _compute(self, mask: NDArray[np.int32]) -> bool:
+        """Let llguidance fill the mask. Return whether that took too long.
+
+        The clock of processor time may cost more than a mask, so it is read only after one mask was slow by the wall
+        clock; that one may have waited for a processor.
+        """
         clock = time.thread_time if self._suspect else time.perf_counter
         started = clock()
-        # `mask.ctypes` costs more than the mask; the library checks the size.
+        # `mask.ctypes` costs more than a mask; llguidance checks the size.
         self._matcher.unsafe_compute_mask_ptr(addressof(c_char.from_buffer(mask.data)), mask.nbytes)
         slow, was_suspect = clock() - started > MAX_FILL_SECONDS, self._suspect
         self._suspect = slow or was_suspect
         return slow and was_suspect
 
-    def _rename(self, mask: NDArray[np.int32]) -> None:
-        """The request's ends for those that the library knows."""
+    def _translate_eos(self, mask: NDArray[np.int32]) -> None:
+        """Replace the tokenizer's end-of-sequence tokens in the mask by those of the request."""
         bits = mask.view(np.uint32)
-        may_end = bits[self._end // 32] >> np.uint32(self._end % 32) & 1
-        for token in self._foreign:
+        may_end = bits[self._library_eos // 32] >> np.uint32(self._library_eos % 32) & 1
+        for token in self._other_eos:
             bits[token // 32] &= ~np.uint32(1 << token % 32)
-        for token in self._ends:
+        for token in self._eos:
             bit = np.uint32(1 << token % 32)
             bits[token // 32] = bits[token // 32] | bit if may_end else bits[token // 32] & ~bit
 

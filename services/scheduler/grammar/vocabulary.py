@@ -1,4 +1,4 @@
-"""What grammars need of a checkpoint: its tokens' texts, and which of them end an answer."""
+"""Vocabulary of a checkpoint: the text of its tokens, and the tokens that end an output."""
 
 import json
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from services.checkpoint import CheckpointError, named_eos, resolve, special_tok
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GrammarVocabulary:
     text: str
-    """tokenizer.json."""
+    """Content of tokenizer.json."""
     num_tokens: int
-    """One more than its largest token id."""
+    """Largest token id + 1."""
     eos_token_ids: tuple[int, ...]
-    """The checkpoint's, at least one; what a request without any (`ignore_eos`) may end its answer with."""
+    """End-of-sequence tokens of the checkpoint, at least one. A request without any (`ignore_eos`) may end its output
+    with one of them."""
 
     @classmethod
     def load(cls, model: str, revision: str | None = None, tokenizer: str | None = None) -> Self:
-        """From where the frontend takes its tokenizer. Raises: CheckpointError"""
+        """Load the tokenizer from the place where the frontend loads it. Raises: CheckpointError"""
         directory = resolve(model, revision)
         source = resolve(tokenizer) if tokenizer else directory
         file = source / "tokenizer.json"
@@ -38,25 +39,25 @@ class Vocabulary:
         return cls(text, max(ids.values(), default=-1) + 1, eos)
 
     def library_tokenizer(self, n_vocab: int) -> LLTokenizer:
-        """Takes a second for 150,000 tokens, during which no other thread runs.
+        """Build the tokenizer of llguidance. Takes 1 s for 150,000 tokens and holds the GIL.
 
         Args:
             n_vocab: width of the logits, at least `num_tokens`.
 
-        Raises: ValueError, if the library cannot read it.
+        Raises: ValueError, if llguidance cannot read the tokenizer.
         """
         return LLTokenizer(self.text, n_vocab=n_vocab, eos_token=list(self.eos_token_ids))
 
 
 def _token_ids(content: dict[str, Any]) -> dict[str, int]:
-    """By text; Unigram models list their tokens in the order of ids."""
+    """Return the id of each token text. Unigram models list their tokens in the order of ids."""
     vocab = content["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {str(token[0]): i for i, token in enumerate(vocab)}
     return ids | {str(token["content"]): int(token["id"]) for token in content.get("added_tokens", ())}
 
 
 def _eos_token_ids(directory: Path, source: Path, ids: dict[str, int]) -> tuple[int, ...]:
-    """The same that the frontend sends with requests. Raises: CheckpointError"""
+    """Return the same ids that the frontend sends with requests. Raises: CheckpointError"""
     found: dict[int, None] = dict.fromkeys(filter(_is_id, named_eos(directory)))
     token = ids.get(special_tokens(source).get("eos_token", ""))
     return tuple(found if token is None else found | {token: None})

@@ -1,7 +1,7 @@
-"""A bound on whitespace between the parts of a JSON answer: a weak model would emit it for ever.
+"""Bound on whitespace between the parts of a JSON output: a weak model may emit whitespace without end.
 
-The library takes any amount of it. Between two parts a line feed is allowed, inside of a string it never is: so the
-mask itself tells where we are.
+llguidance accepts any amount of it. A line feed is allowed between two parts and never inside of a string, so the mask
+itself shows the position in the JSON text.
 """
 
 from typing import Self
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 class Whitespace:
     def __init__(self, token_ids: frozenset[int], line_feed: int, n_vocab: int) -> None:
         self.token_ids = token_ids
-        """Tokens that are nothing but whitespace."""
+        """Tokens that consist of whitespace only."""
         self._word, self._bit = divmod(line_feed, 32)
         bits = np.zeros(-(-n_vocab // 32) * 32, np.uint8)
         bits[list(token_ids)] = 1
         self._others = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
-    def of(cls, tokenizer: LLTokenizer) -> Self | None:
-        """None where no single token is a line feed."""
+    def from_tokenizer(cls, tokenizer: LLTokenizer) -> Self | None:
+        """Return None if no single token is a line feed."""
         line_feed = tokenizer.tokenize_bytes(b"\n")
         if len(line_feed) != 1:
             return None
@@ -34,7 +34,8 @@ class Whitespace:
         return cls(frozenset(blank), line_feed[0], tokenizer.vocab_size)
 
     def forbid(self, mask: NDArray[np.int32]) -> None:
-        """Takes whitespace out of int32[ceil(vocab / 32)] if it stands between parts and something else may follow."""
+        """Clear the whitespace tokens in `mask`, int32[ceil(vocab / 32)], if the position is between two parts and
+        another token may follow."""
         if int(mask[self._word]) >> self._bit & 1:
             rest = mask & self._others
             if rest.any():

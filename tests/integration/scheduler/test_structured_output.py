@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from protocol.requests import FinishReason, RequestOutputs
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
-from services.scheduler.grammar.trial import FAILPOINT
+from services.scheduler.grammar.trial.child import FAILPOINT
 from tests.integration.scheduler.engine import EngineClient, engine
 from tests.integration.scheduler.schemas import SchemaGenerator
 

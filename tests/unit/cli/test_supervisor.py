@@ -77,7 +77,7 @@ if f"{name} up" not in open(journal).read():
 )
 MORTAL = """
 import sys, time
-from services.cli.child import die_with_parent
+from services.process import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(600)

@@ -1,4 +1,4 @@
-"""The demo model's vocabulary, a real compiler, and a reader of masks."""
+"""The demo model's vocabulary, requests to a compiler, and masks as sets of token ids."""
 
 import select
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
 from services.scheduler.grammar import Grammar
 from services.scheduler.grammar.compiler import GrammarCompiler
-from services.scheduler.grammar.vocabulary import Vocabulary
+from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
-VOCABULARY = Vocabulary.load("")
+VOCABULARY = GrammarVocabulary.load("")
 N_VOCAB = VOCABULARY.num_tokens
 WORDS = -(-N_VOCAB // 32)
 (EOS,) = VOCABULARY.eos_token_ids
@@ -31,7 +31,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def wait(compiler: GrammarCompiler, *tickets: int) -> dict[int, Grammar | str]:
-    """What became of these tickets."""
+    """Return the results of these tickets, and of others that came in the meantime."""
     found: dict[int, Grammar | str] = {}
     ready = select.poll()
     ready.register(compiler.fileno(), select.POLLIN)
@@ -41,14 +41,14 @@ def wait(compiler: GrammarCompiler, *tickets: int) -> dict[int, Grammar | str]:
             found[ticket] = result
         if set(tickets) <= set(found):
             return found
-        assert ready.poll(PATIENCE_MS), "the compiler is silent"
+        assert ready.poll(PATIENCE_MS), "no result within the patience"
 
 
-class Desk:
-    """Hands out tickets."""
+class CompilerClient:
+    """Submits grammars to the compiler `inner` under tickets of its own, and waits for the results."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self.compiler = compiler
+    def __init__(self, inner: GrammarCompiler) -> None:
+        self.inner = inner
         self._tickets = iter(range(1, 1 << 30))
 
     def submit(
@@ -59,12 +59,12 @@ class Desk:
         begins_after: tuple[int, ...] = (),
     ) -> int:
         ticket = next(self._tickets)
-        self.compiler.submit(ticket, StructuredOutputParams(kind, text, begins_after), eos)
+        self.inner.submit(ticket, StructuredOutputParams(kind, text, begins_after), eos)
         return ticket
 
     def result(self, kind: GrammarKind, text: str = "", **more: tuple[int, ...]) -> Grammar | str:
         ticket = self.submit(kind, text, **more)
-        return wait(self.compiler, ticket)[ticket]
+        return wait(self.inner, ticket)[ticket]
 
     def grammar(self, kind: GrammarKind, text: str = "", **more: tuple[int, ...]) -> Grammar:
         result = self.result(kind, text, **more)
@@ -73,26 +73,27 @@ class Desk:
 
     def refusal(self, kind: GrammarKind, text: str = "") -> str:
         result = self.result(kind, text)
-        assert isinstance(result, str), "it was not refused"
+        assert isinstance(result, str), "the grammar was not refused"
         return result
 
 
 def allowed(grammar: Grammar) -> set[int]:
+    """Return the ids of the tokens that may come next."""
     mask = np.zeros(WORDS, np.int32)
     grammar.fill(mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
 def matches(grammar: Grammar, text: str) -> bool:
-    """Whether the text can be a whole answer: each token is allowed before it is accepted, then an end."""
+    """Return whether the text can be a complete output: each token is allowed before it is accepted, then EOS."""
     return all(token in allowed(grammar) and grammar.accept(token) for token in [*tokens_of(text), EOS])
 
 
-def answers(grammar: Grammar, draw: Iterator[float], most: int) -> tuple[list[int], bool]:
-    """A random answer of at most so many tokens, and whether it has ended."""
+def random_output(grammar: Grammar, draw: Iterator[float], max_tokens: int) -> tuple[list[int], bool]:
+    """Return a random output, and whether it ended with EOS."""
     output: list[int] = []
     for number in draw:
-        if len(output) == most:
+        if len(output) == max_tokens:
             break
         choices = sorted(allowed(grammar))
         token = choices[int(number * len(choices))]

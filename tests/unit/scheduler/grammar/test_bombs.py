@@ -1,4 +1,4 @@
-"""Requests made to bring a compiler down. Each is refused, and the next request is served (spec 2.1, grammar)."""
+"""Grammars made to exhaust the compiler. Each is refused, and the next request is served."""
 
 import json
 import random
@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
-from services.scheduler.grammar.frames import Verdict
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES
-from services.scheduler.grammar.trial_process import TrialProcess
-from tests.unit.scheduler.grammar.support import Desk, matches, wait
+from services.scheduler.grammar.trial.messages import TrialVerdict
+from services.scheduler.grammar.trial.process import TrialProcess
+from tests.unit.scheduler.grammar.support import CompilerClient, matches, wait
 
 
 def nested(levels: int) -> str:
@@ -24,7 +24,7 @@ def properties(number: int, required: bool = False) -> str:
 
 
 def crossed(number: int) -> str:
-    """Each part matches much, all of them together is exponential to find out."""
+    """Each pattern alone is cheap; the automaton of all of them together is exponential."""
     parts = [{"type": "string", "pattern": f"^(.*{chr(97 + i)}){{10}}$"} for i in range(number)]
     return json.dumps({"allOf": parts})
 
@@ -47,7 +47,7 @@ JSON, REGEX, GRAMMAR, CHOICE = (
 )
 BOMBS = {
     "repeated repetition": (REGEX, "(a{1000}){1000}"),
-    "repeated repetition behind something harmless": (REGEX, "[a-z]+-(a{1000}){1000}"),
+    "repeated repetition behind a harmless part": (REGEX, "[a-z]+-(a{1000}){1000}"),
     "four levels of repetition": (REGEX, "(((a{100}){100}){100}){100}"),
     "repetition with a huge count": (REGEX, "a{999999999}"),
     "30,000 parentheses": (REGEX, "(" * 30_000 + "a" + ")" * 30_000),
@@ -75,53 +75,57 @@ BOMBS = {
     "a huge range of numbers": (JSON, '{"type":"number","minimum":1e-300,"maximum":1e300}'),
     "20,000 brackets in a grammar": (GRAMMAR, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
     "20,000 brackets in GBNF": (GRAMMAR, "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
-    "rules that never end": (GRAMMAR, "start: a\na: b\nb: a"),
-    "as long as may be": (GRAMMAR, "start: " + "x" * (MAX_GRAMMAR_CHARS - 7)),
+    "rules without a finite match": (GRAMMAR, "start: a\na: b\nb: a"),
+    "the longest text allowed": (GRAMMAR, "start: " + "x" * (MAX_GRAMMAR_CHARS - 7)),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_bomb_is_refused_and_the_next_request_is_served(desk: Desk, name: str) -> None:
+def test_bomb_is_refused_and_the_next_request_is_served(compiler: CompilerClient, name: str) -> None:
     kind, text = BOMBS[name]
-    refusal = desk.refusal(kind, text)
+    refusal = compiler.refusal(kind, text)
     assert len(refusal) < 400
-    assert matches(desk.grammar(REGEX, f"next after {len(name)}"), f"next after {len(name)}")
+    assert matches(compiler.grammar(REGEX, f"next after {len(name)}"), f"next after {len(name)}")
 
 
-ENDLESS = '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"],"additionalProperties":false}'
+INFINITE = '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"],"additionalProperties":false}'
 
 
 @pytest.mark.parametrize(
     "text",
-    [doubled(14), properties(3_000, required=True), ENDLESS],
-    ids=["doubling", "properties", "must contain itself"],
+    [doubled(14), properties(3_000, required=True), INFINITE],
+    ids=["doubling", "properties", "infinite"],
 )
-def test_large_and_harmless_is_served_or_refused_and_ends(desk: Desk, text: str) -> None:
-    """Whichever the library makes of it."""
-    desk.result(JSON, text)
-    assert matches(desk.grammar(REGEX, "served"), "served")
+def test_large_harmless_grammar_ends_and_the_next_request_is_served(
+    compiler: CompilerClient, text: str
+) -> None:
+    """llguidance may accept or refuse it."""
+    compiler.result(JSON, text)
+    assert matches(compiler.grammar(REGEX, "served"), "served")
 
 
-def test_bombs_on_one_lane_do_not_hold_up_the_other(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lane has the bomb in its hands until what was submitted after it is there."""
-    text, let_go, verdict = properties(4_999), threading.Event(), TrialProcess.verdict
+def test_bomb_on_one_thread_does_not_delay_the_other_thread(
+    compiler: CompilerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial of the bomb ends only after the grammar that was submitted later is compiled."""
+    text, release, verdict = "(a{1000}){999}", threading.Event(), TrialProcess.verdict
 
-    def held(process: TrialProcess, params: StructuredOutputParams) -> Verdict:
+    def held(process: TrialProcess, params: StructuredOutputParams) -> TrialVerdict:
         if params.text == text:
-            let_go.wait()
+            release.wait()
         return verdict(process, params)
 
     monkeypatch.setattr(TrialProcess, "verdict", held)
-    bomb = desk.submit(JSON, text)
+    bomb = compiler.submit(REGEX, text)
     try:
-        served = desk.grammar(REGEX, "not held up")
+        served = compiler.grammar(REGEX, "not delayed")
     finally:
-        let_go.set()
-    assert matches(served, "not held up")
-    assert isinstance(wait(desk.compiler, bomb)[bomb], str)
+        release.set()
+    assert matches(served, "not delayed")
+    assert isinstance(wait(compiler.inner, bomb)[bomb], str)
 
 
-def test_random_regular_expressions_never_bring_it_down(desk: Desk) -> None:
+def test_random_regular_expressions_never_kill_the_trial_process(compiler: CompilerClient) -> None:
     rng = random.Random(11)
     parts = [
         "a",
@@ -143,7 +147,7 @@ def test_random_regular_expressions_never_bring_it_down(desk: Desk) -> None:
         "\\",
         "[",
     ]
-    killed = desk.compiler.counters["killed"]
+    killed = compiler.inner.counters["killed"]
     for _ in range(150):
-        desk.result(REGEX, "".join(rng.choices(parts, k=rng.randint(1, 30))))
-    assert desk.compiler.counters["killed"] == killed
+        compiler.result(REGEX, "".join(rng.choices(parts, k=rng.randint(1, 30))))
+    assert compiler.inner.counters["killed"] == killed

@@ -1,4 +1,4 @@
-"""The compiler beside the loop: what is shared, what is bounded, and what is left when it closes."""
+"""The grammar compiler: shared compilations, limits, cancelled requests and its end."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -13,175 +14,179 @@ import pytest
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar import compiler as compiler_module
-from services.scheduler.grammar.cache import Compiled, GrammarCache
-from services.scheduler.grammar.compiler import OVERLOADED, SHUT_DOWN, GrammarCompiler
-from services.scheduler.grammar.trial import FAILPOINT
-from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, Desk, matches, wait
+from services.scheduler.grammar.cache import CompiledGrammar, GrammarCache
+from services.scheduler.grammar.compiler import OVERLOADED, GrammarCompiler
+from services.scheduler.grammar.trial.child import FAILPOINT
+from tests.unit.scheduler.grammar.support import N_VOCAB, VOCABULARY, CompilerClient, matches, wait
 
 REGEX = GrammarKind.REGEX
 
 
 def children() -> set[int]:
-    """Process ids of trial processes, those of other compilers among them."""
+    """Return the process ids of all trial processes, also of other compilers."""
     found = psutil.Process().children()
     return {child.pid for child in found if "services.scheduler.grammar.trial" in child.cmdline()}
 
 
-def opened(**more: int) -> Desk:
-    compiler = GrammarCompiler(VOCABULARY, **more)
-    compiler.use(N_VOCAB)
-    return Desk(compiler)
+def new_compiler(**more: int) -> CompilerClient:
+    inner = GrammarCompiler(VOCABULARY, **more)
+    inner.set_vocab_size(N_VOCAB)
+    return CompilerClient(inner)
 
 
-def test_equal_grammars_in_flight_are_compiled_once(desk: Desk) -> None:
-    before = desk.compiler.counters["compiled"]
-    tickets = [desk.submit(REGEX, "once only") for _ in range(20)]
-    found = wait(desk.compiler, *tickets)
+def test_equal_grammars_in_flight_are_compiled_once(compiler: CompilerClient) -> None:
+    before = compiler.inner.counters["compiled"]
+    tickets = [compiler.submit(REGEX, "once only") for _ in range(20)]
+    found = wait(compiler.inner, *tickets)
     assert all(matches(found[ticket], "once only") for ticket in tickets)
-    assert desk.compiler.counters["compiled"] == before + 1
+    assert compiler.inner.counters["compiled"] == before + 1
 
 
-def test_a_grammar_that_is_known_waits_for_nothing(desk: Desk) -> None:
-    desk.grammar(REGEX, "known")
-    ticket = desk.submit(REGEX, "known")
-    assert [number for number, _ in desk.compiler.take()] == [ticket]
+def test_cached_grammar_is_returned_at_once(compiler: CompilerClient) -> None:
+    compiler.grammar(REGEX, "known")
+    ticket = compiler.submit(REGEX, "known")
+    assert [number for number, _ in compiler.inner.take()] == [ticket]
 
 
-def test_kinds_with_equal_texts_are_not_the_same(desk: Desk) -> None:
-    assert matches(desk.grammar(GrammarKind.CHOICE, '["a"]'), "a")
-    assert matches(desk.grammar(REGEX, '["a"]'), '"')
+def test_equal_texts_of_different_kinds_are_different_grammars(compiler: CompilerClient) -> None:
+    assert matches(compiler.grammar(GrammarKind.CHOICE, '["a"]'), "a")
+    assert matches(compiler.grammar(REGEX, '["a"]'), '"')
 
 
-def test_a_flood_of_schemas_leaves_bounded_bytes() -> None:
-    most = 4 << 20
-    desk = opened(max_bytes=most)
+def test_cache_stays_bounded_under_many_schemas() -> None:
+    max_bytes = 4 << 20
+    compiler = new_compiler(max_bytes=max_bytes)
     try:
         for first in range(0, 240, 24):
             tickets = [
-                desk.submit(GrammarKind.JSON, json.dumps({"type": "object", "properties": {f"p{i}": {}}}))
+                compiler.submit(GrammarKind.JSON, json.dumps({"type": "object", "properties": {f"p{i}": {}}}))
                 for i in range(first, first + 24)
             ]
-            found = wait(desk.compiler, *tickets)
+            found = wait(compiler.inner, *tickets)
             assert not any(isinstance(result, str) for result in found.values())
-            assert 0 < desk.compiler.stats()["grammar_cache_bytes"] <= most
-        assert desk.compiler.counters["compiled"] == 240
-        desk.result(GrammarKind.JSON, json.dumps({"type": "object", "properties": {"p0": {}}}))
-        assert desk.compiler.counters["compiled"] == 241, "the first one was forgotten"
+            assert 0 < compiler.inner.stats()["grammar_cache_bytes"] <= max_bytes
+        assert compiler.inner.counters["compiled"] == 240
+        compiler.result(GrammarKind.JSON, json.dumps({"type": "object", "properties": {"p0": {}}}))
+        assert compiler.inner.counters["compiled"] == 241, "the first schema is not in the cache any more"
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def test_a_killed_trial_process_is_replaced() -> None:
-    others, desk = children(), opened(lanes=1)
+def test_killed_trial_process_is_replaced() -> None:
+    others, compiler = children(), new_compiler(num_threads=1)
     try:
-        desk.grammar(REGEX, "first")
+        compiler.grammar(REGEX, "first")
         (child,) = children() - others
         os.kill(child, signal.SIGKILL)
-        assert isinstance(desk.result(REGEX, "second"), str), (
-            "who was being compiled cannot be known to be harmless"
+        assert isinstance(compiler.result(REGEX, "second"), str), (
+            "the grammar may have killed the process, so it is refused"
         )
-        assert matches(desk.grammar(REGEX, "third"), "third")
+        assert matches(compiler.grammar(REGEX, "third"), "third")
         assert child not in children()
         assert len(children() - others) == 1
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def test_closing_ends_processes_and_threads_and_tells_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "grammar"}
+
+
+def test_close_ends_processes_and_threads_and_returns_open_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
-    others, desk = children(), opened()
-    tickets = [desk.submit(REGEX, f"slow {i}") for i in range(3)]
-    assert desk.compiler.take() == []
-    lanes = list(desk.compiler._lanes)
-    desk.compiler.close()
-    assert dict(desk.compiler._ready) == dict.fromkeys(tickets, SHUT_DOWN)
-    assert not any(lane.thread.is_alive() for lane in lanes)
+    others, other_threads, compiler = children(), compile_threads(), new_compiler()
+    tickets = [compiler.submit(REGEX, f"slow {i}") for i in range(3)]
+    assert compiler.inner.take() == []
+    assert compile_threads() - other_threads
+    assert compiler.inner.close() == tickets
+    assert not compile_threads() - other_threads
     assert not children() - others
 
 
 def test_no_process_is_started_before_there_is_work() -> None:
-    others, desk = children(), opened()
+    others, compiler = children(), new_compiler()
     try:
         assert not children() - others
         for work in ("some", "more", "yet more"):
-            desk.grammar(REGEX, work)
+            compiler.grammar(REGEX, work)
             assert len(children() - others) == 1
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def test_more_than_may_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 4)
-    desk = opened()
+    compiler = new_compiler()
     try:
         for i in range(12):
-            desk.submit(REGEX, f"slow {i}")
-        refused = desk.compiler.take()
+            compiler.submit(REGEX, f"slow {i}")
+        refused = compiler.inner.take()
         assert len(refused) >= 12 - 4 - 2
         assert {result for _, result in refused} == {OVERLOADED}
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def begun(desk: Desk) -> None:
-    """Waits until a lane has taken what there is."""
-    while desk.compiler._queue:
+def wait_until_started(compiler: CompilerClient) -> None:
+    while compiler.inner.num_queued:
         time.sleep(0.01)
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "60")
     monkeypatch.setattr(compiler_module, "MAX_WAITING", 2)
-    desk = opened(lanes=1)
+    compiler = new_compiler(num_threads=1)
     try:
-        desk.submit(REGEX, "slow")
-        begun(desk)
-        alone, first, second = (desk.submit(REGEX, text) for text in ("alone", "shared", "shared"))
-        assert desk.compiler.stats()["grammars_compiling"] == 3
-        desk.compiler.cancel(first)
-        assert desk.compiler.stats()["grammars_compiling"] == 3, "another one waits for it"
-        desk.compiler.cancel(alone)
-        assert desk.compiler.stats()["grammars_compiling"] == 2
-        desk.submit(REGEX, "alone")
-        assert desk.compiler.take() == [], "there is room in the queue again"
-        desk.compiler.cancel(second)
-        assert [job.key[1] for job in desk.compiler._queue] == ["alone"]
+        compiler.submit(REGEX, "slow")
+        wait_until_started(compiler)
+        alone, first, second = (compiler.submit(REGEX, text) for text in ("alone", "shared", "shared"))
+        assert compiler.inner.stats()["grammars_compiling"] == 3
+        compiler.inner.cancel(first)
+        assert compiler.inner.stats()["grammars_compiling"] == 3, "another ticket waits for it"
+        compiler.inner.cancel(alone)
+        assert compiler.inner.stats()["grammars_compiling"] == 2
+        compiler.submit(REGEX, "alone")
+        assert compiler.inner.take() == [], "the queue has room again"
+        compiler.inner.cancel(second)
+        assert (compiler.inner.num_queued, compiler.inner.stats()["grammars_compiling"]) == (1, 2)
+        compiler.submit(REGEX, "alone")
+        assert compiler.inner.num_queued == 1, "it is the one that is left in the queue"
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def test_what_was_begun_is_brought_to_its_end_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_compilation_that_has_started_ends_and_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAILPOINT, "0.2")
-    desk = opened(lanes=1)
+    compiler = new_compiler(num_threads=1)
     try:
-        ticket = desk.submit(REGEX, "begun")
-        begun(desk)
-        desk.compiler.cancel(ticket)
-        assert select.select([desk.compiler.fileno()], [], [], 60)[0]
-        assert desk.compiler.take() == []
-        known = desk.submit(REGEX, "begun")
-        desk.compiler.cancel(known)
-        assert desk.compiler.take() == []
-        assert (desk.compiler.counters["compiled"], desk.compiler.counters["hits"]) == (1, 1)
+        ticket = compiler.submit(REGEX, "started")
+        wait_until_started(compiler)
+        compiler.inner.cancel(ticket)
+        assert select.select([compiler.inner.fileno()], [], [], 60)[0]
+        assert compiler.inner.take() == []
+        known = compiler.submit(REGEX, "started")
+        compiler.inner.cancel(known)
+        assert compiler.inner.take() == []
+        assert (compiler.inner.counters["compiled"], compiler.inner.counters["hits"]) == (1, 1)
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
-def test_who_waited_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_that_waited_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "WAITING_SECONDS", -1.0)
-    desk = opened()
+    compiler = new_compiler()
     try:
-        assert desk.result(REGEX, "late") == OVERLOADED
+        assert compiler.result(REGEX, "late") == OVERLOADED
     finally:
-        desk.compiler.close()
+        compiler.inner.close()
 
 
 @pytest.mark.parametrize("width", [VOCABULARY.num_tokens - 1, 32])
-def test_a_tokenizer_larger_than_the_model_is_refused_by_name(width: int) -> None:
+def test_tokenizer_larger_than_the_model_is_refused_with_both_sizes(width: int) -> None:
     compiler = GrammarCompiler(VOCABULARY)
     try:
-        compiler.use(width)
+        compiler.set_vocab_size(width)
         compiler.submit(1, StructuredOutputParams(REGEX, "a"), ())
         ((_, refusal),) = compiler.take()
         assert isinstance(refusal, str)
@@ -191,19 +196,19 @@ def test_a_tokenizer_larger_than_the_model_is_refused_by_name(width: int) -> Non
         compiler.close()
 
 
-def test_the_wake_up_is_readable_until_it_was_taken(desk: Desk) -> None:
-    desk.submit(REGEX, "wake up")
-    assert select.select([desk.compiler.fileno()], [], [], 60)[0]
-    assert len(desk.compiler.take()) == 1
-    assert not select.select([desk.compiler.fileno()], [], [], 0)[0]
+def test_file_descriptor_is_readable_until_the_result_is_taken(compiler: CompilerClient) -> None:
+    compiler.submit(REGEX, "wake up")
+    assert select.select([compiler.inner.fileno()], [], [], 60)[0]
+    assert len(compiler.inner.take()) == 1
+    assert not select.select([compiler.inner.fileno()], [], [], 0)[0]
 
 
-def test_a_trial_process_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent is killed, not stopped: it can do nothing for its children."""
+def test_trial_process_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent is killed by SIGKILL, so it cannot end its children itself."""
     code = (
         "import sys, time\n"
-        "from tests.unit.scheduler.grammar.test_compiler import opened, children\n"
-        "desk = opened(); desk.grammar(2, 'a')\n"
+        "from tests.unit.scheduler.grammar.test_compiler import new_compiler, children\n"
+        "compiler = new_compiler(); compiler.grammar(2, 'a')\n"
         "print(*children(), flush=True); time.sleep(600)\n"
     )
     parent = subprocess.Popen(
@@ -219,17 +224,17 @@ def test_a_trial_process_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Entry:
-    """Stands for a compiled grammar; the cache only copies it."""
+    """Double of a compiled grammar, which the cache only copies."""
 
     def deep_copy(self) -> "_Entry":
         return _Entry()
 
 
-def entry(num_bytes: int, growth: int = 0) -> Compiled:
-    return Compiled(_Entry(), num_bytes, growth)  # type: ignore[arg-type]
+def entry(num_bytes: int, growth: int = 0) -> CompiledGrammar:
+    return CompiledGrammar(_Entry(), num_bytes, growth)  # type: ignore[arg-type]
 
 
-def test_the_cache_forgets_the_least_recently_used_first() -> None:
+def test_cache_drops_the_least_recently_used_first() -> None:
     cache = GrammarCache(100)
     keys = [(REGEX, text) for text in "abcde"]
     for key in keys[:4]:
@@ -240,7 +245,7 @@ def test_the_cache_forgets_the_least_recently_used_first() -> None:
     assert cache.num_bytes == 100
 
 
-def test_the_cache_forgets_what_has_grown_too_much() -> None:
+def test_cache_drops_an_entry_that_has_grown_too_much() -> None:
     cache = GrammarCache(100)
     cache.put((REGEX, "a"), entry(10, growth=5))
     copies = 0
@@ -250,7 +255,7 @@ def test_the_cache_forgets_what_has_grown_too_much() -> None:
     assert cache.num_bytes == 0
 
 
-def test_what_is_larger_than_the_cache_is_not_kept() -> None:
+def test_entry_above_a_quarter_of_the_cache_is_not_kept() -> None:
     cache = GrammarCache(100)
     cache.put((REGEX, "a"), entry(26))
     assert (len(cache), cache.num_bytes) == (0, 0)

@@ -1,14 +1,23 @@
-"""Each kind of structured output, from the text of a request to the tokens that may follow."""
+"""Each kind of structured output, from the text of a request to the allowed tokens."""
 
 import json
 import random
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 from protocol.sampling import GrammarKind
 from services.scheduler.grammar.limits import MAX_WHITESPACE
-from tests.unit.scheduler.grammar.support import EOS, Desk, allowed, answers, matches, text_of, tokens_of
+from tests.unit.scheduler.grammar.support import (
+    EOS,
+    CompilerClient,
+    allowed,
+    matches,
+    random_output,
+    text_of,
+    tokens_of,
+)
 
 PERSON = {
     "type": "object",
@@ -65,17 +74,17 @@ LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/\n'
     ],
     ids=lambda value: value.name if isinstance(value, GrammarKind) else "",
 )  # fmt: skip
-def test_what_matches_and_what_does_not(
-    desk: Desk, kind: GrammarKind, text: str, good: list[str], bad: list[str]
+def test_each_kind_matches_its_language_only(
+    compiler: CompilerClient, kind: GrammarKind, text: str, good: list[str], bad: list[str]
 ) -> None:
     for answer in good:
-        assert matches(desk.grammar(kind, text), answer), answer
+        assert matches(compiler.grammar(kind, text), answer), answer
     for answer in bad:
-        assert not matches(desk.grammar(kind, text), answer), answer
+        assert not matches(compiler.grammar(kind, text), answer), answer
 
 
-def test_a_tag_that_begins_with_a_special_token_takes_the_token_and_not_its_text(desk: Desk) -> None:
-    grammar = desk.grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(SPECIAL_TAG))
+def test_tag_with_a_special_token_as_trigger_matches_the_token(compiler: CompilerClient) -> None:
+    grammar = compiler.grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(SPECIAL_TAG))
     user, assistant = 4, 5
     for token in (*tokens_of("see"), user, *tokens_of('{"x":1}')):
         assert token in allowed(grammar)
@@ -83,12 +92,12 @@ def test_a_tag_that_begins_with_a_special_token_takes_the_token_and_not_its_text
     assert allowed(grammar) == {assistant}
 
 
-def test_random_answers_to_a_schema_validate(desk: Desk) -> None:
+def test_random_answers_to_a_schema_validate(compiler: CompilerClient) -> None:
     rng = random.Random(3)
     ended = 0
     for _ in range(40):
-        output, complete = answers(
-            desk.grammar(GrammarKind.JSON, json.dumps(PERSON)), iter(rng.random, None), 200
+        output, complete = random_output(
+            compiler.grammar(GrammarKind.JSON, json.dumps(PERSON)), iter(rng.random, None), 200
         )
         if complete:
             ended += 1
@@ -96,7 +105,7 @@ def test_random_answers_to_a_schema_validate(desk: Desk) -> None:
     assert ended > 20
 
 
-def test_whitespace_between_parts_is_bounded_and_inside_of_strings_it_is_not(desk: Desk) -> None:
+def test_whitespace_is_bounded_between_parts_and_not_inside_of_strings(compiler: CompilerClient) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -104,7 +113,7 @@ def test_whitespace_between_parts_is_bounded_and_inside_of_strings_it_is_not(des
         "additionalProperties": False,
     }
     blank = set(tokens_of("\n"))
-    grammar = desk.grammar(GrammarKind.JSON, json.dumps(schema))
+    grammar = compiler.grammar(GrammarKind.JSON, json.dumps(schema))
     assert grammar.accept(tokens_of("{")[0])
     for _ in range(MAX_WHITESPACE):
         assert blank <= allowed(grammar)
@@ -119,13 +128,13 @@ def test_whitespace_between_parts_is_bounded_and_inside_of_strings_it_is_not(des
         assert grammar.accept(space)
 
 
-def test_a_schemas_own_options_for_the_library_change_nothing(desk: Desk) -> None:
+def test_options_for_llguidance_in_a_schema_are_ignored(compiler: CompilerClient) -> None:
     schema = PERSON | {"x-guidance": {"item_separator": ";", "whitespace_flexible": 0, "lenient": True}}
-    assert matches(desk.grammar(GrammarKind.JSON, json.dumps(schema)), '{"name":"Bo", "age":3}')
+    assert matches(compiler.grammar(GrammarKind.JSON, json.dumps(schema)), '{"name":"Bo", "age":3}')
 
 
 @pytest.mark.parametrize(
-    ("spaces", "text"),
+    ("options", "text"),
     [
         ({"whitespace_flexible": False}, '{"name":"Bo","age":3}'),
         (
@@ -135,17 +144,17 @@ def test_a_schemas_own_options_for_the_library_change_nothing(desk: Desk) -> Non
         ({"whitespace_pattern": " ?"}, '{ "name":"Bo" , "age": 3}'),
     ],
 )
-def test_a_schema_may_say_what_stands_between_its_parts(
-    desk: Desk, spaces: dict[str, object], text: str
+def test_schema_may_set_whitespace_and_separators(
+    compiler: CompilerClient, options: dict[str, object], text: str
 ) -> None:
-    grammar = desk.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": spaces}))
+    grammar = compiler.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": options}))
     assert matches(grammar, text)
-    grammar = desk.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": spaces}))
+    grammar = compiler.grammar(GrammarKind.JSON, json.dumps(PERSON | {"x-guidance": options}))
     assert not matches(grammar, '{"name":\n"Bo","age":3}')
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "says"),
+    ("kind", "text", "reasons"),
     [
         (GrammarKind.JSON, "{", "the JSON schema is not valid JSON"),
         (GrammarKind.JSON, '{"minimum": NaN}', "NaN is no JSON value"),
@@ -156,7 +165,7 @@ def test_a_schema_may_say_what_stands_between_its_parts(
         (GrammarKind.JSON, '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
         (GrammarKind.JSON, '{"$ref": "http://127.0.0.1/schema"}', 'must begin with "#"'),
         (GrammarKind.JSON, '{"$ref": "file:///etc/passwd"}', 'must begin with "#"'),
-        (GrammarKind.JSON, '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "must hold itself"),
+        (GrammarKind.JSON, '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "infinite size"),
         (GrammarKind.JSON, '{"type": "string", "enum": [1]}', "nothing|Unsatisfiable|cannot be used"),
         (GrammarKind.JSON, '{"type": "string", "minLength": 1000000000}', "minLength in the JSON schema is 1000000000"),
         (GrammarKind.JSON, '{"items": {"minProperties": 1e9}}', "1000000000.0; at most 1048576 can be served"),
@@ -177,19 +186,19 @@ def test_a_schema_may_say_what_stands_between_its_parts(
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_in_one_clean_line(
-    desk: Desk, kind: GrammarKind, text: str, says: str
+def test_refusal_is_one_line_without_internal_state(
+    compiler: CompilerClient, kind: GrammarKind, text: str, reasons: str
 ) -> None:
-    refusal = desk.refusal(kind, text)
-    assert any(part in refusal for part in says.split("|")), refusal
+    refusal = compiler.refusal(kind, text)
+    assert any(part in refusal for part in reasons.split("|")), refusal
     assert "\n" not in refusal
     assert not any(
-        word in refusal for word in ("/work", "site-packages", "0x", "<state>", "Traceback", ".rs")
+        word in refusal for word in (str(Path.cwd()), "site-packages", "0x", "<state>", "Traceback", ".rs")
     )
 
 
-def test_an_end_is_allowed_exactly_where_the_answer_may_end(desk: Desk) -> None:
-    grammar = desk.grammar(GrammarKind.REGEX, "ab?")
+def test_eos_is_allowed_exactly_where_the_output_may_end(compiler: CompilerClient) -> None:
+    grammar = compiler.grammar(GrammarKind.REGEX, "ab?")
     assert EOS not in allowed(grammar)
     assert grammar.accept(tokens_of("a")[0])
     assert allowed(grammar) == {EOS, tokens_of("b")[0]}

@@ -1,4 +1,4 @@
-"""The state of one request's output: what it takes, what it fails on, where it begins and what comes after its end."""
+"""`Matcher`: accepted tokens, failures, the start of the grammar and tokens after its end."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from llguidance import LLMatcher, LLParserLimits
 from protocol.sampling import GrammarKind
 from services.scheduler.grammar import matcher as matcher_module
 from services.scheduler.grammar.matcher import Matcher
-from services.scheduler.grammar.vocabulary import Vocabulary
+from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from tests.unit.scheduler.grammar.support import (
     EOS,
     LIBRARY,
     N_VOCAB,
     VOCABULARY,
     WORDS,
-    Desk,
+    CompilerClient,
     allowed,
     tokens_of,
 )
@@ -23,26 +23,26 @@ EVERYTHING = 32 * WORDS
 OTHER_EOS = 3
 
 
-def of_regex(regex: str, **more: tuple[int, ...]) -> Matcher:
+def regex_matcher(regex: str, **more: tuple[int, ...]) -> Matcher:
     library = LLMatcher(LIBRARY, LLMatcher.grammar_from_regex(regex), log_level=0)
     return Matcher(library, (EOS,), **more)
 
 
-def test_a_token_that_does_not_match_is_not_accepted_and_nothing_is_from_then_on() -> None:
-    grammar = of_regex("ab")
+def test_no_token_is_accepted_after_one_that_does_not_match() -> None:
+    grammar = regex_matcher("ab")
     a, b = tokens_of("a")[0], tokens_of("b")[0]
     assert not grammar.accept(b)
     assert not grammar.accept(a)
     assert len(allowed(grammar)) == EVERYTHING
 
 
-def test_an_end_where_the_answer_cannot_end_is_not_accepted() -> None:
-    assert not of_regex("ab").accept(EOS)
+def test_eos_where_the_output_cannot_end_is_not_accepted() -> None:
+    assert not regex_matcher("ab").accept(EOS)
 
 
-def test_after_its_end_everything_is_allowed_and_accepted() -> None:
-    """A request under `ignore_eos` goes on after an EOS token."""
-    grammar = of_regex("a")
+def test_every_token_is_allowed_after_eos() -> None:
+    """A request with `ignore_eos` continues after an EOS token."""
+    grammar = regex_matcher("a")
     assert grammar.accept(tokens_of("a")[0])
     assert allowed(grammar) == {EOS}
     assert grammar.accept(EOS)
@@ -52,7 +52,7 @@ def test_after_its_end_everything_is_allowed_and_accepted() -> None:
     assert len(allowed(grammar)) == EVERYTHING
 
 
-def test_a_failed_fill_sets_every_bit_and_the_next_token_is_not_accepted() -> None:
+def test_failed_fill_sets_every_bit_and_no_token_is_accepted() -> None:
     limits = LLParserLimits(max_lexer_states=3, verbose_errors=False)
     library = LLMatcher(LIBRARY, LLMatcher.grammar_from_regex("(ab|cd){40}e"), log_level=0, limits=limits)
     grammar = Matcher(library, (EOS,))
@@ -61,20 +61,20 @@ def test_a_failed_fill_sets_every_bit_and_the_next_token_is_not_accepted() -> No
     assert not grammar.accept(EOS)
 
 
-def test_masks_that_take_too_long_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first only raises suspicion: it may have waited for a processor."""
+def test_second_slow_mask_fails_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first slow mask may have waited for a processor."""
     monkeypatch.setattr(matcher_module, "MAX_FILL_SECONDS", -1.0)
-    grammar = of_regex("a+")
+    grammar = regex_matcher("a+")
     assert len(allowed(grammar)) < EVERYTHING
     assert grammar.accept(tokens_of("a")[0])
     assert len(allowed(grammar)) == EVERYTHING
     assert not grammar.accept(tokens_of("a")[0])
 
 
-def test_nothing_is_constrained_until_its_beginning_was_emitted() -> None:
-    """S2-7: it watches emitted tokens only, and what stood before does not belong to it."""
+def test_every_token_is_allowed_until_begins_after_was_emitted() -> None:
+    """Emitted tokens only (docs/invariants.md): tokens before the start do not belong to the grammar."""
     x, y, a = tokens_of("x")[0], tokens_of("y")[0], tokens_of("a")[0]
-    grammar = of_regex("a", begins_after=(x, x, y))
+    grammar = regex_matcher("a", begins_after=(x, x, y))
     for token in (a, y, x, y, x, x, x):
         assert len(allowed(grammar)) == EVERYTHING
         assert grammar.accept(token)
@@ -85,30 +85,30 @@ def test_nothing_is_constrained_until_its_beginning_was_emitted() -> None:
     assert allowed(grammar) == {EOS}
 
 
-def test_an_end_before_its_beginning_is_no_failure() -> None:
-    grammar = of_regex("a", begins_after=(7, 8))
+def test_eos_before_the_start_is_accepted() -> None:
+    grammar = regex_matcher("a", begins_after=(7, 8))
     assert grammar.accept(EOS)
 
 
-def test_the_requests_end_tokens_take_the_place_of_the_librarys() -> None:
+def test_eos_tokens_of_the_request_replace_those_of_the_tokenizer() -> None:
     a = tokens_of("a")[0]
-    grammar = of_regex("aa?", eos_token_ids=(OTHER_EOS, EOS + N_VOCAB // 2))
+    grammar = regex_matcher("aa?", eos_token_ids=(OTHER_EOS, EOS + N_VOCAB // 2))
     assert allowed(grammar) == {a}
     assert grammar.accept(a)
     assert allowed(grammar) == {a, OTHER_EOS, EOS + N_VOCAB // 2}
     assert grammar.accept(OTHER_EOS)
     assert len(allowed(grammar)) == EVERYTHING
-    assert not of_regex("a*", eos_token_ids=(OTHER_EOS,)).accept(EOS)
+    assert not regex_matcher("a*", eos_token_ids=(OTHER_EOS,)).accept(EOS)
 
 
-def test_a_request_without_end_tokens_may_end_with_the_checkpoints() -> None:
-    grammar = of_regex("a", eos_token_ids=())
+def test_request_without_eos_tokens_ends_with_those_of_the_checkpoint() -> None:
+    grammar = regex_matcher("a", eos_token_ids=())
     assert grammar.accept(tokens_of("a")[0])
     assert allowed(grammar) == {EOS}
 
 
-def test_copies_advance_by_themselves(desk: Desk) -> None:
-    first, second = (desk.grammar(GrammarKind.REGEX, "a{5}b") for _ in range(2))
+def test_copies_advance_independently(compiler: CompilerClient) -> None:
+    first, second = (compiler.grammar(GrammarKind.REGEX, "a{5}b") for _ in range(2))
     a = tokens_of("a")[0]
     for _ in range(5):
         assert first.accept(a)
@@ -118,11 +118,11 @@ def test_copies_advance_by_themselves(desk: Desk) -> None:
 
 @pytest.mark.parametrize("extra", [0, 1, 31, 900])
 def test_logits_wider_than_the_vocabulary(extra: int) -> None:
-    """Checkpoints pad their embeddings; no padding may be sampled."""
+    """Checkpoints pad their embeddings. Padding must not be sampled."""
     width = N_VOCAB + extra
     tokenizer = VOCABULARY.library_tokenizer(width)
     grammar = Matcher(LLMatcher(tokenizer, LLMatcher.grammar_from_regex("(.|\n)*"), log_level=0), (EOS,))
-    mask = np.full(-(-width // 32), -1, np.int32)  # whatever was there
+    mask = np.full(-(-width // 32), -1, np.int32)  # content of an earlier step
     grammar.fill(mask)
     found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert 0 < len(found)
@@ -130,16 +130,16 @@ def test_logits_wider_than_the_vocabulary(extra: int) -> None:
 
 
 def test_the_vocabulary_of_the_demo_model() -> None:
-    assert (Vocabulary.load("").num_tokens, VOCABULARY.eos_token_ids) == (4096, (2,))
+    assert (GrammarVocabulary.load("").num_tokens, VOCABULARY.eos_token_ids) == (4096, (2,))
 
 
 @pytest.mark.parametrize("mask", [np.zeros(2 * WORDS, np.int32)[::2], np.zeros(WORDS - 1, np.int32)])
-def test_a_mask_of_another_shape_is_refused(mask: np.ndarray) -> None:
+def test_mask_of_another_shape_is_refused(mask: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"mask|buffer|size"):
-        of_regex("a").fill(mask)
+        regex_matcher("a").fill(mask)
 
 
-def test_a_grammar_that_nothing_matches_fails_at_its_first_mask() -> None:
+def test_grammar_without_a_match_fails_at_its_first_mask() -> None:
     library = LLMatcher(LIBRARY, LLMatcher.grammar_from_lark("start: a\na: b\nb: a"), log_level=0)
     grammar = Matcher(library, (EOS,))
     assert len(allowed(grammar)) == EVERYTHING
@@ -154,26 +154,26 @@ def look_ahead(grammar: Matcher, text: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("begins_after", [(), tuple(tokens_of("z"))])
-def test_a_look_ahead_sees_what_accepting_would_and_changes_nothing(begins_after: tuple[int, ...]) -> None:
-    """Spec 2(b) 13: a mask for each position that drafts within the grammar lead to; S2-7."""
+def test_look_ahead_equals_accepting_and_changes_nothing(begins_after: tuple[int, ...]) -> None:
+    """Draft masks: one mask for each position that drafts within the grammar lead to."""
     start = "z" if begins_after else ""
     text = f"{start}abab"
-    grammar, other = (of_regex("(ab)*c", begins_after=begins_after) for _ in range(2))
+    grammar, other = (regex_matcher("(ab)*c", begins_after=begins_after) for _ in range(2))
     ahead = look_ahead(grammar, text)
     expected = [allowed(other)]
     for token in tokens_of(text):
         assert other.accept(token)
         expected.append(allowed(other))
     assert ahead == expected
-    assert look_ahead(grammar, text) == expected, "the state was as before"
+    assert look_ahead(grammar, text) == expected, "the state changed"
     assert all(map(grammar.accept, tokens_of(f"{start}abc")))
 
 
-def test_a_look_ahead_ends_where_drafts_leave_the_grammar_or_end_it() -> None:
-    grammar = of_regex("(ab)*")
+def test_look_ahead_stops_at_a_draft_outside_of_the_grammar_and_at_eos() -> None:
+    grammar = regex_matcher("(ab)*")
     a, b = tokens_of("a")[0], tokens_of("b")[0]
     masks = np.zeros((5, WORDS), np.int32)
     assert grammar.look_ahead([a, b, b, a], masks) == 3
-    assert grammar.look_ahead([-1, -1, -1], masks) == 1, "no draft there"
-    assert grammar.look_ahead([EOS, EOS, EOS], masks) == 1, "nothing to see behind the end"
+    assert grammar.look_ahead([-1, -1, -1], masks) == 1, "there is no draft"
+    assert grammar.look_ahead([EOS, EOS, EOS], masks) == 1, "nothing follows EOS"
     assert grammar.accept(a)

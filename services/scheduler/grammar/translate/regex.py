@@ -1,4 +1,4 @@
-"""Measures a regular expression before the library sees it."""
+"""Depth and size of regular expressions, checked before llguidance reads them."""
 
 import re
 
@@ -11,7 +11,7 @@ _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])
 
 
 def check_regex(pattern: str, what: str = "regular expression") -> None:
-    """Raises: GrammarError, if it is nested too deeply or too long with its counted repetitions written out."""
+    """Check the nesting, and the length with counted repetitions written out. Raises: GrammarError"""
     sizes, last, position = [0], 0, 0
     while position < len(pattern):
         char = pattern[position]
@@ -40,8 +40,8 @@ def check_regex(pattern: str, what: str = "regular expression") -> None:
             raise too_complex(what)
 
 
-def check_embedded(grammar: str) -> None:
-    """The regular expressions in a Lark grammar, and the depth of its brackets. Raises: GrammarError"""
+def check_lark(grammar: str) -> None:
+    """Check the regular expressions in a Lark or GBNF grammar, and the depth of its brackets. Raises: GrammarError"""
     rest: list[str] = []
     end = 0
     for literal in _LITERALS.finditer(grammar):

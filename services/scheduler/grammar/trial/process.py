@@ -1,4 +1,4 @@
-"""The scheduler's side of a trial process."""
+"""A trial process, seen from the scheduler."""
 
 import contextlib
 import os
@@ -8,54 +8,57 @@ import sys
 import time
 
 from protocol.sampling import StructuredOutputParams
-from services.scheduler.grammar import frames
-from services.scheduler.grammar.frames import Setup, Verdict
 from services.scheduler.grammar.limits import SETUP_SECONDS, WALL_SECONDS
+from services.scheduler.grammar.trial import messages
+from services.scheduler.grammar.trial.messages import TrialSetup, TrialVerdict
 
 MODULE = "services.scheduler.grammar.trial"
 
 
 class TrialEnded(Exception):
-    """The process ended or was ended before it answered."""
+    """The process ended, or was killed, before it answered."""
 
 
 class TrialProcess:
-    """Its methods belong to one thread; `kill` to any."""
+    """All methods belong to one thread, except `kill`, which any thread may call."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Raises: TrialEnded, if the process does not come up; the text says why, for the log."""
+    def __init__(self, setup: TrialSetup) -> None:
+        """Start the process and wait until it has read the tokenizer.
+
+        Raises: TrialEnded, if it does not start; the text, for the log, gives the reason.
+        """
         threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
         self._process = subprocess.Popen(
-            # -P: a folder named like one of our packages in the current directory is not what we run
+            # -P: do not import from the current directory, which may hold a folder with the name of our packages
             [sys.executable, "-P", "-m", MODULE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | threads,
-            process_group=0,  # a Ctrl-C in the terminal is the scheduler's to handle
+            process_group=0,  # only the scheduler handles Ctrl-C from the terminal
         )
         try:
-            error = self._ask(setup, SETUP_SECONDS).error
+            error = self._request(setup, SETUP_SECONDS).error
             if error:
                 raise TrialEnded(f"the tokenizer cannot be used for structured output: {error}")
         except TrialEnded:
             self.close()
             raise
 
-    def verdict(self, params: StructuredOutputParams) -> Verdict:
-        """Raises: TrialEnded, after which the process is of no use any more."""
-        return self._ask(params, WALL_SECONDS)
+    def verdict(self, params: StructuredOutputParams) -> TrialVerdict:
+        """Raises: TrialEnded; the process cannot be used afterwards."""
+        return self._request(params, WALL_SECONDS)
 
-    def _ask(self, message: Setup | StructuredOutputParams, seconds: float) -> Verdict:
+    def _request(self, message: TrialSetup | StructuredOutputParams, seconds: float) -> TrialVerdict:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(frames.encode(message))
+            self._process.stdin.write(messages.encode(message))
             self._process.stdin.flush()
         except OSError:
             raise TrialEnded("the trial process has ended") from None
         deadline = time.monotonic() + seconds
-        header = self._read(frames.HEADER_BYTES, deadline)
-        return frames.decode_verdict(self._read(int.from_bytes(header, "little"), deadline))
+        header = self._read(messages.HEADER_BYTES, deadline)
+        return messages.decode_verdict(self._read(int.from_bytes(header, "little"), deadline))
 
     def _read(self, size: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
@@ -75,7 +78,7 @@ class TrialProcess:
         self._process.kill()
 
     def close(self) -> None:
-        """Ends it and waits for it."""
+        """End the process and wait for its end."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

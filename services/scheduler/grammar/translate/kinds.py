@@ -1,4 +1,4 @@
-"""From what a request asks for to the library's grammar. Runs in the trial process: it works on hostile text."""
+"""One translation for each `GrammarKind`."""
 
 import json
 
@@ -8,11 +8,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH
-from services.scheduler.grammar.regex import check_embedded, check_regex
-from services.scheduler.grammar.schema import checked, from_schema, read
-from services.scheduler.grammar.tags import IsSpecial, from_tags
+from services.scheduler.grammar.translate.json_schema import check_schema, schema_to_grammar
+from services.scheduler.grammar.translate.json_text import parse_json
+from services.scheduler.grammar.translate.regex import check_lark, check_regex
+from services.scheduler.grammar.translate.structural_tags import IsSpecial, tags_to_lark
 
-NAMES = {
+KIND_NAMES = {
     GrammarKind.JSON: "JSON schema",
     GrammarKind.JSON_OBJECT: "JSON object",
     GrammarKind.REGEX: "regular expression",
@@ -20,30 +21,30 @@ NAMES = {
     GrammarKind.GRAMMAR: "grammar",
     GrammarKind.STRUCTURAL_TAG: "structural tag",
 }
-"""What clients are told it is."""
+"""Names of the kinds in errors for clients."""
 
 
 def translate(params: StructuredOutputParams, is_special: IsSpecial) -> str:
-    """Raises: GrammarError, whose text is for the client."""
+    """Return llguidance's grammar. Raises: GrammarError, with a text for the client."""
     text = params.text
     match params.kind:
         case GrammarKind.JSON:
-            return from_schema(checked(read(text, "JSON schema")))
+            return schema_to_grammar(check_schema(parse_json(text, "JSON schema")))
         case GrammarKind.JSON_OBJECT:
-            return from_schema({"type": "object"})
+            return schema_to_grammar({"type": "object"})
         case GrammarKind.REGEX:
             check_regex(text)
             return str(LLMatcher.grammar_from_regex(text))
         case GrammarKind.CHOICE:
-            return str(LLMatcher.grammar_from_lark(_choices(text)))
+            return str(LLMatcher.grammar_from_lark(_choices_to_lark(text)))
         case GrammarKind.GRAMMAR:
-            return str(LLMatcher.grammar_from_lark(_lark(text)))
+            return str(LLMatcher.grammar_from_lark(_grammar_to_lark(text)))
         case GrammarKind.STRUCTURAL_TAG:
-            return str(LLMatcher.grammar_from_lark(from_tags(text, is_special)))
+            return str(LLMatcher.grammar_from_lark(tags_to_lark(text, is_special)))
 
 
-def _choices(text: str) -> str:
-    choices = read(text, "choice")
+def _choices_to_lark(text: str) -> str:
+    choices = parse_json(text, "choice")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise GrammarError("choice must be a list of texts")
     if not 0 < len(choices) <= MAX_ALTERNATIVES:
@@ -52,9 +53,9 @@ def _choices(text: str) -> str:
     return "start: " + " | ".join(alternatives)
 
 
-def _lark(text: str) -> str:
-    """GBNF defines by `::=`, Lark by a colon alone."""
-    check_embedded(text)
+def _grammar_to_lark(text: str) -> str:
+    """Return a Lark grammar as it is, and GBNF as Lark. GBNF defines a rule with `::=`, Lark with a colon alone."""
+    check_lark(text)
     lines = (line.split("#")[0].split("//")[0] for line in text.splitlines())
     if not any("::=" in line for line in lines):
         return text
@@ -62,8 +63,8 @@ def _lark(text: str) -> str:
         lark: str = gbnf_to_lark(text)
     except RecursionError:
         raise GrammarError(f"the grammar is nested more than {MAX_DEPTH} levels deep") from None
-    except Exception as error:  # the library's own, and what it did not foresee
+    except Exception as error:  # llguidance raises its own errors here and, on some texts, arbitrary ones
         reason = str(error).split(" at line")[0]
         raise GrammarError(f"the grammar cannot be read as GBNF: {reason}") from None
-    check_embedded(lark)
+    check_lark(lark)
     return lark

@@ -1,4 +1,4 @@
-"""Structural tags: free text in which a trigger begins a part that must match a schema."""
+"""Structural tags: free text, in which a trigger starts a part that must match a schema."""
 
 import json
 from collections.abc import Callable
@@ -6,18 +6,19 @@ from typing import Any
 
 from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_TAGS
-from services.scheduler.grammar.schema import checked, read
+from services.scheduler.grammar.translate.json_schema import check_schema
+from services.scheduler.grammar.translate.json_text import parse_json
 
 IsSpecial = Callable[[str], bool]
-"""Whether a text is one of the model's special tokens, which text never contains."""
+"""Returns whether a text is a special token of the model. Plain text never contains one."""
 
 
-def from_tags(text: str, is_special: IsSpecial) -> str:
-    """Lark for `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
+def tags_to_lark(text: str, is_special: IsSpecial) -> str:
+    """Return the Lark grammar for `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
 
     Raises: GrammarError
     """
-    content = read(text, "structural tag")
+    content = parse_json(text, "structural tag")
     if isinstance(content, dict) and "format" in content:
         raise GrammarError('structural tags with "format" are not served; use "structures" and "triggers"')
     structures, triggers = _parts(content)
@@ -49,7 +50,7 @@ def _rule(number: int, structure: dict[str, Any], triggers: list[str], is_specia
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         raise GrammarError('the "begin" of each structure must begin with one of the triggers')
-    schema = checked(structure.get("schema", {})) | {"x-guidance": {"whitespace_flexible": False}}
+    schema = check_schema(structure.get("schema", {})) | {"x-guidance": {"whitespace_flexible": False}}
     parts = [_literal(begin[len(trigger) :]), f"%json {json.dumps(schema)}", _literal(end, is_special)]
     body = " ".join(filter(None, parts))
     if is_special(trigger):

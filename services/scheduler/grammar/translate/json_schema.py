@@ -1,19 +1,18 @@
-"""JSON schemas: read, measured and checked before the library sees them."""
+"""Checks of a JSON schema before llguidance reads it, and its translation."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from llguidance import LLMatcher
 
-from services.scheduler.grammar.endless import is_endless
 from services.scheduler.grammar.errors import GrammarError
-from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_LEAST, MAX_SCHEMA_NODES
-from services.scheduler.grammar.regex import check_regex
+from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_MINIMUM_SIZE, MAX_SCHEMA_NODES
+from services.scheduler.grammar.translate.recursion import has_no_finite_match
+from services.scheduler.grammar.translate.regex import check_regex
 
-_DATA = frozenset({"const", "default", "enum", "examples"})
+_DATA_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, not schemas."""
-_LEAST = frozenset({"minLength", "minItems", "minProperties"})
+_MINIMUM_SIZES = frozenset({"minLength", "minItems", "minProperties"})
 _OPTIONS: dict[str, Any] = {
     "item_separator": ",",
     "key_separator": ":",
@@ -22,27 +21,13 @@ _OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""All of them: of a schema's own `x-guidance` only what concerns white space counts. Keywords that the library does not
-know are refused by name, not ignored."""
+"""All options of llguidance, so that a schema's own `x-guidance` can change whitespace only. Keywords unknown to
+llguidance are refused (`lenient`)."""
 _SEPARATORS = {"item_separator": (",", ", "), "key_separator": (":", ": ")}
 
 
-def read(text: str, what: str) -> Any:
-    """A JSON value from a request. Raises: GrammarError"""
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
-        raise GrammarError(f"the {what} is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:
-        raise GrammarError(f"the {what} is not valid JSON: {error}") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def checked(schema: Any) -> dict[str, Any]:
-    """A schema that is safe to be compiled. Raises: GrammarError"""
+def check_schema(schema: Any) -> dict[str, Any]:
+    """Return a schema that can be compiled safely. Raises: GrammarError"""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -61,21 +46,26 @@ def checked(schema: Any) -> dict[str, Any]:
             if num_alternatives > MAX_ALTERNATIVES:
                 raise GrammarError(f"the JSON schema enumerates more than {MAX_ALTERNATIVES} values")
         _check_keyword(key, value)
-    if is_endless(schema):
-        raise GrammarError("the JSON schema must hold itself for ever; let some property or item be left out")
+    if has_no_finite_match(schema):
+        raise GrammarError(
+            "the JSON schema requires a value of infinite size; make a property or item optional"
+        )
     rest = {name: value for name, value in schema.items() if name != "x-guidance"}
-    spaces = _spaces(schema.get("x-guidance"))
-    return rest | ({"x-guidance": spaces} if spaces else {})
+    options = _whitespace_options(schema.get("x-guidance"))
+    return rest | ({"x-guidance": options} if options else {})
 
 
-def _spaces(given: Any) -> dict[str, Any]:
-    """White space between the parts, as the frontend asks for it. Raises: GrammarError"""
+def _whitespace_options(given: Any) -> dict[str, Any]:
+    """Return those options of `x-guidance` that a request may set: whitespace between the parts.
+
+    Raises: GrammarError
+    """
     given = given if isinstance(given, dict) else {}
     found = {name: given[name] for name, values in _SEPARATORS.items() if given.get(name) in values}
     if isinstance(given.get("whitespace_flexible"), bool):
         found["whitespace_flexible"] = given["whitespace_flexible"]
     if found.get("whitespace_flexible") is False:
-        found["whitespace_pattern"] = None  # or the pattern would count
+        found["whitespace_pattern"] = None  # the pattern would win
     elif isinstance(given.get("whitespace_pattern"), str):
         check_regex(given["whitespace_pattern"], "whitespace_pattern")
         found["whitespace_pattern"] = given["whitespace_pattern"]
@@ -84,9 +74,11 @@ def _spaces(given: Any) -> dict[str, Any]:
 
 def _check_keyword(key: str, value: Any) -> None:
     if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str) and value[:1] != "#":
-        raise GrammarError(f'the JSON schema refers to something outside itself; {key} must begin with "#"')
-    if key in _LEAST and isinstance(value, int | float) and value > MAX_LEAST:
-        raise GrammarError(f"{key} in the JSON schema is {value!s:.20}; at most {MAX_LEAST} can be served")
+        raise GrammarError(f'the JSON schema refers to another document; {key} must begin with "#"')
+    if key in _MINIMUM_SIZES and isinstance(value, int | float) and value > MAX_MINIMUM_SIZE:
+        raise GrammarError(
+            f"{key} in the JSON schema is {value!s:.20}; at most {MAX_MINIMUM_SIZE} can be served"
+        )
     if key == "pattern" and isinstance(value, str):
         check_regex(value, "pattern in the JSON schema")
     if key == "patternProperties" and isinstance(value, dict):
@@ -95,20 +87,20 @@ def _check_keyword(key: str, value: Any) -> None:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, Any, int, bool]]:
-    """Every value with the key it stands under, its depth, and whether it is data. It does not recurse."""
+    """Yield every value with its key, its depth, and whether it is data. Not recursive, because depth is unbounded."""
     stack: list[tuple[str, Any, int, bool]] = [("", schema, 0, False)]
     while stack:
         key, value, depth, is_data = stack.pop()
         yield key, value, depth, is_data
-        below = is_data or key in _DATA
+        below = is_data or key in _DATA_KEYWORDS
         if isinstance(value, dict):
             stack.extend((name, item, depth + 1, below) for name, item in value.items())
         elif isinstance(value, list):
             stack.extend(("", item, depth + 1, below) for item in value)
 
 
-def from_schema(schema: dict[str, Any]) -> str:
-    """The library's grammar for a checked schema. Raises: GrammarError"""
+def schema_to_grammar(schema: dict[str, Any]) -> str:
+    """Return llguidance's grammar for a checked schema. Raises: GrammarError"""
     try:
         options = _OPTIONS | schema.get("x-guidance", {})
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)

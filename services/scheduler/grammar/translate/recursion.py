@@ -1,7 +1,7 @@
-"""Schemas that no text can match because each value would have to hold another of its kind, for ever.
+"""Detection of JSON schemas whose every match would be infinite, because each value requires another of its kind.
 
-A schema has an end if all that it demands has one, or one of several alternatives. So the schemas that have one are the
-least set closed under that rule, found in one pass over who demands whom; what is left over has none.
+A schema has a finite match if every requirement has one, and a requirement has one if one of its alternatives has. The
+schemas with a finite match are the least set that is closed under this rule; one pass over the requirements finds it.
 """
 
 from collections import defaultdict, deque
@@ -10,61 +10,61 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def is_endless(root: Schema) -> bool:
-    """Whether every value that matches would be infinite. References that lead nowhere are not judged here."""
-    open_demands: dict[int, int] = {}
-    """Schema -> demands of it that nothing with an end meets so far."""
-    met_by: defaultdict[int, list[list[int]]] = defaultdict(list)
-    """Schema -> demands that it meets once it has an end: [who demands, 1 while not met]."""
-    ready: deque[int] = deque()
+def has_no_finite_match(root: Schema) -> bool:
+    """References to a missing target are ignored."""
+    num_open: dict[int, int] = {}
+    """Schema -> number of its requirements that are not known to have a finite match."""
+    dependents: defaultdict[int, list[list[int]]] = defaultdict(list)
+    """Schema -> requirements that it meets once it has a finite match: [requiring schema, 1 while open]."""
+    finite: deque[int] = deque()
     stack, seen = [root], {id(root)}
     while stack:
         schema = stack.pop()
-        demands = _demands(schema, root)
-        open_demands[id(schema)] = len(demands)
-        if not demands:
-            ready.append(id(schema))
-        for alternatives in demands:
-            demand = [id(schema), 1]
+        requirements = _requirements(schema, root)
+        num_open[id(schema)] = len(requirements)
+        if not requirements:
+            finite.append(id(schema))
+        for alternatives in requirements:
+            requirement = [id(schema), 1]
             for other in alternatives:
-                met_by[id(other)].append(demand)
+                dependents[id(other)].append(requirement)
                 if id(other) not in seen:
                     seen.add(id(other))
                     stack.append(other)
-    while ready:
-        for demand in met_by[ready.popleft()]:
-            who, is_open = demand
-            demand[1] = 0
-            open_demands[who] -= is_open
-            if is_open and not open_demands[who]:
-                ready.append(who)
-    return open_demands[id(root)] > 0
+    while finite:
+        for requirement in dependents[finite.popleft()]:
+            schema_id, is_open = requirement
+            requirement[1] = 0
+            num_open[schema_id] -= is_open
+            if is_open and not num_open[schema_id]:
+                finite.append(schema_id)
+    return num_open[id(root)] > 0
 
 
-def _demands(schema: Schema, root: Schema) -> list[list[Schema]]:
-    """What a match must hold or be: for each demand, the schemas of which one is enough."""
-    demands = [[part] for part in _schemas(schema.get("allOf"))]
+def _requirements(schema: Schema, root: Schema) -> list[list[Schema]]:
+    """Return the requirements for a match. Each is a list of alternatives, one of which is enough."""
+    requirements = [[part] for part in _schemas(schema.get("allOf"))]
     for keyword in ("anyOf", "oneOf"):
         alternatives = schema.get(keyword)
         if isinstance(alternatives, list) and alternatives and all(isinstance(a, dict) for a in alternatives):
-            demands.append(alternatives)
+            requirements.append(alternatives)
     target = _target(schema.get("$ref"), root)
     if target is not None:
-        demands.append([target])
+        requirements.append([target])
     if "const" in schema or "enum" in schema:
-        return demands
+        return requirements
     if schema.get("type") == "object":
-        demands += [[value] for value in _required(schema)]
+        requirements += [[value] for value in _required_properties(schema)]
     if schema.get("type") == "array":
-        demands += [[item] for item in _items(schema)]
-    return demands
+        requirements += [[item] for item in _required_items(schema)]
+    return requirements
 
 
 def _schemas(value: Any) -> list[Schema]:
     return [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
 
 
-def _required(schema: Schema) -> list[Schema]:
+def _required_properties(schema: Schema) -> list[Schema]:
     properties, others, names = (schema.get(k) for k in ("properties", "additionalProperties", "required"))
     known = properties if isinstance(properties, dict) else {}
     names = names if isinstance(names, list) else []
@@ -72,7 +72,7 @@ def _required(schema: Schema) -> list[Schema]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _items(schema: Schema) -> list[Schema]:
+def _required_items(schema: Schema) -> list[Schema]:
     first, rest, least = schema.get("prefixItems"), schema.get("items"), schema.get("minItems")
     least = least if isinstance(least, int) else 0
     first = first if isinstance(first, list) else []
@@ -81,7 +81,7 @@ def _items(schema: Schema) -> list[Schema]:
 
 
 def _target(reference: Any, root: Schema) -> Schema | None:
-    """What a JSON pointer within the schema leads to."""
+    """Return the schema that a JSON pointer within `root` names, or None."""
     if not isinstance(reference, str) or reference[:1] != "#" or (len(reference) > 1 and reference[1] != "/"):
         return None
     at: Any = root
