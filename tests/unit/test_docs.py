@@ -60,7 +60,8 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
         path = ROOT / name
         assert path.exists(), name
         if test:
-            assert re.search(rf"^(?:async )?def {test}\(", path.read_text(), re.MULTILINE), f"{name}::{test}"
+            defined = rf"^(?:async )?def {test}\(|^class {test}\b|^{test} = "
+            assert re.search(defined, path.read_text(), re.MULTILINE), f"{name}::{test}"
         if case:
             assert re.search(rf"\b{case}\b", path.read_text()), f"{name}::{test}[{case}]"
 
@@ -70,7 +71,7 @@ def test_every_rule_names_its_test(rule: str) -> None:
     text, found, tests = rules()[rule].partition("\n\nTest:")
     assert text.strip()
     assert found
-    assert re.match(r"\s`tests/[\w/]+\.py::test_\w+", tests)
+    assert re.match(r"\s`tests/[\w/]+\.py::[Tt]est\w+", tests)
 
 
 def test_rules_that_are_cited_exist() -> None:
