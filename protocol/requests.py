@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.fields import MAX_ITEMS, Count, Fraction, Int32, Name, Number, Text
+from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
@@ -58,6 +58,18 @@ class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     numbers: Annotated[list[Number], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Times of one request on the scheduler's monotonic clock, in seconds; 0.0: it did not happen."""
+
+    queued: Finite = 0.0
+    """The request was admitted to the queue."""
+    scheduled: Finite = 0.0
+    """Its first step was dispatched."""
+    first_token: Finite = 0.0
+    """The result with its first output token was applied."""
+    ended: Finite = 0.0
+
+
 class Finish(msgspec.Struct, array_like=True, frozen=True):
     number: Number
     reason: FinishReason
@@ -72,6 +84,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     """Drafts that were verified for it, and ..."""
     num_accepted_tokens: Count = 0
     """... how many of them became output."""
+    times: RequestTimes | None = None
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):

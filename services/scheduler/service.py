@@ -93,6 +93,8 @@ class Service:
                     poller.register(self.compiler.fileno(), zmq.POLLIN)
                 while not self._finished():
                     ready = dict(poller.poll(self._poll_ms()))
+                    if self.engine is not None:
+                        self.engine.advance(time.monotonic())
                     if wakeup.fileno() in ready:
                         self._on_signal(wakeup)
                     self._read_clients()

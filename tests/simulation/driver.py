@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from services.scheduler.core.observer import Observer
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import NO_ANSWER, Stream, World
@@ -15,7 +16,11 @@ LAST_CHANGE = MOST_ROUNDS // 2
 
 
 def play(
-    seed: int, depth: int, trace: Callable[[str], None] | None = None, speculates: bool = False
+    seed: int,
+    depth: int,
+    trace: Callable[[str], None] | None = None,
+    speculates: bool = False,
+    observer: Observer | None = None,
 ) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
     load = draw(seed, speculates)
@@ -30,6 +35,7 @@ def play(
         conserves_work(load),
         speculating=load.speculating,
         seed=seed,
+        observer=observer,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1

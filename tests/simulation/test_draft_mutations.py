@@ -184,10 +184,10 @@ def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
 def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
     """One stale row for each token that may come, and not for each row."""
 
-    def broken(self: Scheduler, slot: int, stale: int = DELIVER) -> None:
+    def broken(self: Scheduler, slot: int, cause: Any, stale: int = DELIVER) -> None:
         sampling = self.slots.sampling[slot]
         self.slots.sampling[slot] = self.slots.placeholders[slot]
-        preempt(self, slot, stale)
+        preempt(self, slot, cause, stale)
         self.slots.sampling[slot] = sampling
 
     return broken

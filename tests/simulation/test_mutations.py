@@ -45,7 +45,7 @@ def released_when_the_oldest_step_returns(names: Any) -> Any:
 
 
 def stale_tokens_lost(deliver: Any) -> Any:
-    return lambda self, *_: None
+    return lambda self, *_: 0
 
 
 def no_resume_gate(preempt: Any) -> Any:
@@ -65,8 +65,8 @@ def stale_rows_survive_an_abort(drop: Any) -> Any:
 
 
 def dropped_rows_are_delivered(preempt: Any) -> Any:
-    def broken(self: Scheduler, slot: int, stale: int = DELIVER) -> None:
-        preempt(self, slot, stale)
+    def broken(self: Scheduler, slot: int, cause: Any, stale: int = DELIVER) -> None:
+        preempt(self, slot, cause, stale)
         if self.slots.state[slot] == DROP:
             self.slots.state[slot] = DELIVER
 

@@ -19,8 +19,9 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Observer
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.results import Sampled
+from services.scheduler.core.results import Applied, Sampled
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
@@ -123,22 +124,24 @@ class _Watched(Scheduler):
         self.world._on_scheduled(planned)
         return planned
 
-    def update_from_output(self, step: InflightStep, sampled: Sampled) -> None:
+    def update_from_output(self, step: InflightStep, sampled: Sampled) -> Applied | None:
         self.world._on_verified(step, sampled)
-        super().update_from_output(step, sampled)
+        applied = super().update_from_output(step, sampled)
         self.world._on_updated(step)
+        return applied
 
     def _displace(self) -> None:
         before = self.counters["preemptions"]
         super()._displace()
         self.world.coverage["displacements"] += self.counters["preemptions"] - before
 
-    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> None:
+    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> int:
         owner = self.slots.request(slot)
-        super()._deliver_stale(slot, token_ids, sampled)
+        appended = super()._deliver_stale(slot, token_ids, sampled)
         self.world.coverage["stale deliveries"] += 1
         self.world.coverage["drafts: stale rows of several tokens"] += len(token_ids) > 1
         self.world.coverage["stops while preempted"] += owner.status is RequestStatus.FINISHED
+        return appended
 
 
 class World:
@@ -154,6 +157,7 @@ class World:
         epoch: int = 1,
         speculating: Speculating | None = None,
         seed: int = 0,
+        observer: Observer | None = None,
     ) -> None:
         """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4); `seed`: of the
         lengths that `speculating` draws."""
@@ -172,6 +176,7 @@ class World:
             use_priority=use_priority,
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
+            observer=observer,
         )
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
         self.pipeline = Pipeline(limits.stages)
@@ -253,6 +258,7 @@ class World:
         self.coverage["arrivals between epochs"] += self.lost
         self.streams.append(stream)
         self._by_key[client, number] = stream
+        self._advance()
         self.engine.add(client, message)
         stream.request = self.engine.requests.get((client, number))
         if stream.request is not None:
@@ -300,7 +306,7 @@ class World:
         self.log("reset prefix cache", "with running" if reset_running else "")
         if len(self.engine.queue) and len(self.scheduler.running):
             self.coverage[f"resets in flight: running={reset_running}"] += 1
-        self.scheduler.reset_prefix_cache(reset_running)
+        self.engine.reset_prefix_cache(reset_running)
         assert not self.scheduler.kv.pool.by_hash
         self._transition()
 
@@ -406,11 +412,16 @@ class World:
         assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
         self.checker.check()
 
+    def _advance(self) -> None:
+        """A millisecond passes."""
+        self.engine.advance(self.engine.now + 1e-3)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
         """What the service does after each batch of events: fill the queue, send, publish. Returns the steps sent."""
         before = len(self.engine.queue)
+        self._advance()
         self.worker.confirmed = self.checker.confirmed
         for message in self.engine.dispatch():
             frame = encode(message)
@@ -464,6 +475,7 @@ class World:
         step_id = list(self.pending)[which]
         frame = self.pending.pop(step_id)
         self.log("result", step_id)
+        self._advance()
         self.coverage["results out of order"] += which > 0
         self.delivered.append(frame)
         self.engine.on_result(_RESULTS.decode(frame))
@@ -659,6 +671,7 @@ class World:
         stream.finish = finish
         del self._by_key[stream.client, stream.number]
         self.coverage[f"finishes: {finish.reason.name}"] += 1
+        self._check_times(name, stream, finish)
         failed = finish.reason not in (FinishReason.STOP, FinishReason.LENGTH)
         if failed and stream.doomed:
             return
@@ -673,6 +686,21 @@ class World:
             raise DeliveryError(f"{name} got no embedding")
         self._count_stop(stream, finish)
         self._check_scheduled(name, stream, finish)
+
+    def _check_times(self, name: str, stream: Stream, finish: Finish) -> None:
+        """Times of what happened, in order; 0 for what did not."""
+        times, request = finish.times, stream.request
+        if times is None or not times.ended:
+            raise DeliveryError(f"{name} ended, but its times are {times}")
+        known = [t for t in (times.queued, times.scheduled, times.first_token, times.ended) if t]
+        known.append(self.engine.now)
+        gave_tokens = len(stream.tokens) > stream.replayed
+        if (request is None and len(known) > 2) or known != sorted(known):
+            raise DeliveryError(f"{name} has the times {times}")
+        if (times.first_token > 0) != gave_tokens or (times.scheduled > 0) != (stream.steps > 0):
+            raise DeliveryError(
+                f"{name} had {stream.steps} steps, {len(stream.tokens)} tokens, times {times}"
+            )
 
     def _check_scores(self, name: str, stream: Stream) -> None:
         """Each position once that is asked for, but for those that were delivered before a replay."""

@@ -10,14 +10,36 @@ from collections.abc import Iterator
 import numpy as np
 
 from protocol.codec import ProtocolError, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs, RequestTimes
 from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
 from protocol.sampling import Pooling
 from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    DispatchStarted,
+    EpochEnded,
+    EpochStarted,
+    FrontendLeft,
+    GrammarReady,
+    GrammarSent,
+    Observer,
+    Observers,
+    PrefixCacheReset,
+    RequestArrived,
+    RequestKey,
+    RequestRefused,
+    RequestsAborted,
+    ResultApplied,
+    ResultArrived,
+    SlotsReleased,
+    StaleResultDropped,
+    StepDispatched,
+    TimeAdvanced,
+)
+from services.scheduler.core.request import Request
 from services.scheduler.core.results import NO_EMBEDDINGS, Sampled, UnknownResult
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.slots import Column
@@ -43,8 +65,10 @@ class EngineCore:
         use_priority: bool = False,
         compiler: Compiler | None = None,
         hidden_size: int = 0,
+        observer: Observer | None = None,
     ) -> None:
-        """`compiler` None: structured output is refused; `hidden_size` 0: embeddings are."""
+        """`compiler` None: structured output is refused; `hidden_size` 0: embeddings are. `observer` is attached before
+        the first event; others may be added to `observers` at any time."""
         self.scheduler = scheduler
         self.queue = BatchQueue(depth)
         self.requests: dict[tuple[int, int], Request] = {}
@@ -60,17 +84,40 @@ class EngineCore:
         self._hidden_size = hidden_size
         self._arrivals = 0
         self.stale_results = 0
+        if observer is not None:
+            self.observers.add(observer)
+
+    @property
+    def observers(self) -> Observers:
+        return self.scheduler.observers
+
+    @property
+    def now(self) -> float:
+        """The time of the last `advance`, in seconds."""
+        return self.scheduler.now
+
+    def advance(self, now: float) -> None:
+        """Set the time of everything that happens until the next call. `now`: a monotonic clock, in seconds."""
+        if self.observers.listening:
+            self.observers.emit(TimeAdvanced(now))
+        self.scheduler.now = now
 
     # -- clients -------------------------------------------------------------------------------------------------
 
     def add(self, client: int, message: GenerateRequest) -> None:
         """Admits a request, or answers with the `Finish` that says why not."""
+        if self.observers.listening:
+            self.observers.emit(RequestArrived(client, message))
         key = (client, message.number)
         if key in self.requests:
             raise ValueError(f"frontend {client} reused number {message.number}, which is still open")
         refusal = self._refusal(message)
         if refusal is not None:
-            self.scheduler.outputs.finish(client, Finish(message.number, refusal[0], message=refusal[1]))
+            times = RequestTimes(ended=self.now)
+            finish = Finish(message.number, refusal[0], message=refusal[1], times=times)
+            self.scheduler.outputs.finish(client, finish)
+            if self.observers.listening:
+                self.observers.emit(RequestRefused(client, message.request_id, finish))
             self.scheduler.counters["rejected" if refusal[0] is FinishReason.REJECTED else "invalid"] += 1
             return
         self._arrivals += 1
@@ -83,6 +130,8 @@ class EngineCore:
             Request.rank_of(message.priority if self._use_priority else 0, self._arrivals),
             message.cache_salt,
             message.pooling,
+            message.request_id,
+            self.now,
         )
         self.requests[key] = request
         self.scheduler.counters["prompt_tokens"] += request.num_prompt_tokens
@@ -96,6 +145,10 @@ class EngineCore:
         """A request's grammar is ready, or cannot be: then the text says why. The tokens that the request came with
         belong to it."""
         request = self._compiling.pop(ticket, None)
+        if self.observers.listening:
+            key = None if request is None else (request.client, request.number)
+            error = grammar if isinstance(grammar, str) else ""
+            self.observers.emit(GrammarReady(ticket, key, error))
         if request is None:
             return  # it was aborted meanwhile
         if not isinstance(grammar, str):
@@ -105,14 +158,8 @@ class EngineCore:
                 self.scheduler.add(request)
                 return
             grammar = "the tokens delivered before do not match what the output must match"
-        self._end_waiting(request, request.finish_message(FinishReason.INVALID, message=grammar))
+        self.scheduler.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
         self.scheduler.counters["invalid"] += 1
-
-    def _end_waiting(self, request: Request, finish: Finish | None) -> None:
-        """Ends a request that the scheduler never had."""
-        request.become(RequestStatus.FINISHED)
-        if finish is not None:
-            self.scheduler.outputs.finish(request.client, finish)
 
     def _refusal(self, message: GenerateRequest) -> tuple[FinishReason, str] | None:
         """Guards the shared loop: whatever a frontend lets through, a request that cannot be served ends alone."""
@@ -178,6 +225,11 @@ class EngineCore:
     def abort(self, client: int, numbers: list[int]) -> None:
         """Unknown and finished numbers are ignored. Outputs were published before: a number may be used again at
         once, and what the old request produced must not reach the new one."""
+        if self.observers.listening:
+            self.observers.emit(RequestsAborted(client, tuple(numbers)))
+        self._abort(client, numbers)
+
+    def _abort(self, client: int, numbers: list[int]) -> None:
         for number in numbers:
             request = self.requests.pop((client, number), None)
             if request is not None and not request.finished:
@@ -192,16 +244,20 @@ class EngineCore:
         else:
             del self._compiling[ticket]
             self._compiler.cancel(ticket)
-            self._end_waiting(request, finish)
+            self.scheduler.end(request, finish)
 
     def drop_client(self, client: int) -> None:
         """A frontend is gone: nobody waits for its requests."""
-        self.abort(client, [number for owner, number in self.requests if owner == client])
+        if self.observers.listening:
+            self.observers.emit(FrontendLeft(client))
+        self._abort(client, [number for owner, number in self.requests if owner == client])
         self.scheduler.outputs.drop_client(client)
 
     def fail_all(self, error: str) -> None:
         """The workers are lost for good: every request ends with the error, nothing in flight is delivered."""
-        self.end_epoch()
+        if self.observers.listening:
+            self.observers.emit(AllRequestsFailed(error))
+        self._void()
         for request in self.requests.values():
             if not request.finished:
                 self._finish(request, request.finish_message(FinishReason.ERROR, message=error))
@@ -209,18 +265,31 @@ class EngineCore:
     def end_epoch(self) -> None:
         """The workers are lost: requests wait with their confirmed tokens, nothing in flight is delivered. Until
         `start_epoch`, requests may come and go, but nothing may be dispatched."""
+        if self.observers.listening:
+            self.observers.emit(EpochEnded(self.scheduler.epoch))
+        self._void()
+
+    def _void(self) -> None:
         self.queue.clear()
         self._unsampled = None
         self.scheduler.void()
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
         """Goes on with another group of workers. What does not fit its sizes any more ends with an error."""
+        if self.observers.listening:
+            self.observers.emit(EpochStarted(epoch, limits))
         self.scheduler = Scheduler(limits, policy, epoch, self.scheduler, self.scheduler.drafting)
         for request in [*self.scheduler.waiting, *self._compiling.values()]:
             most = limits.positions(request.num_prompt_tokens, request.params)
             if len(request.token_ids) >= limits.max_model_len or most > limits.num_blocks * limits.block_size:
                 message = "the workers were replaced by others with less memory, in which it does not fit"
                 self._finish(request, request.finish_message(FinishReason.ERROR, message=message))
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """See `Scheduler.reset_prefix_cache`."""
+        if self.observers.listening:
+            self.observers.emit(PrefixCacheReset(reset_running))
+        return self.scheduler.reset_prefix_cache(reset_running)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -233,8 +302,13 @@ class EngineCore:
 
         Raises: StallError
         """
+        observers = self.observers
+        if observers.listening:
+            observers.emit(DispatchStarted())
         while (grammar := self._grammar_output()) is not None or self._unsampled is None:
             if grammar is not None:
+                if observers.listening:
+                    observers.emit(GrammarSent(grammar))
                 yield grammar
                 continue
             planned = None if self.queue.full else self._schedule()
@@ -242,9 +316,18 @@ class EngineCore:
                 break
             self.queue.push(planned[0])
             self._unsampled = planned[0] if planned[1].has_structured_output_requests else None
+            if observers.listening:
+                entering = tuple(self._key_of(new.slot) for new in planned[1].new)
+                observers.emit(StepDispatched(*planned, entering))
             yield planned[1]
         if not self.queue and (release := self.scheduler.take_releases()) is not None:
+            if observers.listening:
+                observers.emit(SlotsReleased(release))
             yield release
+
+    def _key_of(self, slot: int) -> RequestKey:
+        request = self.scheduler.slots.request(slot)
+        return request.client, request.number
 
     def _grammar_output(self) -> GrammarOutput | None:
         """That of the step which waits for it, as soon as the tokens before it are known."""
@@ -278,8 +361,12 @@ class EngineCore:
 
         Raises: UnknownResult, if the result's rows are not those of its plan.
         """
+        if self.observers.listening:
+            self.observers.emit(ResultArrived(result))
         if result.epoch != self.scheduler.epoch or not self.queue.deliver(result):
             self.stale_results += 1
+            if self.observers.listening:
+                self.observers.emit(StaleResultDropped(result))
             return
         while (ready := self.queue.pop()) is not None:
             step, output = ready
@@ -305,7 +392,9 @@ class EngineCore:
             sampled = Sampled(
                 rows.counts, rows.token_ids, rows.drafted, drafts, logprobs, embeddings, seconds
             )
-            self.scheduler.update_from_output(step, sampled)
+            applied = self.scheduler.update_from_output(step, sampled)
+            if applied is not None:
+                self.observers.emit(ResultApplied(step, output, *applied))
             self.scheduler.counters["steps"] += 1
 
     def _check(self, step: InflightStep, rows: ResultRows) -> None:

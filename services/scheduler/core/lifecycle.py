@@ -10,11 +10,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from protocol.codec import pack
-from protocol.requests import Finish
+from protocol.requests import Finish, FinishReason
 from protocol.steps import ReleaseSlots
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import (
+    Observers,
+    PreemptionCause,
+    RequestFinished,
+    RequestKey,
+    RequestPreempted,
+)
 from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP, Rows, SlotTable
@@ -36,6 +43,11 @@ class Lifecycle:
         """Live slots in order of rank."""
         self.outputs: OutputBuffer = before.outputs if before else OutputBuffer()
         self.counters: Counter[str] = before.counters if before else Counter()
+        self.observers: Observers = before.observers if before else Observers()
+        self.now: float = before.now if before else 0.0
+        """The time of the last `EngineCore.advance`, in seconds."""
+        self._ended: list[RequestKey] = []
+        """Requests that ended with the result that is being applied."""
         if before:
             self.kv.queries, self.kv.hits = before.kv.queries, before.kv.hits
         self._fences: dict[int, list[int]] = {}
@@ -54,14 +66,27 @@ class Lifecycle:
             self.waiting.remove(request)
             if request.stale_rows:
                 self._drop_stale(request)
-        request.become(RequestStatus.FINISHED)
         self.counters["finished"] += 1
-        if finish is not None:
-            drafted, accepted = request.num_draft_tokens, request.num_accepted_tokens
-            counted = replace(finish, num_draft_tokens=drafted, num_accepted_tokens=accepted)
-            self.outputs.finish(request.client, counted if drafted else finish)
+        self.end(request, finish)
 
-    def preempt(self, slot: int, stale: int = DELIVER) -> None:
+    def end(self, request: Request, finish: Finish | None) -> None:
+        """The one place where a request becomes finished: it has left the queue, its slot or the compiler."""
+        request.become(RequestStatus.FINISHED)
+        listening = self.observers.listening
+        if finish is not None or listening:
+            complete = replace(
+                finish or request.finish_message(FinishReason.ABORT),
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+                times=request.times(ended=self.now),
+            )
+            if finish is not None:
+                self.outputs.finish(request.client, complete)
+            if listening:
+                self._ended.append((request.client, request.number))
+                self.observers.emit(RequestFinished(request.client, request.request_id, complete))
+
+    def preempt(self, slot: int, cause: PreemptionCause, stale: int = DELIVER) -> None:
         """Back to waiting with every confirmed token; blocks go behind the fence. In-flight rows are delivered when
         they arrive, or dropped and sampled again (`stale=DROP`; the request may then resume at once)."""
         promised = int(self.slots.sampling[slot]) if stale == DELIVER else 0
@@ -69,6 +94,8 @@ class Lifecycle:
         request.stale_rows += promised
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
+        if self.observers.listening:
+            self.observers.emit(RequestPreempted((request.client, request.number), slot, cause))
 
     def _return(self, slot: int, stale: int) -> Request:
         """From running to waiting, with every confirmed token."""
@@ -83,7 +110,7 @@ class Lifecycle:
         False if requests that keep running still share blocks."""
         if reset_running:
             for slot in self.running.tolist()[::-1]:
-                self.preempt(slot, stale=DROP)
+                self.preempt(slot, PreemptionCause.RESET, stale=DROP)
         self.kv.pool.forget_all()
         return not len(self.running)
 

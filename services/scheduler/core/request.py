@@ -5,7 +5,7 @@ import enum
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.requests import Finish, FinishReason
+from protocol.requests import Finish, FinishReason, RequestTimes
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar
 
@@ -52,6 +52,7 @@ class Request:
         "cache_salt",
         "client",
         "draft_ids",
+        "first_token",
         "grammar",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -61,7 +62,10 @@ class Request:
         "number",
         "params",
         "pooling",
+        "queued",
         "rank",
+        "request_id",
+        "scheduled",
         "slot",
         "stale_rows",
         "status",
@@ -78,6 +82,8 @@ class Request:
         rank: int,
         cache_salt: str = "",
         pooling: Pooling = Pooling.NONE,
+        request_id: str = "",
+        queued: float = 0.0,
     ) -> None:
         self.client = client
         self.number = number
@@ -104,6 +110,12 @@ class Request:
         self.num_draft_tokens = 0
         """Verified so far, in slots it has left."""
         self.num_accepted_tokens = 0
+        self.request_id = request_id
+        """The external id, for log lines."""
+        self.queued = queued
+        """Times on the scheduler's clock, in seconds; see `RequestTimes`."""
+        self.scheduled = 0.0
+        self.first_token = 0.0
 
     def become(self, status: RequestStatus) -> None:
         """Raises: IllegalTransition, with nothing changed."""
@@ -143,6 +155,9 @@ class Request:
         """The one terminal message of this request. EOS is not named as a stop reason, a client's stop token is."""
         named = stop_token if stop_token not in self.params.eos_token_ids else None
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)
+
+    def times(self, ended: float) -> RequestTimes:
+        return RequestTimes(self.queued, self.scheduled, self.first_token, ended)
 
     @staticmethod
     def rank_of(priority: int, arrival: int) -> int:

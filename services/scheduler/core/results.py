@@ -14,8 +14,9 @@ from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import RequestKey
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import DELIVER, LIVE, Column, Rows
+from services.scheduler.core.slots import DELIVER, DROP, LIVE, Column, Rows
 
 NO_EMBEDDINGS: Mapping[int, bytes] = MappingProxyType({})
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"
@@ -47,6 +48,16 @@ class Sampled(NamedTuple):
     def one_each(cls, token_ids: Column) -> Self:
         """A token for every row, no drafts."""
         return cls(np.ones(len(token_ids), np.int32), token_ids, np.zeros(len(token_ids), np.int32))
+
+
+class Applied(NamedTuple):
+    """Effect of a step's result; rows as in `Sampled`."""
+
+    states: NDArray[np.int8]
+    """State of each row's slot before; DROP if the row was ignored."""
+    counts: Column
+    """Tokens that were appended to the row's request."""
+    ended: tuple[RequestKey, ...]
 
 
 class _Tokens(NamedTuple):
@@ -93,8 +104,8 @@ class Results(Lifecycle):
                 self.ledger.roll_back(slot, frontier)
                 self.counters["rollbacks"] += 1
 
-    def update_from_output(self, step: InflightStep, sampled: Sampled) -> None:
-        """Applies the result of the oldest step.
+    def update_from_output(self, step: InflightStep, sampled: Sampled) -> Applied | None:
+        """Applies the result of the oldest step. Returns what it did if an observer listens.
 
         Raises: UnknownResult, if the step is not the oldest in flight, a row is missing or has more tokens than its
             drafts and one (S2-3); nothing has changed then.
@@ -120,6 +131,9 @@ class Results(Lifecycle):
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"
             )
         self.ledger.remove_oldest()
+        listening = bool(self.observers.listening)
+        appended = np.zeros(len(rows), np.int32) if listening else counts
+        self._ended.clear()
         if self.drafting is not None:
             self.drafting.observe(step, sampled.drafted, counts, sampled.seconds)
         if step.drafts.any():
@@ -129,7 +143,9 @@ class Results(Lifecycle):
         if not live.all():
             for row in np.flatnonzero(current & (state == DELIVER)).tolist():
                 at, slot = int(first[row]), int(rows[row])
-                self._deliver_stale(slot, sampled.token_ids[at : at + counts[row]].tolist(), sampled)
+                stale = self._deliver_stale(slot, sampled.token_ids[at : at + counts[row]].tolist(), sampled)
+                if listening:
+                    appended[row] = stale
             rows, first, counts = rows[live], first[live], counts[live]
         finals: list[tuple[Request, Finish]] = []
         tokens = self._until_the_end(rows, sampled.token_ids, first, counts)
@@ -137,6 +153,8 @@ class Results(Lifecycle):
         if special.any():
             tokens = self._take_special(tokens, special, sampled.embeddings, finals)
         self._append(tokens)
+        if listening:
+            appended[live] = tokens.counts
         if sampled.draft_ids is not None:
             self._remember_drafts(rows, sampled.draft_ids[live])
         if wanted is not None:
@@ -149,6 +167,9 @@ class Results(Lifecycle):
             self.finish(request, finish)
         for slot in self._fences.pop(step.step_id, ()):
             self._free(slot)
+        if not listening:
+            return None
+        return Applied(np.where(current, state, DROP).astype(np.int8), appended, tuple(self._ended))
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
@@ -222,6 +243,9 @@ class Results(Lifecycle):
     def _append(self, tokens: _Tokens) -> None:
         s, (rows, ids, counts) = self.slots, tokens[:3]
         totals = s.tokens.take(rows)
+        if (entering := totals == s.entry.take(rows)).any():
+            for slot in rows[entering & (counts > 0)].tolist():
+                self._note_first_token(s.request(slot))
         s.tokens[rows] = totals + counts
         if ids.shape[1] == 1 and counts.all():
             token_ids = ids[:, 0]
@@ -233,6 +257,10 @@ class Results(Lifecycle):
         self.outputs.tokens(s.client.take(rows), s.number.take(rows), totals - s.prompt.take(rows), token_ids)
         self.counters["generation_tokens"] += len(rows)
 
+    def _note_first_token(self, request: Request) -> None:
+        if not request.first_token:
+            request.first_token = self.now
+
     def _publish_logprobs(self, logprobs: LogprobRows) -> None:
         """Those of tokens that were appended. A slot that the step names has not changed its owner since (fence), and
         of a row that a rollback voided there are none."""
@@ -242,19 +270,22 @@ class Results(Lifecycle):
         numbers = s.number.take(owners).view(np.int32)
         self.outputs.logprobs(s.client.take(owners), logprobs._replace(owners=numbers))
 
-    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> None:
-        """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7)."""
+    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> int:
+        """Tokens that were in flight when their request was preempted: appended while it waits (spec 0.7). Returns how
+        many were."""
         s, request = self.slots, self.slots.request(slot)
         request.stale_rows -= 1
         s.give_draft_counts(slot)
         params, prompt = request.params, request.num_prompt_tokens
+        before = len(request.token_ids)
         for token in token_ids:
             if request.pooling is not Pooling.NONE:
                 self.finish(request, self._embed(request, sampled.embeddings.get(slot)))
             elif not request.finished and not request.matching([token]):
                 self.finish(request, request.finish_message(FinishReason.ERROR, message=_MISMATCH))
             if request.finished:
-                return
+                break
+            self._note_first_token(request)
             self.waiting.append_token(request, token)
             s.tokens[slot] = total = len(request.token_ids)
             self.outputs.token(request, total - prompt - 1, token)
@@ -262,6 +293,7 @@ class Results(Lifecycle):
             stop = token in params.eos_token_ids + params.stop_token_ids and total >= request.stops_from
             if stop or total >= min(prompt + params.max_tokens, self.limits.max_model_len):
                 self._complete(request, token, stop)
+        return len(request.token_ids) - before
 
     def _complete(self, request: Request, token: int, stop: bool) -> None:
         reason = FinishReason.STOP if stop else FinishReason.LENGTH

@@ -16,6 +16,7 @@ from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.results import Results
 from services.scheduler.core.slots import DELIVER, LIVE, Column, Rows
@@ -128,7 +129,7 @@ class Scheduler(Results):
                 # The next result frees blocks; preempting now would free none earlier (spec 0.7, fence).
                 rows, counts, missing = rows[:short], counts[:short], missing[:short]
                 break
-            self.preempt(victim)
+            self.preempt(victim, PreemptionCause.BLOCKS)
             view = self._view()
         taken = counts > 0
         if not taken.all():
@@ -186,6 +187,7 @@ class Scheduler(Results):
         slot = self.slots.assign(request, self.limits.max_model_len)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = min(hit, request.num_prompt_tokens)
+            request.scheduled = self.now
         request.become(RequestStatus.RUNNING)
         request.token_ids = _NO_TOKENS
         self.kv.adopt(slot, prefix)
@@ -226,7 +228,7 @@ class Scheduler(Results):
             return
         worst = int(self.running[-1])
         if Request.priority_of(head.rank) < Request.priority_of(int(self.slots.rank[worst])):
-            self.preempt(worst)
+            self.preempt(worst, PreemptionCause.PRIORITY)
 
     def _dispatch(self, choice: _Choice) -> tuple[InflightStep, SchedulerOutput]:
         """Takes the step id, snapshots the plan, and only then advances the columns (spec 0.5 D)."""

@@ -1,0 +1,214 @@
+"""The observer seam: every event that enters the core and every decision that leaves it, as data.
+
+`EngineCore` emits each event exactly once, in the order in which things happen. Inbound events are emitted before they
+are processed, so a listener sees a cause before its effects; a recorded sequence of inbound events replays a run.
+Events hold references to messages and arrays of the core. A listener must not change them, and must copy an array that
+it keeps in mutable form. Nothing is built while nobody listens.
+"""
+
+import enum
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.requests import Finish, GenerateRequest
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.slots import Column
+
+RequestKey = tuple[int, int]
+"""(frontend, number): identifies an open request."""
+
+
+# -- inbound events ----------------------------------------------------------------------------------------------
+
+
+class TimeAdvanced(msgspec.Struct, frozen=True):
+    now: float
+    """The scheduler's monotonic clock, in seconds. It holds until the next `TimeAdvanced`."""
+
+
+class RequestArrived(msgspec.Struct, frozen=True):
+    frontend: int
+    message: GenerateRequest
+
+
+class RequestsAborted(msgspec.Struct, frozen=True):
+    frontend: int
+    numbers: tuple[int, ...]
+    """As received; unknown and finished numbers are included."""
+
+
+class FrontendLeft(msgspec.Struct, frozen=True):
+    frontend: int
+
+
+class GrammarReady(msgspec.Struct, frozen=True):
+    ticket: int
+    request: RequestKey | None
+    """None: the request ended while its grammar was being compiled."""
+    error: str
+    """Empty if the grammar was compiled."""
+
+
+class ResultArrived(msgspec.Struct, frozen=True):
+    result: ModelRunnerOutput
+
+
+class DispatchStarted(msgspec.Struct, frozen=True):
+    """The shell called `dispatch`. The steps and messages that it yields follow as decisions."""
+
+
+class PrefixCacheReset(msgspec.Struct, frozen=True):
+    reset_running: bool
+
+
+class EpochEnded(msgspec.Struct, frozen=True):
+    epoch: int
+
+
+class EpochStarted(msgspec.Struct, frozen=True):
+    epoch: int
+    limits: Limits
+
+
+class AllRequestsFailed(msgspec.Struct, frozen=True):
+    """The epoch ended and every open request ends with `error`."""
+
+    error: str
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------
+
+
+class RequestRefused(msgspec.Struct, frozen=True):
+    """The answer to a `RequestArrived` that is not admitted."""
+
+    frontend: int
+    request_id: str
+    finish: Finish
+
+
+class StepDispatched(msgspec.Struct, frozen=True):
+    step: InflightStep
+    plan: SchedulerOutput
+    requests: tuple[RequestKey, ...]
+    """Requests that enter a slot with this step, in the order of `plan.new`."""
+
+
+class GrammarSent(msgspec.Struct, frozen=True):
+    message: GrammarOutput
+
+
+class SlotsReleased(msgspec.Struct, frozen=True):
+    """Slots that are released without a step; other releases are in `StepDispatched.plan.released`."""
+
+    message: ReleaseSlots
+
+
+class PreemptionCause(enum.Enum):
+    BLOCKS = "blocks"
+    """Running requests need more blocks than are free."""
+    PRIORITY = "priority"
+    """A waiting request of better priority takes the seat."""
+    RESET = "reset"
+    """The prefix cache is reset with running requests."""
+
+
+class RequestPreempted(msgspec.Struct, frozen=True):
+    request: RequestKey
+    slot: int
+    """The slot that the request leaves."""
+    cause: PreemptionCause
+
+
+class ResultApplied(msgspec.Struct, frozen=True):
+    """The result of the oldest step was applied. Columns have a row per entry of `step` with `samples`."""
+
+    step: InflightStep
+    result: ModelRunnerOutput
+    states: NDArray[np.int8]
+    """State of the slot before the result was applied: LIVE, DELIVER, or DROP if the row was ignored."""
+    counts: Column
+    """Tokens that were appended to the request, at most those of the result."""
+    ended: tuple[RequestKey, ...]
+    """Requests that ended with this result, in order; a `RequestFinished` was emitted for each."""
+
+
+class StaleResultDropped(msgspec.Struct, frozen=True):
+    """The result belongs to no step in flight: another epoch, or a repetition."""
+
+    result: ModelRunnerOutput
+
+
+class RequestFinished(msgspec.Struct, frozen=True):
+    frontend: int
+    request_id: str
+    finish: Finish
+    """Not sent to the frontend if its reason is ABORT."""
+
+
+InboundEvent = (
+    TimeAdvanced
+    | RequestArrived
+    | RequestsAborted
+    | FrontendLeft
+    | GrammarReady
+    | ResultArrived
+    | DispatchStarted
+    | PrefixCacheReset
+    | EpochEnded
+    | EpochStarted
+    | AllRequestsFailed
+)
+Decision = (
+    RequestRefused
+    | StepDispatched
+    | GrammarSent
+    | SlotsReleased
+    | RequestPreempted
+    | ResultApplied
+    | StaleResultDropped
+    | RequestFinished
+)
+Event = InboundEvent | Decision
+
+
+class Observer(Protocol):
+    def observe(self, event: Event) -> None:
+        """Receive one event. Runs inside the scheduling loop: it must be fast, and must not raise or call the core."""
+        ...
+
+
+class Observers:
+    """The listeners of one core. Emitters build an event only if `listening` is not empty."""
+
+    __slots__ = ("listening",)
+
+    def __init__(self) -> None:
+        self.listening: tuple[Observer, ...] = ()
+
+    def add(self, observer: Observer) -> None:
+        """Attach a listener; it receives the events from now on."""
+        self.listening = (*self.listening, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Detach a listener; one that is not attached is ignored."""
+        self.listening = tuple(other for other in self.listening if other is not observer)
+
+    def emit(self, event: Event) -> None:
+        for observer in self.listening:
+            observer.observe(event)
+
+
+class Recorder:
+    """An observer that keeps every event in a list."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def observe(self, event: Event) -> None:
+        self.events.append(event)

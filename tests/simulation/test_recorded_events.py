@@ -1,0 +1,111 @@
+"""A recorded run replays: the inbound events, fed into a fresh core, cause the same decisions in the same order."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    Decision,
+    DispatchStarted,
+    EpochEnded,
+    EpochStarted,
+    Event,
+    FrontendLeft,
+    GrammarReady,
+    GrammarSent,
+    InboundEvent,
+    PrefixCacheReset,
+    Recorder,
+    RequestArrived,
+    RequestRefused,
+    RequestsAborted,
+    ResultApplied,
+    ResultArrived,
+    StepDispatched,
+    TimeAdvanced,
+)
+from services.scheduler.core.scheduler import Scheduler
+from tests.simulation.driver import play
+from tests.simulation.grammar import Compilation
+from tests.simulation.oracle import HIDDEN_SIZE
+from tests.simulation.policies import build
+from tests.simulation.workload import draw
+
+SEEDS = 40
+
+
+def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:
+    """Every event of a fresh core to which the inbound events of a recorded one are given."""
+    load, recorder = draw(seed, speculates), Recorder()
+    drafts = load.speculating
+    limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
+    compilation = Compilation(load.vocab)
+    engine = EngineCore(
+        Scheduler(
+            limits, build(load, limits, seed), drafting=None if drafts is None else drafts.drafting(seed)
+        ),
+        depth,
+        load.vocab,
+        use_priority=load.use_priority,
+        compiler=compilation,
+        hidden_size=HIDDEN_SIZE,
+        observer=recorder,
+    )
+    for event in events:
+        if isinstance(event, InboundEvent):
+            engine.take_outputs()
+        match event:
+            case TimeAdvanced(now=now):
+                engine.advance(now)
+            case RequestArrived(frontend=frontend, message=message):
+                engine.add(frontend, message)
+            case RequestsAborted(frontend=frontend, numbers=numbers):
+                engine.abort(frontend, list(numbers))
+            case FrontendLeft(frontend=frontend):
+                engine.drop_client(frontend)
+            case GrammarReady(ticket=ticket):
+                engine.on_grammar(ticket, compilation.finish(ticket))
+            case ResultArrived(result=result):
+                engine.on_result(result)
+            case DispatchStarted():
+                list(engine.dispatch())
+            case PrefixCacheReset(reset_running=reset_running):
+                engine.reset_prefix_cache(reset_running)
+            case EpochEnded():
+                engine.end_epoch()
+            case EpochStarted(epoch=epoch, limits=limits):
+                engine.start_epoch(limits, build(load, limits, seed), epoch)
+            case AllRequestsFailed(error=error):
+                engine.fail_all(error)
+    return recorder.events
+
+
+def comparable(event: Event) -> object:
+    """The event without arrays, whose equality is no single truth."""
+    match event:
+        case StepDispatched(plan=plan, requests=requests):
+            return plan, requests
+        case ResultApplied(result=result, states=states, counts=counts, ended=ended):
+            return result, states.tolist(), counts.tolist(), ended
+        case GrammarSent(message=message):
+            return message.step_id, message.slots, bytes(message.bitmask), message.counts
+    return event
+
+
+@pytest.mark.parametrize("speculates", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: bool) -> None:
+    happened: set[type] = set()
+    for seed in range(SEEDS):
+        if depth not in draw(seed, speculates).depths:
+            continue
+        recorder = Recorder()
+        play(seed, depth, speculates=speculates, observer=recorder)
+        again = replay(recorder.events, seed, depth, speculates)
+        for index, (first, second) in enumerate(zip(recorder.events, again, strict=True)):
+            assert comparable(first) == comparable(second), f"seed {seed}, event {index}"
+        happened |= {type(event) for event in again}
+    never = {AllRequestsFailed, RequestRefused}
+    assert happened >= {*InboundEvent.__args__, *Decision.__args__} - never

@@ -1,0 +1,449 @@
+"""The observer seam: which events are emitted, in which order, and the times that a `Finish` carries."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest, RequestTimes
+from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    DispatchStarted,
+    EpochEnded,
+    EpochStarted,
+    Event,
+    FrontendLeft,
+    GrammarReady,
+    GrammarSent,
+    PreemptionCause,
+    PrefixCacheReset,
+    Recorder,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    RequestsAborted,
+    ResultApplied,
+    ResultArrived,
+    SlotsReleased,
+    StaleResultDropped,
+    StepDispatched,
+    TimeAdvanced,
+)
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.slots import DELIVER, DROP, LIVE
+from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.grammar import Compilation, structured
+
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)
+VOCAB, STOP = 50, 7
+T = TypeVar("T")
+
+
+class Engine:
+    """A core, a recorder of its events, and a worker that answers when it is told to."""
+
+    def __init__(self, depth: int = 2, limits: Limits = LIMITS, use_priority: bool = False) -> None:
+        self.recorder = Recorder()
+        self.compilation = Compilation(VOCAB)
+        self.core = EngineCore(
+            Scheduler(limits, ChunkedPolicy()),
+            depth,
+            VOCAB,
+            use_priority=use_priority,
+            compiler=self.compilation,
+            hidden_size=1,
+            observer=self.recorder,
+        )
+        self.in_flight: list[SchedulerOutput] = []
+        self.finished: dict[int, Finish] = {}
+
+    @property
+    def events(self) -> list[Event]:
+        return self.recorder.events
+
+    @property
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+    def of(self, *types: type[T]) -> list[T]:
+        return [event for event in self.events if isinstance(event, types)]
+
+    def generate(
+        self,
+        number: int = 0,
+        prompt: int = 4,
+        max_tokens: int = 3,
+        priority: int = 0,
+        grammar: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(STOP,))
+        tokens = pack([(number * 11 + i) % VOCAB for i in range(prompt)])
+        external = f"cmpl-{number}"
+        self.core.add(
+            0, GenerateRequest(number, tokens, prompt, params, priority, "", external, grammar, pooling)
+        )
+
+    def dispatch(self) -> None:
+        self.in_flight += [m for m in self.core.dispatch() if isinstance(m, SchedulerOutput)]
+
+    def answer(self, token: int = 5, **more: object) -> None:
+        plan = self.in_flight.pop(0)
+        rows = np.frombuffer(plan.samples, np.bool_)
+        slots, generations = unpack(plan.slots)[rows], unpack(plan.generations)[rows]
+        columns = (pack(slots), pack(generations), pack([1] * len(slots)), pack([token] * len(slots)))
+        self.core.on_result(ModelRunnerOutput(plan.epoch, plan.step_id, *columns, **more))  # type: ignore[arg-type]
+        self.take()
+
+    def take(self) -> None:
+        for _, outputs in self.core.take_outputs():
+            self.finished |= {finish.number: finish for finish in outputs.finished}
+
+    def run(self) -> None:
+        self.dispatch()
+        while self.in_flight:
+            self.answer()
+            self.dispatch()
+
+
+# -- order and completeness --------------------------------------------------------------------------------------
+
+
+def test_one_request_from_arrival_to_finish_at_depth_one() -> None:
+    engine = Engine(depth=1)
+    engine.generate(max_tokens=2)
+    engine.run()
+    assert engine.names == [
+        "RequestArrived",
+        "DispatchStarted", "StepDispatched", "ResultArrived", "ResultApplied",
+        "DispatchStarted", "StepDispatched", "ResultArrived", "RequestFinished", "ResultApplied",
+        "DispatchStarted", "SlotsReleased",
+    ]  # fmt: skip
+
+
+def test_one_request_from_arrival_to_finish_at_depth_two() -> None:
+    engine = Engine(depth=2)
+    engine.generate(max_tokens=2)
+    engine.run()
+    assert engine.names == [
+        "RequestArrived",
+        "DispatchStarted", "StepDispatched", "StepDispatched",
+        "ResultArrived", "ResultApplied", "DispatchStarted",
+        "ResultArrived", "RequestFinished", "ResultApplied",
+        "DispatchStarted", "SlotsReleased",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_dispatched_step_is_applied_and_each_request_is_followed_to_its_end(depth: int) -> None:
+    engine = Engine(depth)
+    for number in range(6):
+        engine.generate(number, prompt=3 + number, max_tokens=1 + number)
+    engine.run()
+    dispatched, applied = engine.of(StepDispatched), engine.of(ResultApplied)
+    assert [event.step.step_id for event in dispatched] == [*range(1, len(dispatched) + 1)]
+    assert [event.step for event in applied] == [event.step for event in dispatched]
+    assert [event.result for event in applied] == [event.result for event in engine.of(ResultArrived)]
+    entered = [key for event in dispatched for key in event.requests]
+    assert entered == [(0, number) for number in range(6)]
+    assert [(e.message.number, e.message.request_id) for e in engine.of(RequestArrived)] == [
+        (number, f"cmpl-{number}") for number in range(6)
+    ]
+    finished = engine.of(RequestFinished)
+    assert {event.finish.number: event.finish for event in finished} == engine.finished
+    assert all(event.request_id == f"cmpl-{event.finish.number}" for event in finished)
+    assert [key for event in applied for key in event.ended] == [(0, e.finish.number) for e in finished]
+    assert sum(int(event.counts.sum()) for event in applied) == sum(1 + number for number in range(6))
+    assert all(len(event.counts) == event.step.samples.sum() == len(event.states) for event in applied)
+
+
+def test_the_states_of_a_result_tell_which_rows_were_used() -> None:
+    """One request runs on, one was preempted by a better one with a step in flight, one was aborted."""
+    engine = Engine(2, Limits(2, 64, 64, 32, 4), use_priority=True)
+    engine.generate(0, max_tokens=9)
+    engine.generate(1, max_tokens=9, priority=5)
+    engine.dispatch()
+    engine.generate(2, max_tokens=9, priority=1)
+    engine.answer()
+    engine.dispatch()
+    engine.core.abort(0, [0])
+    engine.answer()
+    first, second = engine.of(ResultApplied)
+    assert first.states.tolist() == [LIVE, LIVE]
+    assert second.states.tolist() == [DROP, DELIVER]
+    assert second.counts.tolist() == [0, 1]
+    (preempted,) = engine.of(RequestPreempted)
+    assert (preempted.request, preempted.cause) == ((0, 1), PreemptionCause.PRIORITY)
+    assert preempted.slot == second.step.slots[1]
+
+
+def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None:
+    engine = Engine(depth=3)
+    engine.generate(max_tokens=9)
+    engine.dispatch()
+    engine.answer(STOP)
+    engine.answer()
+    first, second = engine.of(ResultApplied)
+    assert (first.counts.tolist(), first.ended) == ([1], ((0, 0),))
+    assert (second.counts.tolist(), second.states.tolist(), second.ended) == ([0], [DROP], ())
+
+
+def test_a_refused_request() -> None:
+    engine = Engine()
+    engine.generate(3, prompt=0)
+    engine.take()
+    arrived, refused = engine.events
+    assert isinstance(arrived, RequestArrived)
+    assert refused == RequestRefused(0, "cmpl-3", engine.finished[3])
+
+
+def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
+    engine = Engine()
+    engine.generate(1)
+    engine.dispatch()
+    engine.core.abort(0, [1, 8])
+    engine.core.abort(0, [1])
+    aborted, finished, again = engine.events[-3:]
+    assert aborted == RequestsAborted(0, (1, 8))
+    assert isinstance(finished, RequestFinished)
+    assert (finished.finish.number, finished.finish.reason) == (1, FinishReason.ABORT)
+    assert again == RequestsAborted(0, (1,))
+    assert engine.core.take_outputs() == []
+
+
+def test_a_frontend_that_leaves() -> None:
+    engine = Engine()
+    engine.generate(1)
+    engine.generate(2)
+    engine.core.drop_client(0)
+    assert engine.names[2:] == ["FrontendLeft", "RequestFinished", "RequestFinished"]
+    assert engine.events[2] == FrontendLeft(0)
+
+
+def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
+    engine = Engine()
+    for number in range(3):
+        engine.generate(number, grammar=structured(number), max_tokens=1)
+    engine.core.abort(0, [1])
+    engine.core.on_grammar(1, engine.compilation.finish(1))
+    engine.core.on_grammar(2, engine.compilation.finish(2))
+    engine.core.on_grammar(3, "it is no grammar")
+    assert engine.of(GrammarReady) == [
+        GrammarReady(1, (0, 0), ""),
+        GrammarReady(2, None, ""),
+        GrammarReady(3, (0, 2), "it is no grammar"),
+    ]
+    assert [e.finish.reason for e in engine.of(RequestFinished)] == [FinishReason.ABORT, FinishReason.INVALID]
+    engine.dispatch()
+    (sent,) = engine.of(GrammarSent)
+    assert sent.message.step_id == 1
+    assert engine.names[-2:] == ["StepDispatched", "GrammarSent"]
+
+
+def test_a_grammar_that_is_no_grammar_is_named_as_error() -> None:
+    engine = Engine()
+    engine.generate(grammar=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
+    engine.core.on_grammar(1, engine.compilation.finish(1))
+    assert engine.of(GrammarReady) == [GrammarReady(1, (0, 0), "it cannot be compiled")]
+
+
+def test_epochs_and_results_that_come_too_late() -> None:
+    engine = Engine()
+    engine.generate(max_tokens=9)
+    engine.dispatch()
+    engine.core.end_epoch()
+    limits = Limits(2, 64, 64, 16, 4)
+    engine.core.start_epoch(limits, ChunkedPolicy(), 2)
+    engine.answer()
+    assert engine.of(EpochEnded, EpochStarted) == [EpochEnded(1), EpochStarted(2, limits)]
+    (arrived,), (dropped,) = engine.of(ResultArrived), engine.of(StaleResultDropped)
+    assert dropped.result is arrived.result
+    assert not engine.of(RequestPreempted, RequestFinished, ResultApplied)
+    engine.dispatch()
+    assert [event.requests for event in engine.of(StepDispatched)][2:] == [((0, 0),), ()]
+
+
+def test_all_requests_fail_with_their_workers() -> None:
+    engine = Engine()
+    engine.generate(max_tokens=9)
+    engine.dispatch()
+    engine.core.fail_all("the workers are gone")
+    assert engine.names[-2:] == ["AllRequestsFailed", "RequestFinished"]
+    assert engine.of(AllRequestsFailed) == [AllRequestsFailed("the workers are gone")]
+
+
+def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
+    engine = Engine()
+    engine.generate(max_tokens=9)
+    engine.dispatch()
+    engine.core.reset_prefix_cache(reset_running=True)
+    assert engine.events[-2] == PrefixCacheReset(reset_running=True)
+    (preempted,) = engine.of(RequestPreempted)
+    assert (preempted.request, preempted.cause) == ((0, 0), PreemptionCause.RESET)
+
+
+def test_a_preemption_for_blocks_comes_before_the_step_that_needed_them() -> None:
+    engine = Engine(1, Limits(4, 64, 24, 6, 4))
+    engine.generate(0, prompt=8, max_tokens=16)
+    engine.generate(1, prompt=8, max_tokens=16)
+    engine.run()
+    preempted = engine.of(RequestPreempted)
+    assert preempted
+    assert all(event.cause is PreemptionCause.BLOCKS for event in preempted)
+    assert {number: finish.num_preemptions for number, finish in engine.finished.items()} == {
+        number: sum(event.request == (0, number) for event in preempted) for number in (0, 1)
+    }
+    at = engine.events.index(preempted[0])
+    assert engine.names[at - 1] == "DispatchStarted"
+    assert engine.names[at + 1] == "StepDispatched"
+
+
+def test_listeners_come_and_go_while_the_engine_runs() -> None:
+    engine, late = Engine(), Recorder()
+    engine.generate(max_tokens=9)
+    engine.dispatch()
+    engine.core.observers.add(late)
+    engine.answer()
+    engine.core.observers.remove(late)
+    engine.dispatch()
+    assert [type(event) for event in late.events] == [ResultArrived, ResultApplied]
+    engine.core.observers.remove(engine.recorder)
+    before = len(engine.events)
+    engine.run()
+    assert len(engine.events) == before
+    assert engine.finished[0].reason is FinishReason.LENGTH
+
+
+def test_listeners_outlive_an_epoch() -> None:
+    engine = Engine()
+    engine.core.end_epoch()
+    engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
+    engine.generate()
+    engine.run()
+    assert engine.of(StepDispatched)[0].plan.epoch == 2
+    assert engine.of(RequestFinished)
+
+
+def test_messages_of_events_are_those_that_leave() -> None:
+    engine = Engine()
+    engine.generate(max_tokens=1)
+    sent = list(engine.core.dispatch())
+    assert [event.plan for event in engine.of(StepDispatched)] == sent
+    assert isinstance(sent[0], SchedulerOutput)
+    engine.in_flight.append(sent[0])
+    engine.answer()
+    (release,) = engine.core.dispatch()
+    assert engine.of(SlotsReleased) == [SlotsReleased(release)]  # type: ignore[arg-type]
+    assert len(engine.of(DispatchStarted)) == 2
+
+
+# -- times -------------------------------------------------------------------------------------------------------
+
+
+def timed(engine: Engine, now: float, *actions: Callable[[], None]) -> None:
+    engine.core.advance(now)
+    for action in actions:
+        action()
+
+
+def test_the_core_keeps_the_time_it_was_given() -> None:
+    engine = Engine()
+    assert engine.core.now == 0
+    timed(engine, 12.5)
+    assert engine.core.now == 12.5
+    engine.core.end_epoch()
+    engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
+    assert engine.core.now == 12.5
+    assert engine.events[0] == TimeAdvanced(12.5)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_times_of_a_request(listens: bool) -> None:
+    engine = Engine()
+    if not listens:
+        engine.core.observers.remove(engine.recorder)
+    timed(engine, 1.0, lambda: engine.generate(max_tokens=2))
+    timed(engine, 2.0, engine.dispatch)
+    timed(engine, 3.0, engine.answer)
+    timed(engine, 4.0, engine.answer)
+    assert engine.finished[0].times == RequestTimes(queued=1.0, scheduled=2.0, first_token=3.0, ended=4.0)
+
+
+def test_the_first_token_comes_with_the_last_chunk_of_a_prompt() -> None:
+    engine = Engine(1, Limits(4, 4, 64, 32, 4))
+    timed(engine, 1.0, lambda: engine.generate(prompt=10, max_tokens=2))
+    for now in (2.0, 3.0, 4.0, 5.0):
+        timed(engine, now, engine.dispatch, engine.answer)
+    assert engine.finished[0].times == RequestTimes(1.0, 2.0, 4.0, 5.0)
+
+
+def test_a_preempted_request_keeps_the_times_of_its_first_run() -> None:
+    engine = Engine(2, Limits(1, 64, 64, 32, 4), use_priority=True)
+    timed(engine, 1.0, lambda: engine.generate(0, max_tokens=4, priority=1))
+    timed(engine, 2.0, engine.dispatch)
+    timed(engine, 3.0, engine.answer)
+    timed(engine, 4.0, lambda: engine.generate(1, max_tokens=1), engine.dispatch)
+    assert engine.of(RequestPreempted)
+    timed(engine, 5.0, engine.run)
+    assert engine.finished[1].times == RequestTimes(4.0, 4.0, 5.0, 5.0)
+    assert engine.finished[0].times == RequestTimes(1.0, 2.0, 3.0, 5.0)
+    assert engine.finished[0].num_preemptions == 1
+
+
+def test_a_first_token_that_arrives_after_the_preemption_counts() -> None:
+    engine = Engine(3, Limits(1, 4, 64, 32, 4), use_priority=True)
+    timed(engine, 1.0, lambda: engine.generate(0, prompt=8, max_tokens=4, priority=1), engine.dispatch)
+    timed(engine, 2.0, lambda: engine.generate(1, max_tokens=1), engine.answer, engine.dispatch)
+    assert engine.of(RequestPreempted)
+    timed(engine, 3.0, engine.answer)
+    assert engine.of(ResultApplied)[-1].states.tolist() == [DELIVER]
+    timed(engine, 4.0, engine.run)
+    assert engine.finished[0].times == RequestTimes(1.0, 1.0, 3.0, 4.0)
+
+
+def test_a_replay_has_the_time_of_its_own_first_token() -> None:
+    engine = Engine()
+    engine.core.advance(1.0)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    engine.core.add(0, GenerateRequest(0, pack([1, 2, 3, 4, 5]), 3, params))
+    timed(engine, 2.0, engine.dispatch)
+    timed(engine, 3.0, engine.answer)
+    timed(engine, 4.0, engine.run)
+    assert engine.finished[0].times == RequestTimes(1.0, 2.0, 3.0, 4.0)
+
+
+def test_a_refused_request_was_never_queued() -> None:
+    engine = Engine()
+    timed(engine, 6.0, lambda: engine.generate(0, prompt=0), engine.take)
+    assert engine.finished[0].times == RequestTimes(ended=6.0)
+
+
+def test_an_aborted_request_ends_without_what_did_not_happen() -> None:
+    engine = Engine(2, Limits(1, 64, 64, 32, 4))
+    timed(engine, 1.0, lambda: engine.generate(0, max_tokens=9), engine.dispatch)
+    timed(engine, 2.0, lambda: engine.generate(1))
+    timed(engine, 3.0, lambda: engine.core.abort(0, [0, 1]))
+    ends = [event.finish.times for event in engine.of(RequestFinished)]
+    assert ends == [RequestTimes(1.0, 1.0, 0.0, 3.0), RequestTimes(2.0, 0.0, 0.0, 3.0)]
+
+
+def test_a_request_is_queued_when_it_arrives_and_not_when_its_grammar_is_ready() -> None:
+    engine = Engine()
+    timed(engine, 1.0, lambda: engine.generate(0, grammar=structured(0)))
+    timed(engine, 2.0, lambda: engine.core.on_grammar(1, "it is no grammar"), engine.take)
+    assert engine.finished[0].times == RequestTimes(1.0, 0.0, 0.0, 2.0)
+
+
+def test_an_embedding_has_no_first_token() -> None:
+    engine = Engine()
+    timed(engine, 1.0, lambda: engine.generate(max_tokens=1, pooling=Pooling.LAST), engine.dispatch)
+    slot = int(unpack(engine.in_flight[0].slots)[0])
+    timed(engine, 2.0, lambda: engine.answer(embedding_slots=pack([slot]), embeddings=b"\0\0\0\0"))
+    assert engine.finished[0].times == RequestTimes(1.0, 1.0, 0.0, 2.0)
