@@ -14,6 +14,7 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
@@ -148,7 +149,7 @@ def test_preemption(state: int) -> None:
     """Its tokens in flight are delivered and move its grammar, or are dropped and sampled again."""
     world, stream, others = deferred()
     assert stream.request is not None
-    world.scheduler.preempt(stream.request.slot, state)
+    world.scheduler.preempt(stream.request.slot, PreemptionCause.RESET, state)
     assert stream.request.stale_rows == (2 if state == DELIVER else 0)
     world._transition()
     world.dispatch()
@@ -257,7 +258,7 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     world.compiled()
     world.dispatch()
     assert bad.request is not None
-    world.scheduler.preempt(bad.request.slot)
+    world.scheduler.preempt(bad.request.slot, PreemptionCause.BLOCKS)
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.drain()
     assert bad.request.status is RequestStatus.FINISHED
