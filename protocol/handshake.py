@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.fields import Count, Name, Text
 
-PROTOCOL_VERSION = (1, 3)
+PROTOCOL_VERSION = (2, 0)
 """(major, minor): majors must be equal; a minor only appends fields with defaults."""
 PROBE = "probe"
 """The role of health checks: any server answers, and remembers nothing."""

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.fields import MAX_ITEMS, Bytes, Count, Fraction, Name, StepId, Text
+from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
@@ -170,7 +170,21 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Asks nothing: that it can be sent tells the scheduler that the connection still exists."""
+    """Shows that the connection exists; the worker answers with a `Pong`."""
+
+    sent: Finite = 0.0
+    """Seconds on the scheduler's monotonic clock."""
+
+
+class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
+    """The answer to a `Ping`, from which the scheduler computes how far the two clocks are apart."""
+
+    ping_sent: Finite
+    """`Ping.sent`"""
+    received: Finite
+    """Seconds on the worker's monotonic clock: the `Ping` was read."""
+    sent: Finite
+    """Seconds on the worker's monotonic clock: this message was sent."""
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
@@ -179,7 +193,7 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     reason: Text = ""
 
 
-WorkerMessage = Register | LoadProgress | Loaded | Ready | Heartbeat | LoadFailed | RankLost
+WorkerMessage = Register | LoadProgress | Loaded | Ready | Heartbeat | Pong | LoadFailed | RankLost
 """worker -> scheduler, outside of steps"""
 GroupMessage = Assignment | InitializeCache | EndEpoch | Ping | Shutdown
 """scheduler -> worker, outside of steps"""

@@ -11,6 +11,7 @@ import msgspec
 
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
+from protocol.records import StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 
@@ -148,7 +149,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Length of an embedding; 0: none are served."""
 
 
-ClientMessage = GenerateRequest | AbortRequest
+ClientMessage = GenerateRequest | AbortRequest | Subscribe
 """What a frontend sends after its handshake."""
-EngineMessage = RequestOutputs | EngineState
+EngineMessage = RequestOutputs | EngineState | StepRecords
 """What the scheduler sends to a frontend after the handshake."""

@@ -30,6 +30,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams
     pooling: Pooling = Pooling.NONE
     """Other than NONE: the row with `samples` yields an embedding; the token it returns means nothing."""
+    request_id: Text = ""
+    """The external id, for log lines only."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
@@ -69,6 +71,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     least_chance: Fraction = 0.0
     """A draft that its drafter gives less chance of being accepted is not worth verifying; drafters that know none
     propose all."""
+    report_times: bool = False
+    """True: ranks that return no result send a `StepReport` of this step."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
@@ -94,6 +98,23 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
     accepted (spec 2(b) 14). b"": one each."""
 
 
+class StepTimes(msgspec.Struct, array_like=True, frozen=True):
+    """When one rank executed one step, in this order: seconds on its process's monotonic clock; 0.0: not measured."""
+
+    received: Finite = 0.0
+    """The executing thread read the plan."""
+    prepared: Finite = 0.0
+    """The plan was checked and its batch laid out."""
+    forward_began: Finite = 0.0
+    forward_ended: Finite = 0.0
+    sampled: Finite = 0.0
+    """The sampled ids had arrived on the host; on a rank that does not sample, its part of the step had ended."""
+    sent: Finite = 0.0
+    """The result was handed to the socket."""
+    idle: Finite = 0.0
+    """Seconds just before the forward pass in which the device had no work, because no plan was queued."""
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """What one step produced; results leave a worker in step order.
 
@@ -112,12 +133,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     """int32[rows]: tokens of the row: accepted drafts and one more; 0 where the runner did not come to sample"""
     token_ids: bytes
     """int32[sum(counts)], rows back to back"""
-    started: Finite = 0.0
-    """Worker's monotonic clock, seconds: the forward pass began."""
-    ended: Finite = 0.0
-    """The sampled ids had arrived on the host."""
-    idle: Finite = 0.0
-    """Seconds the worker waited in receive, with no plan queued, just before this step."""
+    times: StepTimes = StepTimes()
+    """Of the rank that reports the step."""
     progress_slots: bytes = b""
     """int32[reports]: slots of prefill rows of this step whose progress is reported"""
     progress_frontiers: bytes = b""
@@ -136,6 +153,15 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     with `has_structured_output_requests`, whose grammars look at drafts, else b\"\""""
 
 
+class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):
+    """The times of a rank that returns no result; sent only for plans with `report_times`."""
+
+    epoch: Count
+    step_id: StepId
+    rank: Count
+    times: StepTimes
+
+
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
     """A step failed; it takes the place of that step's result and nothing after it is valid."""
 
@@ -148,5 +174,5 @@ class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
 
 StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput
 """scheduler -> worker, per step"""
-StepResult = ModelRunnerOutput | StepFault
+StepResult = ModelRunnerOutput | StepReport | StepFault
 """worker -> scheduler, per step"""

@@ -28,7 +28,7 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepResult
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult
 from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
@@ -175,13 +175,15 @@ class Service:
                     self._record("result", message.step_id)
                     self._watch.on_result(message.step_id, now)
                     self.group.on_step()
-                    self._worker_seconds["idle"] += message.idle
-                    self._worker_seconds["busy"] += message.ended - message.started
+                    self._worker_seconds["idle"] += message.times.idle
+                    self._worker_seconds["busy"] += message.times.sampled - message.times.forward_began
                 try:
                     self.engine.on_result(message)
                 except UnknownResult as error:  # scheduler and worker have lost each other
                     self.workers.refuse(worker, str(error))
                     self.group.on_gone(worker, f"sent a result that cannot be: {error}", now)
+            case StepReport():
+                pass
             case StepFault(epoch=epoch):
                 if epoch == self.group.epoch:
                     self.group.on_gone(worker, f"failed in step {message.step_id}: {message.error}", now)

@@ -20,7 +20,7 @@ import msgspec.structs
 from protocol.codec import Decoder, ProtocolError
 from protocol.fields import MAX_TEXT
 from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost, Shutdown
-from protocol.steps import ModelRunnerOutput, StepFault, StepResult
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.worker.runner import Output, RanksLost
 
@@ -41,11 +41,20 @@ RESULTS_KEPT = 16
 class Launched:
     """A step whose result is on its way to the host."""
 
-    epoch: int
-    step_id: int
+    step: SchedulerOutput
     output: Output
+    received: float
+    """Seconds on the monotonic clock: the executing thread read the plan."""
     waited: float
     """Seconds that the executing thread waited for this plan with none queued."""
+
+    @property
+    def epoch(self) -> int:
+        return self.step.epoch
+
+    @property
+    def step_id(self) -> int:
+        return self.step.step_id
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Results:
         """Of what belongs to an epoch: it changes at once, or late results would leave traces in the next one."""
         self._queue: queue.SimpleQueue[Launched | StepFault | Repeat | None] = queue.SimpleQueue()
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
-        self._last_ended = 0.0
+        self._last_sampled = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
         self.waits_for_ranks = False
         """The executing thread is where it may have to wait for other ranks: joining them, or in a step."""
@@ -106,7 +115,7 @@ class Results:
         with self._state:
             self._epoch, self._rank, self._last_step = epoch, rank, 0
             self._kept.clear()
-            self._last_ended = 0.0
+            self._last_sampled = 0.0
 
     def put(self, item: Launched | StepFault | Repeat) -> None:
         self._queue.put(item)
@@ -157,15 +166,23 @@ class Results:
         with self._state:
             return self._entered(launched, result) if launched.epoch == self._epoch else None
 
-    def _entered(self, launched: Launched, result: ModelRunnerOutput | None) -> ModelRunnerOutput | None:
-        """A result of this epoch, with the idle time before it."""
+    def _entered(self, launched: Launched, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
+        """Complete the times of a step of this epoch, and keep its result for a repetition."""
         self._last_step = launched.step_id
-        if result is None:  # the output rank reports the step
-            return None
+        measured = result if isinstance(result, StepTimes) else result.times
         # The device has nothing to do while both hold: no plan is queued, and the step before has ended.
-        pause = result.started - self._last_ended if self._last_ended else 0.0
-        result = msgspec.structs.replace(result, idle=max(0.0, min(pause, launched.waited)))
-        self._last_ended = result.ended
+        pause = measured.forward_began - self._last_sampled if self._last_sampled else 0.0
+        self._last_sampled = measured.sampled
+        times = msgspec.structs.replace(
+            measured,
+            received=launched.received,
+            sent=time.monotonic(),
+            idle=max(0.0, min(pause, launched.waited)),
+        )
+        if isinstance(result, StepTimes):  # another rank returns the result
+            report = StepReport(self._epoch, launched.step_id, self._rank, times)
+            return report if launched.step.report_times else None
+        result = msgspec.structs.replace(result, times=times)
         self._kept[result.step_id] = result
         if len(self._kept) > RESULTS_KEPT:
             self._kept.popitem(last=False)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 
 Progress = Callable[[str, float], None]
 """Called with a phase name and a fraction from 0 to 1 while loading."""
@@ -35,10 +35,11 @@ class Identity:
 class Output(Protocol):
     """The result of a step whose sampled ids may still be on their way to the host (spec S3, rule 4)."""
 
-    def get(self) -> ModelRunnerOutput | None:
-        """Waits for the host copy, without spinning. Depends on nothing that a later step may change (S3-1).
+    def get(self) -> ModelRunnerOutput | StepTimes:
+        """Wait for the host copy, without spinning. Depends on nothing that a later step may change (S3-1).
 
-        None on a rank that is not the output rank: its part of the step has ended, another rank reports it.
+        Returns `StepTimes` on a rank that is not the output rank: its part of the step has ended, another rank returns
+        the result. `received`, `sent` and `idle` are left to the caller.
         """
         ...
 
@@ -47,8 +48,10 @@ class Output(Protocol):
 class Passed:
     """An `Output` of a rank that is not the output rank."""
 
-    def get(self) -> None:
-        return None
+    times: StepTimes
+
+    def get(self) -> StepTimes:
+        return self.times
 
 
 class ModelRunner(Protocol):

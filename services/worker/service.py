@@ -23,6 +23,8 @@ from protocol.membership import (
     InitializeCache,
     LoadFailed,
     LoadProgress,
+    Ping,
+    Pong,
     RankLost,
     Ready,
     Register,
@@ -70,6 +72,11 @@ class Worker:
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
         self._waited = 0.0
         """Seconds spent in receive since the last plan, with no step waiting for its grammar."""
+        self._received = 0.0
+        """When the last frame was read, and when the last plan: seconds on the monotonic clock."""
+        self._step_received = 0.0
+        self._request_ids: dict[int, str] = {}
+        """The external id of the request that entered each slot last."""
         self._next_progress = 0.0
         self.sockets_closed = False
         self._leaving = False
@@ -147,11 +154,14 @@ class Worker:
 
     def _receive(self) -> bytes | None:
         frame = self._client.take()
-        if frame is None:
-            began = time.monotonic()
-            frame = self._client.receive(LOOK_UP_INTERVAL)
-            if self._session.phase is Phase.SERVING:
-                self._waited += time.monotonic() - began
+        if frame is not None:
+            self._received = time.monotonic()
+            return frame
+        began = time.monotonic()
+        frame = self._client.receive(LOOK_UP_INTERVAL)
+        self._received = time.monotonic()
+        if self._session.phase is Phase.SERVING:
+            self._waited += self._received - began
         return frame
 
     def _handle(self, frame: bytes) -> None:
@@ -170,6 +180,8 @@ class Worker:
                 self._results.enter(0, 0)
                 self._runner.leave()
                 self._register()
+            case Ping(sent=sent):
+                self._client.send(Pong(sent, self._received, time.monotonic()))
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler says so")
             case Resend(step_id=step_id):
@@ -257,26 +269,35 @@ class Worker:
         try:
             match action:
                 case Execute(step=step):
+                    self._step_received = self._received
+                    self._request_ids |= {request.slot: request.request_id for request in step.new}
                     self._runner.execute_model(step)
                     if not step.has_structured_output_requests:
-                        self._sample(None)
-                case Sample(grammar=grammar):
-                    self._sample(grammar)
+                        self._sample(step, None)
+                case Sample(grammar, step):
+                    self._sample(step, grammar)
                 case ReleaseSlots(slots=slots):
                     self._runner.release(unpack(slots))
         except RanksLost as error:
             self._lost_ranks(error)
         except Exception as error:  # whatever compute may raise takes the place of this step's result
-            log.exception("step %d failed", step_id)
+            log.exception("step %d failed; its requests: %s", step_id, self._requests_of(action))
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
         finally:
             self._results.waits_for_ranks = self._results.in_step = False
 
-    def _sample(self, grammar: GrammarOutput | None) -> None:
+    def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)
-        self._results.put(Launched(self._session.epoch, self._session.last_step, output, self._waited))
+        self._results.put(Launched(step, output, self._step_received, self._waited))
         self._waited = 0.0
+
+    def _requests_of(self, action: Execute | Sample | ReleaseSlots) -> str:
+        """The external ids of the requests in a step, for the log."""
+        if isinstance(action, ReleaseSlots):
+            return "none"
+        ids = (self._request_ids.get(slot, "") for slot in unpack(action.step.slots).tolist())
+        return ", ".join(request_id or "unnamed" for request_id in ids)
 
 
 def _listen(host: str) -> socket.socket:

@@ -47,6 +47,7 @@ class Sample:
     """Sample the step that waits, with its grammar."""
 
     grammar: GrammarOutput
+    step: SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,16 @@ class Resend:
 
 
 Action = (
-    Assignment | InitializeCache | EndEpoch | Shutdown | ReleaseSlots | Execute | Sample | Resend | StepFault
+    Assignment
+    | InitializeCache
+    | EndEpoch
+    | Ping
+    | Shutdown
+    | ReleaseSlots
+    | Execute
+    | Sample
+    | Resend
+    | StepFault
 )
 """Messages of the group mean what they say; a `StepFault` is to be sent, after which the worker leaves."""
 
@@ -68,6 +78,8 @@ class Session:
         self.epoch = 0
         self.last_step = 0
         """The last step that was handed out for execution."""
+        self._unsampled: SchedulerOutput | None = None
+        """The step that waits for its grammar, while SAMPLING."""
         self.ignored = 0
         """Messages of another epoch, and late grammars."""
 
@@ -105,7 +117,7 @@ class Session:
         if isinstance(message, EndEpoch):
             return self._on_end(message)
         if isinstance(message, Ping):
-            return None
+            return message
         if self.phase is Phase.ALONE or (isinstance(message, StepMessage) and message.epoch < self.epoch):
             self.ignored += 1
             return None
@@ -143,7 +155,7 @@ class Session:
             )
         self.last_step = step.step_id
         if step.has_structured_output_requests:
-            self.phase = Phase.SAMPLING
+            self.phase, self._unsampled = Phase.SAMPLING, step
         return Execute(step)
 
     def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
@@ -157,7 +169,8 @@ class Session:
                 grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived"
             )
         self.phase = Phase.SERVING
-        return Sample(grammar)
+        assert self._unsampled is not None
+        return Sample(grammar, self._unsampled)
 
     def _on_release(self, message: ReleaseSlots) -> Action:
         return message

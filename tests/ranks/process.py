@@ -17,7 +17,7 @@ import numpy as np
 
 from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
 from services.worker.distributed.rendezvous import listen
@@ -87,7 +87,7 @@ class Rank:
     def sample(self, grammar: bytes | None) -> bytes | None:
         wanted = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
         result = self.runner.sample_tokens(wanted).get()
-        return None if result is None else msgspec.msgpack.encode(result)
+        return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
 
     def release(self, slots: bytes) -> None:
         self.runner.release(np.array(unpack(slots)))

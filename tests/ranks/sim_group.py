@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import encode
 from protocol.membership import Assignment, InitializeCache, Speculation
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from tests.ranks import sim_rank
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
 
@@ -121,7 +121,7 @@ class SimGroup:
             rank.ask("results")
         results = {rank: rank.last_answer() for rank in self.ranks}
         reported = results.pop(self.output)
-        assert all(result is None for others in results.values() for result in others)
+        assert all(isinstance(result, StepTimes) for others in results.values() for result in others)
         return reported
 
     def errors(self) -> list[str]:

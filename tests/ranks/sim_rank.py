@@ -16,7 +16,7 @@ import torch
 
 from protocol.codec import Decoder
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim import device as sim_device
@@ -70,7 +70,7 @@ class Rank:
         decoded = self._plans.decode(grammar) if grammar else None
         self._outputs.append(self._runner.sample_tokens(decoded))  # type: ignore[arg-type]
 
-    def results(self) -> list[ModelRunnerOutput | None]:
+    def results(self) -> list[ModelRunnerOutput | StepTimes]:
         """Of all steps since the last call."""
         outputs, self._outputs = self._outputs, []
         return [output.get() for output in outputs]

@@ -7,7 +7,7 @@ import numpy as np
 from protocol.codec import pack, unpack
 from protocol.logprobs import Logprobs
 from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.unit.worker.plans import (
     BLOCK,
     CONTEXT,
@@ -92,7 +92,7 @@ def story(seed: int, steps: int = 50) -> Story:
         grammar = _grammar(rng, plan, constrained) if constrained else None
         runner.execute_model(plan)
         result = runner.sample_tokens(grammar).get()
-        assert result is not None
+        assert isinstance(result, ModelRunnerOutput)
         got = tokens(result)
         for request in chosen:
             if request.slot in got:

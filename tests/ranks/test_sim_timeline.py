@@ -32,8 +32,10 @@ def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -
         results = group.results()
         every = max(STEP, hop)
         expected = [START + (STAGES - 1) * (STEP + hop) + STEP + m * every for m in range(SLOTS)]
-        assert [result.ended for result in results] == pytest.approx(expected)
-        assert [result.started for result in results] == pytest.approx([end - STEP for end in expected])
+        assert [result.times.sampled for result in results] == pytest.approx(expected)
+        assert [result.times.forward_began for result in results] == pytest.approx(
+            [end - STEP for end in expected]
+        )
         lines = [json.loads(line) for line in trace.read_text().splitlines()]
         assert sorted((line["stage"], line["step_id"]) for line in lines) == [
             (stage, step + 1) for stage in range(STAGES) for step in range(SLOTS)
@@ -58,7 +60,7 @@ def test_a_token_needs_a_round_through_all_stages(make_group: MakeGroup) -> None
     for _ in range(6):
         group.launch(plans.step(request))
     round_ = STAGES * (STEP + hop)
-    assert [result.ended for result in group.results()] == pytest.approx(
+    assert [result.times.sampled for result in group.results()] == pytest.approx(
         [START + number * round_ - hop for number in range(1, 7)]
     )
 
@@ -72,7 +74,7 @@ def test_as_many_microbatches_as_stages_hide_the_rounds(make_group: MakeGroup) -
         first += [plans.step(request) for request in requests]
     for plan in first:
         group.launch(plan)
-    ends = [result.ended for result in group.results()]
+    ends = [result.times.sampled for result in group.results()]
     # The first step samples for all four, so the next one waits for its round.
     assert ends[1:] == pytest.approx([START + (2 * STAGES + number) * STEP for number in range(2 * STAGES)])
 
@@ -85,7 +87,7 @@ def test_a_hop_costs_by_the_token(make_group: MakeGroup) -> None:
     request = plans.admit(prompt(1, 12))
     for count in (8, 3):
         group.launch(plans.step((request, count)))
-    first, second = (result.ended for result in group.results())
+    first, second = (result.times.sampled for result in group.results())
     assert first == pytest.approx(START + 2 * STEP + 0.001 + 8 * 0.0005)
     assert second == pytest.approx(max(START + 3 * STEP + 0.001 + 3 * 0.0005, first + STEP))
 
@@ -97,6 +99,6 @@ def test_the_cost_of_the_whole_model_is_shared_by_its_stages(make_group: MakeGro
         plans = Plans()
         group.launch(plans.step(plans.admit(prompt(1, 8))))
         (result,) = group.results()
-        assert result.ended - result.started == pytest.approx((0.004 + 8 * 0.001) / pp)
-        assert result.ended == pytest.approx(START + 0.012)
+        assert result.times.sampled - result.times.forward_began == pytest.approx((0.004 + 8 * 0.001) / pp)
+        assert result.times.sampled == pytest.approx(START + 0.012)
         group.leave()

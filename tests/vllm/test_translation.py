@@ -10,7 +10,7 @@ import torch
 from protocol.codec import pack, unpack
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
-from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.parameters import Generator, translated
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans, Translated
@@ -18,6 +18,7 @@ from services.worker.backends.vllm.result import Asked, Result
 from services.worker.batch.slots import NONE, PlanError, SlotTable
 
 VOCAB = 100
+TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
@@ -365,7 +366,7 @@ def result(rows: list[tuple[int, int, int, int, bool]], theirs: Any, asked: Aske
     )
     applied = world.table.apply(plan)
     world.plans.translated(plan, applied)
-    return Result(plan, applied, world.plans.ids(applied.slots), asked, theirs, 1.0, 2.0).get()
+    return Result(plan, applied, world.plans.ids(applied.slots), asked, theirs, TIMES).get()
 
 
 def output(order: list[str], tokens: list[list[int]], **more: Any) -> names.ModelRunnerOutput:
@@ -383,7 +384,7 @@ def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> Non
     rows = ResultRows.from_message(ours)
     assert (rows.slots.tolist(), rows.generations.tolist()) == ([1, 3], [1, 1])
     assert (rows.counts.tolist(), rows.token_ids.tolist()) == ([1, 1], [11, 33])
-    assert (ours.epoch, ours.step_id, ours.started, ours.ended, ours.logprobs) == (3, 9, 1.0, 2.0, None)
+    assert (ours.epoch, ours.step_id, ours.times, ours.logprobs) == (3, 9, TIMES, None)
 
 
 def test_a_step_that_samples_nothing_has_no_rows() -> None:

@@ -388,7 +388,7 @@ class EngineCore:
             drafts = None
             if output.draft_token_ids:
                 drafts = self._drafts_of(step, output, len(rows.counts))
-            seconds = output.ended - output.started
+            seconds = output.times.sampled - output.times.forward_began
             sampled = Sampled(
                 rows.counts, rows.token_ids, rows.drafted, drafts, logprobs, embeddings, seconds
             )

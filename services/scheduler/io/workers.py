@@ -8,9 +8,10 @@ import zmq
 
 from protocol.codec import Decoder, encode
 from protocol.handshake import Hello
-from protocol.membership import GroupMessage, Ping, WorkerMessage
+from protocol.membership import GroupMessage, Ping, Pong, WorkerMessage
 from protocol.steps import StepMessage, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
+from services.scheduler.io.clock_offset import ClockOffset
 
 log = logging.getLogger("runahead.scheduler")
 
@@ -29,6 +30,8 @@ class WorkerConnections:
         """Worker -> its other connection."""
         self._owner: dict[bytes, bytes] = {}
         """Results connection -> worker."""
+        self._clocks: dict[bytes, ClockOffset] = {}
+        """By worker."""
         self._gone: list[bytes] = []
         self._probe_until = 0.0
 
@@ -47,6 +50,9 @@ class WorkerConnections:
         for peer, message in self._server.messages(self._decoder):
             if isinstance(message, Hello):
                 self._greet(peer, message)
+            elif isinstance(message, Pong):
+                if (clock := self._clocks.get(peer)) is not None:
+                    clock.add(message.ping_sent, message.received, message.sent, time.monotonic())
             else:
                 yield self._owner.get(peer, peer), message
 
@@ -54,9 +60,18 @@ class WorkerConnections:
         if hello.role == "worker":
             if (before := self._by_name.get(hello.name)) is not None:
                 self._forget(before)  # restarted, under the same name
-            self._by_name[hello.name] = peer
+            self._by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
         elif (worker := self._by_name.get(hello.name)) is not None:
             self._results[worker], self._owner[peer] = peer, worker
+
+    def ping(self, workers: Iterable[bytes]) -> None:
+        """Start one exchange with each worker that measures how far its clock is ahead."""
+        for worker in workers:
+            self.send(worker, Ping(time.monotonic()))
+
+    def clock_offset(self, worker: bytes) -> float:
+        """Seconds to subtract from the worker's clock to get this process's; 0.0 if it was not measured yet."""
+        return self._clocks[worker].seconds if worker in self._clocks else 0.0
 
     def send(self, worker: bytes, message: GroupMessage, everywhere: bool = False) -> None:
         """Who cannot be reached is found in `take_gone`. `everywhere`: on both connections."""
@@ -88,14 +103,14 @@ class WorkerConnections:
         if self._server.take_disconnected():
             self._probe_until = time.monotonic() + PROBE_SECONDS
         if self.probing:
-            for worker in workers:
-                self.send(worker, Ping())
+            self.ping(workers)
         gone, self._gone = self._gone, []
         return gone
 
     def _forget(self, worker: bytes) -> None:
         if worker not in self._gone:
             self._gone.append(worker)
+        self._clocks.pop(worker, None)
         self._owner.pop(self._results.pop(worker, b""), None)
         self._by_name = {name: peer for name, peer in self._by_name.items() if peer != worker}
 

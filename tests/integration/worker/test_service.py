@@ -22,7 +22,7 @@ from protocol.membership import (
     Register,
     Shutdown,
 )
-from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.results import RESULTS_KEPT
@@ -50,6 +50,19 @@ def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
     return [result.step_id for result in results]
 
 
+def in_order(times: StepTimes) -> bool:
+    """Whether every moment was measured and none comes before the one it follows."""
+    stages = (
+        times.received,
+        times.prepared,
+        times.forward_began,
+        times.forward_ended,
+        times.sampled,
+        times.sent,
+    )
+    return 0 < stages[0] and all(before <= after for before, after in pairwise(stages))
+
+
 # -- serving -----------------------------------------------------------------------------------------------------
 
 
@@ -66,8 +79,8 @@ def test_from_registration_to_orderly_end(scheduler: ScriptedScheduler, tmp_path
         assert step_ids(results) == [1, 2, 3, 4, 5]
         assert [tokens(r)[a.slot] for r in results] == alone(prompt(1, 6), GREEDY, 5)
         assert [tokens(r)[b.slot] for r in results] == alone(prompt(2, 9), sampled(4), 5)
-        assert all(0 < r.started <= r.ended for r in results)
-        assert results[0].idle == 0
+        assert all(in_order(r.times) for r in results)
+        assert results[0].times.idle == 0
         scheduler.send(ReleaseSlots(EPOCH, pack([a.slot, b.slot])), Shutdown("enough"))
         status, text = exit_status(process)
         assert status == 0
@@ -96,11 +109,11 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedScheduler, tmp_path: Pat
         plans = Plans()
         request = plans.admit(prompt(1, 6))
         results: list[ModelRunnerOutput] = []
-        while not any(result.idle for result in results):
+        while not any(result.times.idle for result in results):
             scheduler.send(plans.step(request))
             results += scheduler.results(1)
         for before, after in pairwise(results):
-            assert 0 <= after.idle <= after.started - before.ended
+            assert 0 <= after.times.idle <= after.times.forward_began - before.times.sampled
 
 
 def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
@@ -110,8 +123,8 @@ def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path:
         request = plans.admit(prompt(1, 6))
         scheduler.send(*(plans.step(request) for _ in range(3)))
         results = scheduler.results(3)
-        assert [result.idle for result in results] == [0.0] * 3
-        assert [after.started for after in results[1:]] == [before.ended for before in results[:-1]]
+        assert [result.times.idle for result in results] == [0.0] * 3
+        assert [r.times.forward_began for r in results[1:]] == [r.times.sampled for r in results[:-1]]
 
 
 def test_heartbeats_leave_although_a_step_takes_long(scheduler: ScriptedScheduler, tmp_path: Path) -> None:

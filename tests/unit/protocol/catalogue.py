@@ -24,7 +24,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from protocol import handshake, logprobs, membership, requests, sampling, steps
+from protocol import handshake, logprobs, membership, records, requests, sampling, steps
 from protocol.codec import Decoder, pack
 from protocol.handshake import Hello, Refused, Welcome
 from protocol.membership import GroupMessage, WorkerMessage
@@ -41,7 +41,7 @@ from protocol.steps import StepMessage, StepResult
 
 STRUCTS: list[type[msgspec.Struct]] = [
     value
-    for module in (handshake, logprobs, membership, requests, sampling, steps)
+    for module in (handshake, logprobs, membership, records, requests, sampling, steps)
     for value in vars(module).values()
     if inspect.isclass(value) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
 ]

@@ -14,11 +14,13 @@ from protocol.membership import (
     LoadFailed,
     LoadProgress,
     Ping,
+    Pong,
     RankLost,
     Ready,
     Register,
     Shutdown,
 )
+from protocol.records import EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords, Subscribe
 from protocol.requests import (
     AbortRequest,
     EnginePhase,
@@ -36,8 +38,11 @@ from protocol.steps import (
     ReleaseSlots,
     SchedulerOutput,
     StepFault,
+    StepReport,
+    StepTimes,
 )
 
+TIMES = StepTimes(1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 0.5)
 PARAMS = SamplingParams(64, 0.7, 0.9, 40, 0.05, 2**64 - 1, 2, (2, 5), (300,))
 
 EXAMPLES: list[msgspec.Struct] = [
@@ -54,10 +59,38 @@ EXAMPLES: list[msgspec.Struct] = [
     LoadFailed("no such directory"),
     RankLost(3, "connection closed by peer"),
     EndEpoch(3, "a rank was lost"),
-    Ping(),
+    Ping(12.5),
+    Pong(12.5, 100.25, 100.5),
     Shutdown("done"),
     GenerateRequest(2**32 - 1, pack([1, 2, 3]), 2, PARAMS, -5, "tenant", "cmpl-1"),
     AbortRequest([1, 2**32 - 1]),
+    Subscribe(False),
+    StepRecords(
+        [
+            StepRecord(
+                1,
+                17,
+                1.0,
+                1.25,
+                2.0,
+                2.25,
+                [RankTimes(0, TIMES)],
+                pack([0, 0]),
+                pack(np.array([7, 9], np.uint32)),
+                pack([5, 1]),
+                b"\1\0",
+                pack([0, 0]),
+                pack([0, 1]),
+                2,
+                2,
+                1,
+                0.5,
+            )
+        ],
+        [EngineEvent(EngineEventKind.EPOCH_STARTED, 0.5, 1, "two ranks")],
+        3,
+        2.5,
+    ),
     RequestOutputs(
         pack(np.array([7, 9], np.uint32)),
         pack([0, 4]),
@@ -86,6 +119,7 @@ EXAMPLES: list[msgspec.Struct] = [
     ),
     ReleaseSlots(1, pack([3, 4])),
     GrammarOutput(1, 17, pack([0]), pack([-1, 0, 1])),
-    ModelRunnerOutput(1, 17, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), 1.5, 2.5, 0.125),
+    ModelRunnerOutput(1, 17, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack([11, 12]), TIMES),
+    StepReport(1, 17, 3, TIMES),
     StepFault(1, 17, "RuntimeError: out of memory"),
 ]

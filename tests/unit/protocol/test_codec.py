@@ -16,7 +16,7 @@ from protocol.handshake import Hello
 from protocol.membership import Heartbeat, LoadProgress
 from protocol.requests import AbortRequest, ClientMessage, EngineState, GenerateRequest
 from protocol.sampling import SamplingParams
-from protocol.steps import ModelRunnerOutput
+from protocol.steps import ModelRunnerOutput, StepTimes
 from tests.unit.protocol.catalogue import DECODERS, DIRECTIONS, MESSAGES, STRUCTS, direction_of, values
 
 PARAMS = SamplingParams(max_tokens=1)
@@ -123,7 +123,7 @@ def test_nonsense_is_a_protocol_error(frame: bytes) -> None:
 
 
 def result(**times: float) -> ModelRunnerOutput:
-    return ModelRunnerOutput(1, 1, b"", b"", b"", b"", **times)
+    return ModelRunnerOutput(1, 1, b"", b"", b"", b"", StepTimes(**times))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def result(**times: float) -> ModelRunnerOutput:
         (Heartbeat(-1, 0), Heartbeat(0, 0)),
         (LoadProgress("reading", math.nan), LoadProgress("reading", 1.0)),
         (LoadProgress("reading", 1.1), LoadProgress("reading", 0.0)),
-        (result(started=math.nan), result(started=1.5)),
+        (result(received=math.nan), result(received=1.5)),
         (result(idle=math.inf), result(idle=-1e-9)),
     ],
 )

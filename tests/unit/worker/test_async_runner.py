@@ -101,7 +101,7 @@ def test_host_and_device_overlap(
     sum_, longer = host_ms + device_ms, max(host_ms, device_ms)
     expected = steps * sum_ if depth == 1 else (steps - 1) * longer + sum_
     assert 1e3 * (clock.now - began) == pytest.approx(expected)
-    gaps = [after.started - before.ended for before, after in pairwise(results)]
+    gaps = [after.times.forward_began - before.times.sampled for before, after in pairwise(results)]
     assert max(gaps) == pytest.approx((host_ms if depth == 1 else max(0, host_ms - device_ms)) / 1e3)
 
 

@@ -6,31 +6,41 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from protocol.codec import Decoder, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, RankLost, Shutdown, WorkerMessage
-from protocol.steps import ModelRunnerOutput, StepFault, StepResult
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, PeerGone, Server
 from services.worker.results import RESULTS_KEPT, Launched, Repeat, Results
-from services.worker.runner import RanksLost
+from services.worker.runner import Output, RanksLost
 
 PATIENCE = 30.0
 EMPTY = pack([])
+TIMES = StepTimes(prepared=2.0, forward_began=2.0, forward_ended=3.0, sampled=4.0)
 
 
 def result(epoch: int, step_id: int) -> ModelRunnerOutput:
-    return ModelRunnerOutput(epoch, step_id, EMPTY, EMPTY, EMPTY, EMPTY, started=1.0, ended=2.0)
+    return ModelRunnerOutput(epoch, step_id, EMPTY, EMPTY, EMPTY, EMPTY, TIMES)
+
+
+def measured(message: msgspec.Struct) -> ModelRunnerOutput:
+    """The result without the times that it got on its way out."""
+    assert isinstance(message, ModelRunnerOutput)
+    assert message.times.received == 1.5
+    assert message.times.sent > 0
+    return replace(message, times=replace(message.times, received=0.0, sent=0.0))
 
 
 class Copy:
     """An output whose host copy ends when the test says so, in `outcome`."""
 
-    def __init__(self, outcome: ModelRunnerOutput | Exception | None) -> None:
+    def __init__(self, outcome: ModelRunnerOutput | StepTimes | Exception) -> None:
         self._outcome = outcome
         self.begun, self.ended = threading.Event(), threading.Event()
 
-    def get(self) -> ModelRunnerOutput | None:
+    def get(self) -> ModelRunnerOutput | StepTimes:
         self.begun.set()
         assert self.ended.wait(PATIENCE)
         if isinstance(self._outcome, Exception):
@@ -38,10 +48,17 @@ class Copy:
         return self._outcome
 
 
-def done(epoch: int, step_id: int, outcome: ModelRunnerOutput | Exception | None) -> Launched:
+def launched(epoch: int, step_id: int, output: Output, report_times: bool = False) -> Launched:
+    plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", report_times=report_times)
+    return Launched(plan, output, 1.5, 0.0)
+
+
+def done(
+    epoch: int, step_id: int, outcome: ModelRunnerOutput | StepTimes | Exception, report_times: bool = False
+) -> Launched:
     copy = Copy(outcome)
     copy.ended.set()
-    return Launched(epoch, step_id, copy, 0.0)
+    return launched(epoch, step_id, copy, report_times)
 
 
 class Worker:
@@ -90,7 +107,7 @@ def late(worker: Worker) -> Callable[[ModelRunnerOutput | Exception], None]:
 
     def end(outcome: ModelRunnerOutput | Exception) -> None:
         copy = Copy(outcome)
-        worker.results.put(Launched(1, 5, copy, 0.0))
+        worker.results.put(launched(1, 5, copy))
         assert copy.begun.wait(PATIENCE)
         worker.results.enter(2, 0)
         copy.ended.set()
@@ -101,9 +118,10 @@ def late(worker: Worker) -> Callable[[ModelRunnerOutput | Exception], None]:
 def test_late_result_is_neither_sent_nor_kept(worker: Worker, late: Callable[..., None]) -> None:
     late(result(1, 5))
     worker.results.put(done(2, 1, result(2, 1)))
-    assert worker.hears() == result(2, 1)
+    first = worker.hears()
+    assert measured(first) == result(2, 1)
     worker.results.put(Repeat(1))
-    assert worker.hears() == result(2, 1)
+    assert worker.hears() == first
     while (beat := worker.hears(Heartbeat)) != Heartbeat(2, 1, 0):
         assert beat == Heartbeat(2, 0, 0)
     worker.results.put(Repeat(5))
@@ -117,7 +135,7 @@ def test_failure_of_a_step_whose_epoch_is_over_costs_nobody(
     """This worker is well: the batch that failed is void."""
     late(OSError("the copy failed"))
     worker.results.put(done(2, 1, result(2, 1)))
-    assert worker.hears() == result(2, 1)
+    assert measured(worker.hears()) == result(2, 1)
     assert not worker.results.failed.is_set()
 
 
@@ -139,12 +157,23 @@ def test_ranks_lost_on_the_way_to_the_host_carry_their_epoch(
 
 
 def test_step_that_another_rank_reports_counts_as_progress(worker: Worker) -> None:
-    worker.results.put(done(1, 1, None))
-    worker.results.put(done(1, 2, None))
+    worker.results.put(done(1, 1, TIMES))
+    worker.results.put(done(1, 2, TIMES))
     while (beat := worker.hears(Heartbeat)) != Heartbeat(1, 2, 3):
         assert isinstance(beat, Heartbeat)
         assert (beat.epoch, beat.rank) == (1, 3)
         assert beat.last_step_id < 2
+
+
+def test_rank_without_results_reports_its_times_where_the_plan_asks(worker: Worker) -> None:
+    worker.results.put(done(1, 1, TIMES))
+    worker.results.put(done(1, 2, TIMES, report_times=True))
+    report = worker.hears(StepReport)
+    assert isinstance(report, StepReport)
+    assert (report.epoch, report.step_id, report.rank) == (1, 2, 3)
+    times = report.times
+    assert (times.received, times.forward_began, times.sampled) == (1.5, TIMES.forward_began, TIMES.sampled)
+    assert times.sent > 0
 
 
 def test_who_waits_for_ranks_is_woken_at_the_end_of_this_epoch_and_of_no_other(worker: Worker) -> None:
@@ -184,7 +213,7 @@ def test_scheduler_that_says_goodbye_and_goes_is_not_lost(worker: Worker) -> Non
     assert worker.aborted.wait(PATIENCE)
     late = Copy(result(1, 1))
     late.ended.set()
-    worker.results.put(Launched(1, 1, late, 0.0))
+    worker.results.put(launched(1, 1, late))
     assert late.begun.wait(PATIENCE)
     assert worker.results.lost is None
     assert not worker.results.failed.is_set()

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.rows import LogprobRows
-from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
+from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput, StepTimes
 from services.checkpoint import default_dtype
 from services.config import WorkerConfig
 from services.worker import machine
@@ -165,7 +166,6 @@ class NativeRunner:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
         model, ranks = self._parts()
-        started = time.monotonic()
         planned = self._table.apply(step)
         self._assign(step, ranks)
         rows = self._settled(planned, ranks)
@@ -175,8 +175,10 @@ class NativeRunner:
         prompts = self._prompts(rows) if ranks.stages.is_last else None
         context = Context(batch, self._cache, self._table.block_table)
         hidden = HiddenStates(self._drafter.reads) if self._drafter is not None else None
+        prepared = time.monotonic()
         logits = model.forward(ids, context, ranks, pooled, prompts, hidden)
-        self._pending = pending = Pending(step, rows, logits, hidden, pooled, prompts, started)
+        times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
+        self._pending = pending = Pending(step, rows, logits, hidden, pooled, prompts, times)
         if ranks.stages.is_first and ranks.stages.size > 1 and pending.sampling:
             drafts = step.num_speculative_tokens
             self._feedback.expect(pending.slots, pending.firsts, drafts, pending.message())
@@ -241,7 +243,7 @@ class NativeRunner:
                 message = ranks.team.broadcast(pending.message())
                 outcome = Outcome.read(message, pending.step.num_speculative_tokens)
                 self._learn(pending.slots, pending.firsts, outcome)
-            return Passed()
+            return Passed(replace(pending.times, sampled=time.monotonic()))
         sampled = self._sampled(pending, grammar)
         if pending.sampling:
             self._learn(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
@@ -255,8 +257,8 @@ class NativeRunner:
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.concatenate(scored) if scored else None
-        times = pending.started, time.monotonic()
-        return Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, *times)
+        times = replace(pending.times, sampled=time.monotonic())
+        return Result(pending.step, pending.rows, sampled, drafts, joined, pending.pooled, times)
 
     def _sampled(self, pending: Pending, grammar: GrammarOutput | None) -> Sampled:
         """Of the rows that sample."""

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.native.kernels.ragged import spread
 from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.model import HiddenStates
@@ -31,7 +31,8 @@ class Pending:
     pooled: PooledRows | None
     prompts: PromptScores | None
     """None where no token of a prompt is scored; on the output rank it has the scores."""
-    started: float
+    times: StepTimes
+    """Up to the end of the forward pass."""
 
     @property
     def sampling(self) -> bool:
@@ -76,8 +77,7 @@ class Result:
     """int32[sampling rows, k]: for the next step"""
     logprobs: LogprobRows | None
     pooled: PooledRows | None
-    started: float
-    ended: float
+    times: StepTimes
 
     def get(self) -> ModelRunnerOutput:
         samples = self.rows.samples
@@ -89,8 +89,7 @@ class Result:
             generations=self.rows.generations[samples].tobytes(),
             counts=self.sampled.counts.tobytes(),
             token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
-            started=self.started,
-            ended=self.ended,
+            times=self.times,
             logprobs=self.logprobs.to_message() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.sim.acceptance import CopiedTokens
 from services.worker.backends.sim.device import Event
 from services.worker.backends.sim.extras import Copied
@@ -19,6 +19,8 @@ class StepOutput:
     rows: Rows
     sampled: CopiedTokens | None
     """None on a rank that does not report the step."""
+    prepared: float
+    """Seconds on the monotonic clock: the step was ready to be launched."""
     forward: Event
     done: Event
     trace: StepTrace | None
@@ -29,14 +31,20 @@ class StepOutput:
     drafts: I32 | None = None
     """int32[sampled rows, num_speculative_tokens], where a grammar looks at them."""
 
-    def get(self) -> ModelRunnerOutput | None:
+    def get(self) -> ModelRunnerOutput | StepTimes:
         self.done.synchronize()
         step, rows = self.step, self.rows
         if self.trace is not None and step.step_id:  # 0: the canary
             tokens = int(rows.counts.sum())
             self.trace.write(step.epoch, step.step_id, self.forward.began, self.done.ended, tokens)
+        times = StepTimes(
+            prepared=self.prepared,
+            forward_began=self.forward.began,
+            forward_ended=self.forward.ended,
+            sampled=self.done.ended,
+        )
         if self.sampled is None:
-            return None
+            return times
         sampled, extras = self.sampled, self.extras
         logprobs = None if extras is None else extras.logprobs()
         result = ModelRunnerOutput(
@@ -46,8 +54,7 @@ class StepOutput:
             generations=sampled.generations.tobytes(),
             counts=sampled.counts.tobytes(),
             token_ids=sampled.ragged().tobytes(),
-            started=self.forward.began,
-            ended=self.done.ended,
+            times=times,
             logprobs=None if logprobs is None else logprobs.to_message(),
             embedding_slots=b"" if extras is None else extras.embedding_slots.tobytes(),
             embeddings=b"" if extras is None else extras.embeddings.tobytes(),

@@ -1,6 +1,7 @@
 """The simulator behind `ModelRunner`: it computes nothing, verifies everything, and takes the time it is told to."""
 
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ class _Pending:
     wishes: Wishes
     extras: Extras | None
     """On the rank that reports the step."""
+    prepared: float
+    """Seconds on the monotonic clock: the step was ready to be launched."""
     forward: Event
     shape: Shape | None
 
@@ -199,10 +202,12 @@ class SimRunner:
                 oracle.activations(batch, leaving)
 
         seconds = self._cost.step(padded, self._table.num_prompt[rows.slots]) if n else 0.0
+        prepared = time.monotonic()
         event = device.launch(forward, seconds, arrived.at)
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
         more = extras(rows, self._table, self._facts.vocab_size) if self._is_output else None
-        self._pending = _Pending(step, rows, acceptance, wishes(rows, self._table), more, event, shape)
+        asked = wishes(rows, self._table)
+        self._pending = _Pending(step, rows, acceptance, asked, more, prepared, event, shape)
 
     def _settled(
         self, slots: I32, planned: I32, known: I32, wanted: I32, arrived: Activations | None
@@ -239,7 +244,9 @@ class SimRunner:
             raise RuntimeError("no step was executed that could be sampled")
         step, rows, forward = pending.step, pending.rows, pending.forward
         if not self._is_last:
-            return StepOutput(step, rows, None, forward, forward, self._trace, pending.shape)
+            return StepOutput(
+                step, rows, None, pending.prepared, forward, forward, self._trace, pending.shape
+            )
         if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
             raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
         device, sampled, more = self._ready(), pending.acceptance, pending.extras
@@ -262,7 +269,16 @@ class SimRunner:
         self._place.sampled(device, step, sampled, proposed, ended)
         reported = tokens if self._is_output else None
         return StepOutput(
-            step, rows, reported, forward, copied, self._trace, pending.shape, host_extras, drafts
+            step,
+            rows,
+            reported,
+            pending.prepared,
+            forward,
+            copied,
+            self._trace,
+            pending.shape,
+            host_extras,
+            drafts,
         )
 
     def _propose(self, step: SchedulerOutput, sampled: Acceptance, wishes: Wishes) -> tuple[I32, float]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
 from services.worker.batch.slots import NONE, Rows
@@ -35,8 +35,7 @@ class Result:
     """vLLM's request id of each row."""
     asked: Asked
     theirs: names.ModelRunnerOutput
-    started: float
-    ended: float
+    times: StepTimes
     pooled: PooledRows | None = None
     acceptable: I32 | None = None
     """int32[rows]: drafts that a grammar leaves; None: all."""
@@ -59,8 +58,7 @@ class Result:
             generations=rows.generations[samples].tobytes(),
             counts=counts.tobytes(),
             token_ids=np.array(list(chain.from_iterable(tokens)), np.int32).tobytes(),
-            started=self.started,
-            ended=self.ended,
+            times=self.times,
             logprobs=LogprobRows.concatenate(parts).to_message() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded
-from protocol.steps import GrammarOutput, SchedulerOutput
+from protocol.steps import GrammarOutput, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker import machine
 from services.worker.backends.pooling import PooledRows, Pooler
@@ -36,7 +37,8 @@ class _Pending:
     asked: Asked
     pooled: PooledRows | None
     """None where no hidden state is asked for, and where another rank reports."""
-    started: float
+    times: StepTimes
+    """Up to the end of the forward pass."""
 
 
 class VllmRunner:
@@ -127,15 +129,17 @@ class VllmRunner:
     def execute_model(self, step: SchedulerOutput) -> None:
         if self._pending is not None:
             raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
-        (engine, group), table, started = self._parts(), self._table, time.monotonic()
+        (engine, group), table = self._parts(), self._table
         theirs, rows, ids = self._plans.translated(step, table.apply(step))
         asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
         pooled = self._pooler.rows(step, rows, table) if self._reports else None
+        prepared = time.monotonic()
         with group.watched():
             engine.execute(theirs)
         if pooled is not None:
             engine.pool(pooled, ids, rows)
-        self._pending = _Pending(step, rows, ids, asked, pooled, started)
+        times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
+        self._pending = _Pending(step, rows, ids, asked, pooled, times)
 
     @property
     def _reports(self) -> bool:
@@ -153,12 +157,12 @@ class VllmRunner:
         with group.watched():
             theirs = engine.sample(masks, p.ids, acceptable)
         plans.drafts.propose(engine.drafts())
+        times = replace(p.times, sampled=time.monotonic())
         if not self._reports:
-            return Passed()
+            return Passed(times)
         looked_at = step.num_speculative_tokens and step.has_structured_output_requests
         proposed = plans.drafts.column(p.ids, step.num_speculative_tokens) if looked_at else None
-        times = p.started, time.monotonic()
-        return Result(step, p.rows, p.ids, p.asked, theirs, *times, p.pooled, acceptable, proposed)
+        return Result(step, p.rows, p.ids, p.asked, theirs, times, p.pooled, acceptable, proposed)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
