@@ -1,12 +1,12 @@
-"""The command line. `runahead` starts here; nothing is imported until a command needs it."""
+"""The command line `runahead`. Modules are imported only when a command needs them."""
 
 import sys
 
 
 def main() -> int:
-    """Runs the command in `sys.argv`. Returns the exit status; 2 means that the command line was wrong."""
+    """Run the command in `sys.argv`. Return the exit status; 2 means that the command line is invalid."""
     if sys.argv[1:2] == ["healthcheck"] and "--help" not in sys.argv:
-        # Runs every few seconds in every container: without the modules that options need it costs a fifth.
+        # Runs every few seconds in every container. Without the modules for options it takes a fifth of the time.
         from services.cli.healthcheck import main as healthcheck
 
         return healthcheck(sys.argv[2:])

@@ -1,4 +1,4 @@
-"""The commands of `runahead`: what they take comes from services.config, what they do stands in the files beside."""
+"""The commands of `runahead`. Their options come from services.config; their code is in the modules of this package."""
 
 import sys
 from typing import Annotated
@@ -20,7 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long flags off
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at the configuration.")
+config_app = typer.Typer(help="Inspect the configuration.")
 app.add_typer(config_app, name="config")
 
 
@@ -53,12 +53,14 @@ def _bench(settings: Settings[BenchConfig]) -> int:
     return bench(settings.config)
 
 
-app.command("serve", help="Start all three services on this machine and serve MODEL.")(
+app.command("serve", help="Serve MODEL: start frontend, scheduler and worker on this machine.")(
     command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
 )
 for _name, _model in SERVICES.items():
-    app.command(_name, help=f"Run one {_name}.")(command(_model, lambda settings: start(settings.config)))
-app.command("bench", help="Put load on an OpenAI-compatible API and measure it.")(
+    app.command(_name, help=f"Run one {_name} service.")(
+        command(_model, lambda settings: start(settings.config))
+    )
+app.command("bench", help="Send load to an OpenAI-compatible API and measure its latency and throughput.")(
     command(BenchConfig, _bench)
 )
 
@@ -69,10 +71,13 @@ def _healthcheck(
         str, typer.Argument(help="http://HOST:PORT/PATH, tcp://HOST:PORT or ipc://PATH", metavar="TARGET")
     ],
     connected: Annotated[
-        bool, typer.Option("--connected", help="This container's main process runs, connected to TARGET.")
+        bool,
+        typer.Option(
+            "--connected", help="Check that this container's main process runs and is connected to TARGET."
+        ),
     ] = False,
 ) -> None:
-    """Ask a frontend or a scheduler whether it is well: exit status 0 or 1, for the health checks of containers."""
+    """Check a frontend, a scheduler or a worker; exit with status 0 or 1. For the health checks of containers."""
     from services.cli.healthcheck import main
 
     raise typer.Exit(main([target] + ["--connected"] * connected))
@@ -80,19 +85,19 @@ def _healthcheck(
 
 @app.command("capabilities")
 def _capabilities() -> None:
-    """Print what can be combined: batching policy, pipeline stages, running ahead and backend."""
+    """Print which batching policies, pipeline stages, run-ahead, backends and drafters can be combined."""
     from services.cli.capabilities import show as show_capabilities
 
     show_capabilities()
 
 
-config_app.command("show", help="Print what `serve` would run with, and where each value comes from.")(
+config_app.command("show", help="Print the settings that `serve` would use, and the origin of each value.")(
     command(ServeConfig, show, omitted=ENDPOINTS, positional="model")
 )
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Runs one command. Returns its exit status; a wrong command line is one line on stderr and 2."""
+    """Run one command. Return its exit status: 2, with one line on stderr, for an invalid command line."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         status = app(arguments or ["--help"], prog_name="runahead", standalone_mode=False)

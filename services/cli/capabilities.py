@@ -1,4 +1,4 @@
-"""`runahead capabilities`: the table of what can be combined."""
+"""`runahead capabilities`: the table of supported combinations."""
 
 import sys
 
@@ -6,6 +6,6 @@ from services.scheduler.capabilities import table
 
 
 def show() -> None:
-    """One line per combination; what is refused says why."""
+    """Print one line per combination, with the reason where it is refused."""
     for combination, reason in table():
         sys.stdout.write(f"{combination!s:63} {f'refused: {reason}' if reason else 'works'}\n")

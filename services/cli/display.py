@@ -1,25 +1,25 @@
-"""What `serve` shows people on stderr: the children's lines, and how far loading is."""
+"""Output of `serve` on stderr: the lines of its children, and the progress of loading."""
 
 import sys
 import time
 from typing import Protocol
 
-from services.cli.readiness import Readiness
+from services.cli.readiness import LoadingState
 
 LINE_INTERVAL = 3.0
-"""Seconds between two lines about loading where there is no terminal."""
+"""Seconds between two lines about loading, without a terminal."""
 
 
 class Display(Protocol):
     def line(self, text: str) -> None: ...
-    def loading(self, readiness: Readiness) -> None: ...
+    def loading(self, state: LoadingState) -> None: ...
     def done(self) -> None:
-        """Loading is over."""
+        """End the display of progress."""
         ...
 
 
 class PlainDisplay:
-    """One line now and then."""
+    """Output without a terminal: a line about loading every few seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_INTERVAL
@@ -27,17 +27,17 @@ class PlainDisplay:
     def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def loading(self, readiness: Readiness) -> None:
+    def loading(self, state: LoadingState) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_INTERVAL
-            self.line(f"serve     | loading: {readiness.phase} ({readiness.progress:.0%})")
+            self.line(f"serve     | loading: {state.phase} ({state.progress:.0%})")
 
     def done(self) -> None:
         pass
 
 
 class TerminalDisplay:
-    """A progress bar below the children's lines."""
+    """Output on a terminal: a progress bar below the lines of the children."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -58,8 +58,8 @@ class TerminalDisplay:
     def line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
-    def loading(self, readiness: Readiness) -> None:
-        self._bar.update(self._task, description=readiness.phase, completed=readiness.progress)
+    def loading(self, state: LoadingState) -> None:
+        self._bar.update(self._task, description=state.phase, completed=state.progress)
 
     def done(self) -> None:
         self._bar.stop()

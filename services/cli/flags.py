@@ -1,4 +1,4 @@
-"""Command-line options made from a configuration model's fields: no flag, default or unit is written twice."""
+"""Command-line options from the fields of a configuration, so that flags, defaults and units are defined once."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -29,7 +29,7 @@ def command(
     omitted: Collection[str] = (),
     positional: str | None = None,
 ) -> Callable[..., None]:
-    """A typer command with one option per field of `model`, which merges all origins and calls `run`.
+    """Return a typer command with one option per field of `model`. It merges all origins and calls `run`.
 
     Args:
         omitted: fields without an option.
@@ -55,7 +55,7 @@ def command(
 
 
 def _option(name: str, info: FieldInfo) -> inspect.Parameter:
-    """Values stay text: the model checks them, so that flags, environment and file give the same errors."""
+    """Make an option with text values: the model checks them, so that all origins give the same errors."""
     kind: Any = bool if is_switch(info) else list[str] if is_list(info) else str
     text = f"{flag(name)}/{flag('no_' + name)}" if is_switch(info) else flag(name)
     default = info.get_default(call_default_factory=True, validated_data={})

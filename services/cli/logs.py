@@ -1,4 +1,4 @@
-"""How every service writes its log: one line per message on stderr."""
+"""Log format of all services: one line per message on stderr."""
 
 import logging
 import re
@@ -13,6 +13,6 @@ def configure(level: str) -> None:
 
 
 def error_text(line: str) -> str | None:
-    """The message of a line that reports an error, None for every other line."""
+    """Return the message of a log line at level ERROR or above, None for any other line."""
     match = _ERROR.match(line)
     return match[1] if match else None

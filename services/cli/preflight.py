@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started."""
+"""Checks of the configuration before any service starts."""
 
 import ipaddress
 import socket
@@ -10,10 +10,10 @@ from services.config import ServeConfig
 
 
 def check_model(model: str) -> None:
-    """Looks for a model directory. What is in it is for those who read it to judge, and so are names on the hub.
+    """Check that a model directory exists. The services check its content, and names on the hub.
 
     Raises:
-        ConfigurationError: there is none; the text says what to do.
+        ConfigurationError: there is no such directory.
     """
     if not _is_hub_name(model):
         try:
@@ -29,10 +29,10 @@ def _is_hub_name(model: str) -> bool:
 
 
 def free_port(host: str, port: int) -> int:
-    """`port` if it can be bound at `host`, for 0 one that is free now.
+    """Return `port` if it can be bound at `host`; for 0, return a free port.
 
     Raises:
-        ConfigurationError: it is taken, or the address is none of this machine's.
+        ConfigurationError: the port is in use, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -48,7 +48,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def warning(config: ServeConfig) -> str | None:
-    """What is dangerous about an allowed configuration."""
+    """Return a warning about an allowed but insecure configuration, or None."""
     try:
         is_private = ipaddress.ip_address(config.host).is_loopback
     except ValueError:

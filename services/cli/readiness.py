@@ -1,24 +1,24 @@
-"""How far a frontend is, read from its HTTP probes."""
+"""Loading state of a frontend, from its HTTP probes."""
 
 import http.client
 import json
 from dataclasses import dataclass
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104
-PATIENCE = 2.0
-"""Seconds for one answer."""
+ANSWER_TIMEOUT = 2.0
+"""Seconds."""
 
 
 @dataclass(frozen=True)
-class Readiness:
+class LoadingState:
     ready: bool
     phase: str
     progress: float
     """0 to 1"""
 
 
-class Probe:
-    """Asks one frontend. It is asked where it can be reached from this machine, whatever address it listens on."""
+class FrontendProbe:
+    """HTTP client of one frontend. A frontend that listens on any address is reached on the loopback address."""
 
     def __init__(self, host: str, port: int, api_key: str = "") -> None:
         self._host, self._port = ANY_ADDRESS.get(host, host), port
@@ -29,24 +29,24 @@ class Probe:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
-    def readiness(self) -> Readiness | None:
-        """None while it does not answer."""
+    def loading_state(self) -> LoadingState | None:
+        """Return None while the frontend does not answer."""
         answer = self._get("/readyz")
         if answer is None:
             return None
         status, body = answer
         phase = str(body.get("detail") or body.get("phase") or "starting")
         progress = body.get("progress")
-        return Readiness(status == 200, phase, progress if isinstance(progress, int | float) else 0.0)
+        return LoadingState(status == 200, phase, progress if isinstance(progress, int | float) else 0.0)
 
     def model(self) -> str:
-        """The first name that the API answers to; "" if it does not say."""
+        """Return the first model name of the API, or "" if it names none."""
         _, body = self._get("/v1/models") or (0, {})
         models = body.get("data")
         return str(models[0].get("id", "")) if isinstance(models, list) and models else ""
 
     def _get(self, path: str) -> tuple[int, dict[str, object]] | None:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=PATIENCE)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_TIMEOUT)
         try:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()

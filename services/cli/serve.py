@@ -9,47 +9,46 @@ from pathlib import Path
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.preflight import check_model, free_port, warning
-from services.cli.readiness import Probe, Readiness
+from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
 from services.cli.start import SERVICES
 from services.cli.supervisor import Supervisor
 from services.config import ServeConfig
 from services.private import private_directory, short_base
 
-PRIVATE = "runahead-serve-"
-"""How the name of the directory begins that holds a server's sockets and configurations."""
+DIRECTORY_PREFIX = "runahead-serve-"
+"""Prefix of the private directory with the sockets and configurations of a server."""
 POLL_INTERVAL = 0.1
-"""Seconds between two looks at a frontend that is not ready."""
+"""Seconds between two requests to a frontend that is not ready."""
 FINAL = (3, 4)
-"""Exit statuses of a worker that would end in the same way again: its model cannot be served, or the scheduler refused
-it. One that lost its scheduler may come back: if the scheduler has ended, that ends all."""
+"""Exit statuses of a worker that is not restarted: its model cannot be served, or the scheduler refused it."""
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until a signal or a failure. Returns the exit status: 0 after an orderly stop.
+    """Serve until a signal or a failure. Return the exit status: 0 after an orderly stop.
 
     Raises:
-        ConfigurationError: what was asked for cannot be served.
+        ConfigurationError: the model or the address cannot be used.
     """
     started = time.monotonic()
     check_model(config.model)
     config = with_keys(config)
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display()
-    if (danger := warning(config)) is not None:
-        screen.line(danger)
+    if (text := warning(config)) is not None:
+        screen.line(text)
     width = max(map(len, _names(config)))
     supervisor = Supervisor(lambda name, line: screen.line(f"{name:{width}} | {line}"))
-    probe = Probe(config.host, config.port, config.api_key[0] if config.api_key else "")
+    probe = FrontendProbe(config.host, config.port, config.api_key[0] if config.api_key else "")
     is_ready = False
 
     def tick() -> float | None:
         nonlocal is_ready
         if is_ready:
             return None
-        readiness = probe.readiness() or Readiness(False, "starting", 0.0)
-        if not readiness.ready:
-            screen.loading(readiness)
+        state = probe.loading_state() or LoadingState(False, "starting", 0.0)
+        if not state.ready:
+            screen.loading(state)
             return POLL_INTERVAL
         is_ready = True
         screen.done()
@@ -57,20 +56,23 @@ def serve(config: ServeConfig) -> int:
         return None
 
     try:
-        with supervisor.signals(), private_directory(short_base(PRIVATE, "clients"), PRIVATE) as directory:
+        with (
+            supervisor.signals(),
+            private_directory(short_base(DIRECTORY_PREFIX, "clients"), DIRECTORY_PREFIX) as directory,
+        ):
             for name, arguments in _commands(config, directory):
                 is_worker = name.startswith("worker")
-                supervisor.start(name, arguments, _environment(), comes_back=is_worker, final=FINAL)
+                supervisor.start(name, arguments, _environment(), restarts=is_worker, final=FINAL)
             status = supervisor.wait(tick)
     finally:
         screen.done()
     if supervisor.failure is not None:
-        screen.line(f"runahead: {supervisor.failure.how_it_ended()}")
+        screen.line(f"runahead: {supervisor.failure.describe_end()}")
     return status
 
 
 def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """By service, what to run. Configurations travel in files that only this user can read, never in arguments."""
+    """Yield the name and the command of each service. Configurations are in files that only this user can read."""
     clients, workers = f"ipc://{directory}/clients", f"ipc://{directory}/workers"
     endpoints = {
         "frontend": {"scheduler_endpoint": clients},
@@ -80,27 +82,29 @@ def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[
     for name in _names(config):
         service = name.partition("-")[0]
         model, file = SERVICES[service], directory / f"{name}.json"
-        file.write_text(model.model_validate(config.of(model) | endpoints[service]).model_dump_json())
-        # -P: a folder named like one of our packages in the current directory is not what we run
+        file.write_text(
+            model.model_validate(config.service_settings(model) | endpoints[service]).model_dump_json()
+        )
+        # -P: do not import from the current directory, which may hold a folder with the name of our packages
         command = [sys.executable, "-P", "-m", "services.cli.child", service, str(file), str(os.getpid())]
         yield name, command
 
 
 def _names(config: ServeConfig) -> list[str]:
-    """The services to start, in the order in which they are stopped."""
+    """Return the names of the services, in the order in which they are stopped."""
     frontend, scheduler, worker = SERVICES
     workers = config.num_workers
     return [frontend, scheduler, *([worker] if workers == 1 else [f"{worker}-{i}" for i in range(workers)])]
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what the configuration files already say."""
+    """Return this process's environment without the settings, which the configuration files contain."""
     settings = {PREFIX + name.upper() for name in ServeConfig.model_fields}
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 
-def _welcome(probe: Probe, needs_key: bool, seconds: float) -> str:
-    """One line: what is served, where, since when, and what to try."""
+def _welcome(probe: FrontendProbe, needs_key: bool, seconds: float) -> str:
+    """Return one line with the model, its URL, the start-up time and an example request."""
     model = probe.model()
     key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if needs_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'

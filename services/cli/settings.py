@@ -1,6 +1,6 @@
-"""Where each value of a configuration came from: flag > environment > file > default.
+"""Merges the origins of a configuration's values: flag > environment > file > default.
 
-A value is checked by the configuration model alone, whatever its origin, so that every origin gives the same error.
+The configuration model alone checks the values, so that every origin gives the same errors.
 """
 
 import os
@@ -20,22 +20,22 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class ConfigurationError(Exception):
-    """A value or key that cannot be used: one line that names it, where it came from, and what would work."""
+    """A value or key cannot be used. The text is one line with its name, its origin and the allowed values."""
 
 
 @dataclass(frozen=True)
 class Settings(Generic[M]):
-    """A checked configuration, and for each of its fields who decided."""
+    """A checked configuration and the origin of each value."""
 
     config: M
     origins: Mapping[str, str]
-    """By field: "flag --port", "environment RUNAHEAD_PORT", "file PATH" or "default"."""
+    """Field -> "flag --port", "environment RUNAHEAD_PORT", "file PATH" or "default"."""
     omitted: Collection[str] = field(default=())
     """Fields that no origin may set."""
 
 
 def flag(name: str) -> str:
-    """`max_num_seqs` as people type it."""
+    """Return the flag of a field: `--max-num-seqs` for `max_num_seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -44,12 +44,12 @@ def is_list(info: FieldInfo) -> bool:
 
 
 def is_switch(info: FieldInfo) -> bool:
-    """A boolean, or an optional one."""
+    """Return whether the field is a boolean or an optional boolean."""
     return bool in (info.annotation, *typing.get_args(info.annotation))
 
 
 def choices(info: FieldInfo) -> tuple[str, ...]:
-    """The allowed words of a field, () where it is free."""
+    """Return the allowed words of a field, () if any value is allowed."""
     for kind in (info.annotation, *typing.get_args(info.annotation)):
         if typing.get_origin(kind) is typing.Literal:
             return typing.get_args(kind)
@@ -57,7 +57,7 @@ def choices(info: FieldInfo) -> tuple[str, ...]:
 
 
 def type_name(info: FieldInfo) -> str:
-    """What a value looks like: INTEGER, FLOAT or TEXT, or its choices, or either."""
+    """Return the placeholder of a value in the help: INTEGER, FLOAT, TEXT or the choices."""
     kinds = [info.annotation, *typing.get_args(info.annotation)]
     kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind for kind in kinds]
     number = "INTEGER" if int in kinds else "FLOAT" if float in kinds else ""
@@ -71,7 +71,7 @@ def merge(
     environ: Mapping[str, str] = os.environ,
     omitted: Collection[str] = (),
 ) -> Settings[M]:
-    """One configuration from all origins.
+    """Merge all origins into one configuration.
 
     Args:
         model: the configuration; its fields are the names that every origin uses.
@@ -111,7 +111,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{file} must hold a mapping such as `port: 8000`")
+        raise ConfigurationError(f"{file} must contain a mapping such as `port: 8000`")
     found: dict[str, object] = {}
     unknown = [str(key) for key in content if str(key).replace("-", "_") not in fields]
     if unknown:
@@ -125,7 +125,7 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
 
 
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, object]:
-    """Empty variables count as unset; lists are separated by commas."""
+    """Read the variables of all fields. An empty variable counts as unset; commas separate the items of a list."""
     found: dict[str, object] = {}
     for name, info in fields.items():
         if text := environ.get(PREFIX + name.upper()):
@@ -134,12 +134,12 @@ def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo
 
 
 def _describe(error: ValidationError, fields: Mapping[str, FieldInfo], origins: Mapping[str, str]) -> str:
-    """The first problem, in one line, with all that would have worked. Secrets are not repeated."""
+    """Return the first problem in one line, with the allowed values. Secrets are not repeated."""
     problem, *others = error.errors(include_url=False)
     message: Any = problem.get("ctx", {}).get("error") or problem["msg"]
     if not problem["loc"]:
         return str(message)
-    for other in others:  # a value of one of several kinds has a problem for each
+    for other in others:  # a value that matches none of several types has a problem for each
         if (other["loc"][:1], other["input"]) == (problem["loc"][:1], problem["input"]):
             message = f"{message} or {str(other['msg']).removeprefix('Input should be ')}"
     name = str(problem["loc"][0])

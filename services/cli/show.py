@@ -8,7 +8,7 @@ from services.config import ServeConfig
 
 
 def show(settings: Settings[ServeConfig]) -> int:
-    """Prints `name: value  # origin` for each setting; keys that clients must present are only counted."""
+    """Print `name: value  # origin` for each setting. Only the number of API keys is printed."""
     for name, origin in settings.origins.items():
         key, value = name.replace("_", "-"), getattr(settings.config, name)
         if name == "api_key" and value:

@@ -1,4 +1,4 @@
-"""Runs one service in this process. Each service's code is imported here and only when it is the one to run."""
+"""Runs one service in this process. Only the code of that service is imported."""
 
 import logging
 import signal
@@ -18,13 +18,13 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "scheduler": SchedulerConfig,
     "worker": WorkerConfig,
 }
-"""In the order in which they are stopped: whoever asks for work goes before those who do it."""
+"""In the order in which they are stopped: first the frontend, which has the open requests."""
 
 
 def start(config: ServiceConfig) -> int:
-    """Runs the service that `config` describes until it ends. Returns its exit status.
+    """Run the service that `config` describes until it ends. Return its exit status.
 
-    What users can put right is one line in the log; anything else is a bug and leaves its traceback.
+    An error that the user can correct is logged as one line. Any other error is a bug and is logged with its traceback.
     """
     logs.configure(config.log_level)
     try:
@@ -34,7 +34,7 @@ def start(config: ServiceConfig) -> int:
         log.error("%s", " ".join(str(error).split()))
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
-    finally:  # it is ending: a signal that comes only now has nothing left to stop
+    finally:  # the process is ending, so a late signal must not interrupt it
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return 1

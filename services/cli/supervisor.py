@@ -1,5 +1,7 @@
-"""Child processes that live and die together, in one thread: their lines and deaths, signals and deadlines go through
-one selector, so that an idle supervisor sleeps."""
+"""Supervisor of child processes that start and end together, in one thread.
+
+Output and ends of children, signals and deadlines all go through one selector, so that an idle supervisor sleeps.
+"""
 
 import contextlib
 import os
@@ -14,13 +16,14 @@ from dataclasses import dataclass, field
 from services.cli.logs import error_text
 
 ABORT_GRACE = 1.0
-"""Seconds that children get after SIGTERM when there is nothing to wait for."""
+"""Seconds between SIGTERM and SIGKILL when all children are stopped at once."""
 STOP_GRACE = 30.0
-"""Seconds that an orderly stop of a service without clients may take; a second of work, on a very busy machine."""
+"""Seconds that the orderly stop of a child may take, except for the first one, which waits for its clients. It takes
+about one second on an idle machine."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
-"""A child that may come back does so at most so often in so many seconds."""
+"""Maximum number of restarts of a child within a number of seconds."""
 FIRST_PAUSE = 0.5
-"""Seconds until it comes back, doubled each time."""
+"""Seconds until the first restart, doubled for each further one."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -28,67 +31,67 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    told: bool = False
-    """It was asked to stop, or the one before it was: its end is no surprise."""
+    end_expected: bool = False
+    """This child, or one before it in the order of stopping, was signalled to stop."""
     last_line: str = ""
     last_error: str = ""
-    silent: bool = False
-    """Its output has ended."""
+    output_ended: bool = False
     respawn: Callable[[], subprocess.Popen[bytes]] | None = None
-    """Starts it again, if it may come back."""
+    """Starts the process again. None: the child is never restarted."""
     final: Collection[int] = ()
-    """Exit statuses after which it would only end in the same way."""
-    due: float | None = None
-    """When it comes back."""
-    ended: list[float] = field(default_factory=list)
-    """When it ended unasked, within the window."""
-    excused: bool = False
-    """It ended unasked, but would have come back had there been time."""
-    _rest: bytes = b""
+    """Exit statuses after which the child is not restarted."""
+    restart_at: float | None = None
+    """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
+    unexpected_ends: list[float] = field(default_factory=list)
+    """Times of unexpected ends within the window, monotonic clock, seconds."""
+    restart_dropped: bool = False
+    """The child ended unexpectedly, and a stop began before its restart."""
+    _incomplete_line: bytes = b""
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def lines(self) -> list[str]:
-        """Whole lines that arrived on its output since the last call; what is left of it once that has ended."""
+        """Return the complete lines of output since the last call, and an incomplete one once the output has ended."""
         pipe = self.process.stdout
-        if pipe is None or self.silent:
+        if pipe is None or self.output_ended:
             return []
         chunk = b""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(pipe.fileno(), 1 << 16):
                 chunk += data
-            self.silent = True
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        if self.silent and self._rest:
-            whole.append(self._rest)
+            self.output_ended = True
+        *whole, self._incomplete_line = (self._incomplete_line + chunk).split(b"\n")
+        if self.output_ended and self._incomplete_line:
+            whole.append(self._incomplete_line)
         lines = [line.decode(errors="replace") for line in whole]
         for line in lines:
             self.last_line = line.strip() or self.last_line
             self.last_error = error_text(line) or self.last_error
         return lines
 
-    def comes_back(self, now: float) -> bool:
-        """Whether its unasked end is one to recover from; then `due` says when."""
+    def schedule_restart(self, now: float) -> bool:
+        """Set `restart_at` after an unexpected end. Return False if the child must not be restarted."""
         if self.respawn is None or self.process.returncode in self.final:
             return False
-        self.ended = [*(at for at in self.ended if at > now - RESTART_WINDOW), now]
-        if len(self.ended) > RESTARTS:
+        self.unexpected_ends = [*(at for at in self.unexpected_ends if at > now - RESTART_WINDOW), now]
+        if len(self.unexpected_ends) > RESTARTS:
             return False
-        self.due = now + FIRST_PAUSE * 2 ** (len(self.ended) - 1)
+        self.restart_at = now + FIRST_PAUSE * 2 ** (len(self.unexpected_ends) - 1)
         return True
 
     def expect_end(self) -> None:
-        """Its end is no surprise any more, and it does not come back only to be stopped."""
-        self.told, self.excused, self.due = True, self.excused or self.due is not None, None
+        """Mark the end of the child as expected and drop a restart that is due."""
+        self.restart_dropped |= self.restart_at is not None
+        self.end_expected, self.restart_at = True, None
 
     def signal(self, number: int) -> None:
-        self.told, self.due = True, None
+        self.end_expected, self.restart_at = True, None
         if self.alive:
             self.process.send_signal(number)
 
-    def how_it_ended(self) -> str:
+    def describe_end(self) -> str:
         code = self.process.poll()
         if code is not None and code < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
@@ -97,19 +100,20 @@ class Child:
 
 
 class Supervisor:
-    """Starts children and waits for them.
+    """Starts children and waits until all have ended.
 
-    SIGTERM, SIGINT or SIGHUP stops them one after the other in the order in which they were started, each when the one
-    before has ended; a second signal stops all at once. When one ends unasked the others are stopped, too.
+    SIGTERM, SIGINT or SIGHUP stops the children one after the other in the order of their start, each when the one
+    before has ended. A second signal stops all at once. When a child ends unexpectedly and is not restarted, all others
+    are stopped.
     """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
         self.children: list[Child] = []
         self.failure: Child | None = None
-        """The first that ended unasked, or that ended badly when it was asked to stop."""
+        """The first child that ended unexpectedly, or that failed when it was stopped."""
         self.draining = False
         self._show = show
-        self._asked: Child | None = None
+        self._stopping_child: Child | None = None
         self._aborted_by = 0
         self._deadline: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -120,14 +124,14 @@ class Supervisor:
         name: str,
         arguments: Sequence[str],
         environment: dict[str, str],
-        comes_back: bool = False,
+        restarts: bool = False,
         final: Collection[int] = (),
     ) -> None:
-        """Its own process group: a Ctrl-C in the terminal is the supervisor's to handle.
+        """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
         Args:
-            comes_back: started again when it ends unasked, a few times, after growing pauses.
-            final: exit statuses after which it is not.
+            restarts: restart the child after an unexpected end, up to `RESTARTS` times, after growing pauses.
+            final: exit statuses after which it is not restarted.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -144,30 +148,30 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        self.children.append(Child(name, spawn(), respawn=spawn if comes_back else None, final=final))
+        self.children.append(Child(name, spawn(), respawn=spawn if restarts else None, final=final))
 
     def wait(self, tick: Callable[[], float | None]) -> int:
-        """Runs until all children have ended.
+        """Run until all children have ended.
 
         Args:
-            tick: called again and again; returns the seconds until it wants to be called next, None: no hurry.
+            tick: called after every event; returns the seconds until the next call at the latest, None: no limit.
 
         Returns:
-            0 after an orderly stop, 128 + the signal's number after a second one, else what the failed child returned.
+            0 after an orderly stop, 128 + the signal's number after a second signal, else the failed child's status.
         """
         try:
-            while any(child.alive or child.due is not None for child in self.children):
+            while any(child.alive or child.restart_at is not None for child in self.children):
                 self._selector.select(self._timeout(None if self._stopping else tick()))
                 self._restart()
                 with contextlib.suppress(BlockingIOError):
                     self._on_signals(self._wakeup.recv(64))
-                self._look()
+                self._check_children()
             return self._status()
         finally:
             self.kill()
 
     def kill(self) -> None:
-        """Ends whatever is left, and waits for it."""
+        """End all children that are left, and wait for them."""
         for child in self.children:
             child.signal(signal.SIGKILL)
             child.process.wait()
@@ -177,7 +181,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Within, signals are events of the loop; enter before the first `start`."""
+        """Make signals events of the loop within this context. Enter it before the first `start`."""
         for end in (self._wakeup, self._wakeup_writer):
             end.setblocking(False)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
@@ -201,17 +205,19 @@ class Supervisor:
         return self.draining or self.failure is not None
 
     def _timeout(self, wanted: float | None) -> float | None:
-        now, times = time.monotonic(), [self._deadline, *(child.due for child in self.children)]
+        now, times = time.monotonic(), [self._deadline, *(child.restart_at for child in self.children)]
         left = [max(0.0, at - now) for at in times if at is not None]
         return min(left if wanted is None else [wanted, *left], default=None)
 
     def _restart(self) -> None:
-        """Those whose pause is over."""
+        """Restart the children whose pause is over."""
         for child in self.children:
-            if child.due is not None and child.respawn is not None and time.monotonic() >= child.due:
+            if child.restart_at is None or child.respawn is None:
+                continue
+            if time.monotonic() >= child.restart_at:
                 if child.process.stdout is not None:
                     child.process.stdout.close()
-                child.due, child.silent, child.process = None, False, child.respawn()
+                child.restart_at, child.output_ended, child.process = None, False, child.respawn()
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -222,16 +228,15 @@ class Supervisor:
                 self._abort()
             self.draining = True
 
-    def _look(self) -> None:
-        """Reads what the children say, sees who ended, goes on with the stop, and enforces the deadline."""
-        for child in reversed(
-            self.children
-        ):  # who ended first depends on who comes later, seldom the reverse
+    def _check_children(self) -> None:
+        """Read output, handle ends of children, continue an orderly stop and enforce the deadline."""
+        # In reverse: a child fails because a later one has ended more often than the other way round.
+        for child in reversed(self.children):
             self._read(child)
-            if child.alive or child.told or child.due is not None or self.failure is not None:
+            if child.alive or child.end_expected or child.restart_at is not None or self.failure is not None:
                 continue
-            if not self._stopping and child.comes_back(time.monotonic()):
-                self._show(child.name, f"{child.how_it_ended()}; it is started again")
+            if not self._stopping and child.schedule_restart(time.monotonic()):
+                self._show(child.name, f"{child.describe_end()}; restarting")
                 continue
             self.failure = child
             self._abort()
@@ -239,23 +244,23 @@ class Supervisor:
             self._stop_next()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for child in self.children:
-                if child.told:
+                if child.end_expected:
                     child.signal(signal.SIGKILL)
 
     def _read(self, child: Child) -> None:
         for line in child.lines():
             self._show(child.name, line)
         pipe = child.process.stdout
-        if child.silent and pipe is not None and pipe in self._selector.get_map():
+        if child.output_ended and pipe is not None and pipe in self._selector.get_map():
             self._selector.unregister(pipe)
 
     def _stop_next(self) -> None:
-        """Asks the first that still runs to stop. The first of all may take as long as its clients need."""
+        """Stop the first child that still runs. The first of all has no deadline, because its clients may need time."""
         for position, child in enumerate(self.children):
             if not child.alive:
                 continue
-            if child is not self._asked:
-                self._asked = child
+            if child is not self._stopping_child:
+                self._stopping_child = child
                 child.signal(signal.SIGTERM)
                 self._deadline = None if position == 0 else time.monotonic() + STOP_GRACE
                 for later in self.children[position + 1 :] if position else ():
@@ -263,7 +268,7 @@ class Supervisor:
             return
 
     def _abort(self) -> None:
-        """Everybody stops now."""
+        """Stop all children now."""
         for child in self.children:
             child.signal(signal.SIGTERM)
         self._deadline = time.monotonic() + ABORT_GRACE
@@ -272,7 +277,7 @@ class Supervisor:
         if self._aborted_by and self.failure is None:
             return 128 + self._aborted_by
         for child in self.children:
-            ended_well = child.excused or child.process.returncode in (0, -signal.SIGTERM)
+            ended_well = child.restart_dropped or child.process.returncode in (0, -signal.SIGTERM)
             if self.failure is None and not ended_well:
                 self.failure = child
         if self.failure is None:

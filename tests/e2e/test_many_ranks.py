@@ -63,7 +63,7 @@ async def test_killed_worker_is_started_again_and_streams_go_on(
                 server.find_services()
                 assert await answers(client, server, victim) == calm
                 assert server.metric("epoch") == count + 1
-            assert f"{victims[0]} was killed by SIGKILL; it is started again" in server.log.read_text()
+            assert f"{victims[0]} was killed by SIGKILL; restarting" in server.log.read_text()
             server.find_services()
             server.signal(signal.SIGTERM)
             assert server.wait() == 0, server.log.read_text()
@@ -85,7 +85,7 @@ async def test_all_ranks_killed_at_once_and_one_again_when_it_is_back() -> None:
 
             texts, _ = await asyncio.gather(answers(client, server, "worker-0", "worker-1"), again())
             assert texts == calm
-        assert server.log.read_text().count("worker-1 was killed by SIGKILL; it is started again") == 2
+        assert server.log.read_text().count("worker-1 was killed by SIGKILL; restarting") == 2
         server.find_services()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log.read_text()

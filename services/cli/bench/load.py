@@ -1,4 +1,4 @@
-"""Sends streaming completion requests on a schedule and notes when each token arrived."""
+"""Sends streaming completion requests on a schedule and records the arrival of each token."""
 
 import asyncio
 import json
@@ -14,40 +14,40 @@ from services.config import BenchConfig
 
 
 class ServerError(Exception):
-    """The server cannot be used at all: one line."""
+    """The server cannot be used. The text is one line."""
 
 
 @dataclass
-class Request:
-    """One request as the client saw it; seconds on the monotonic clock."""
+class SentRequest:
+    """A request and its response. Times are seconds on the monotonic clock."""
 
     prompt: list[int]
     started: float = 0.0
     ended: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """When each chunk with a choice arrived."""
+    """Arrival of each chunk with a choice."""
     output_tokens: int = 0
-    """By the server's own count, else the number of chunks."""
+    """Number of tokens by the usage that the server reported, else the number of chunks."""
     error: str = ""
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadResult:
     model: str
-    requests: list[Request]
+    requests: list[SentRequest]
     duration: float
     """Seconds from the first request to the last answer."""
     max_concurrent: int
-    """Most requests open at once."""
+    """Maximum number of requests open at once."""
 
 
-def run_load(config: BenchConfig) -> Load:
-    """Raises: ServerError, when the server does not answer or names no model."""
+def run_load(config: BenchConfig) -> LoadResult:
+    """Raises: ServerError, if the server does not answer or names no model."""
     return uvloop.run(_run(config))
 
 
 def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of random token ids."""
+    """Return `count` prompts of random token ids."""
     ids = np.random.default_rng(seed).integers(
         config.random_id_low, config.random_id_high, (count, config.random_input_len)
     )
@@ -55,7 +55,7 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
     return rows
 
 
-async def _run(config: BenchConfig) -> Load:
+async def _run(config: BenchConfig) -> LoadResult:
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     async with aiohttp.ClientSession(
         config.base_url,
@@ -65,20 +65,20 @@ async def _run(config: BenchConfig) -> Load:
         read_bufsize=1 << 20,
     ) as session:
         model = config.model or await _first_model(session)
-        client = _Client(session, model, config)
+        client = _LoadClient(session, model, config)
         for prompt in prompts(config, config.num_warmups, config.seed + 1):
-            await client.send(Request(prompt))
-        client.most_open = 0
-        requests = [Request(prompt) for prompt in prompts(config, config.num_prompts, config.seed)]
+            await client.send(SentRequest(prompt))
+        client.max_open = 0
+        requests = [SentRequest(prompt) for prompt in prompts(config, config.num_prompts, config.seed)]
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             async for request in _arrivals(config, requests):
                 tasks.create_task(client.send(request))
-        return Load(model, requests, time.perf_counter() - started, client.most_open)
+        return LoadResult(model, requests, time.perf_counter() - started, client.max_open)
 
 
-async def _arrivals(config: BenchConfig, requests: list[Request]) -> AsyncIterator[Request]:
-    """Each request when it is due: at once, or as a Poisson process of `request_rate` per second."""
+async def _arrivals(config: BenchConfig, requests: list[SentRequest]) -> AsyncIterator[SentRequest]:
+    """Yield each request at its arrival time: at once, or as a Poisson process of `request_rate` per second."""
     rng = np.random.default_rng(config.seed)
     due = time.perf_counter()
     for request in requests:
@@ -100,9 +100,9 @@ async def _first_model(session: aiohttp.ClientSession) -> str:
         raise ServerError("/v1/models names no model; give one with --model") from None
 
 
-class _Client:
+class _LoadClient:
     def __init__(self, session: aiohttp.ClientSession, model: str, config: BenchConfig) -> None:
-        self.most_open = 0
+        self.max_open = 0
         self._open = 0
         self._session = session
         self._slots = asyncio.Semaphore(config.max_concurrency or config.num_prompts)
@@ -116,10 +116,10 @@ class _Client:
         if config.ignore_eos:
             self._body["ignore_eos"] = True
 
-    async def send(self, request: Request) -> None:
+    async def send(self, request: SentRequest) -> None:
         async with self._slots:
             self._open += 1
-            self.most_open = max(self.most_open, self._open)
+            self.max_open = max(self.max_open, self._open)
             request.started = time.perf_counter()
             try:
                 await self._stream(request)
@@ -128,7 +128,7 @@ class _Client:
             request.ended = time.perf_counter()
             self._open -= 1
 
-    async def _stream(self, request: Request) -> None:
+    async def _stream(self, request: SentRequest) -> None:
         async with self._session.post(
             "/v1/completions", json=self._body | {"prompt": request.prompt}
         ) as response:
@@ -152,5 +152,5 @@ class _Client:
                 if chunk.get("choices"):
                     request.arrivals.append(time.perf_counter())
             if not is_done:
-                request.error = "the stream ended early"
+                request.error = "the stream ended before its last event"
             request.output_tokens = counted or len(request.arrivals)

@@ -1,4 +1,4 @@
-"""What a load amounts to. Names and definitions are those of `vllm bench serve`; times are milliseconds."""
+"""Metrics of a load. Names and definitions are those of `vllm bench serve`; times are in milliseconds."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 from services.config import BenchConfig
 
 if TYPE_CHECKING:
-    from services.cli.bench.load import Load
+    from services.cli.bench.load import LoadResult
 
 
-def figures(config: BenchConfig, load: "Load") -> dict[str, object]:
-    """Settings, totals, rates per second and the distributions over requests that succeeded.
+def summarize(config: BenchConfig, load: "LoadResult") -> dict[str, object]:
+    """Return settings, totals, rates per second and distributions over the requests that succeeded.
 
-    ttft: until the first token; tpot: mean gap after it, per request; itl: each gap between chunks; e2el: all of it.
+    ttft: time to first token; tpot: mean time per further token, per request; itl: time between two chunks; e2el:
+    end-to-end latency.
     """
     done = [request for request in load.requests if not request.error]
     streamed = [request for request in done if request.arrivals]

@@ -44,6 +44,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded]) -> Limits:
         block_size=c.block_size,
         enable_prefix_caching=c.enable_prefix_caching,
         stages=c.pipeline_parallel_size,
-        lookahead=k if s is not None and s.keeps_kv else 0,
+        lookahead=k if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=k * -(-c.depth // c.pipeline_parallel_size),
     )

@@ -1,4 +1,4 @@
-"""The load generator against a stub of an OpenAI server that counts what it gets."""
+"""The load generator against a stub of an OpenAI server that records its requests."""
 
 import asyncio
 import json
@@ -12,20 +12,20 @@ import pytest
 from aiohttp import web
 
 from services.cli.bench import bench
-from services.cli.bench.load import Load, Request, ServerError, run_load
-from services.cli.bench.metrics import figures
+from services.cli.bench.load import LoadResult, SentRequest, ServerError, run_load
+from services.cli.bench.metrics import summarize
 from services.config import BenchConfig
 
 
 @dataclass
 class StubServer:
-    """Streams `max_tokens` chunks for each completion; every fifth one fails if `failing`."""
+    """Streams `max_tokens` chunks for each completion. Every fifth completion fails in the way that `failing` names."""
 
     url: str = ""
     failing: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
-    most_open: int = 0
+    max_open: int = 0
     _open: int = 0
 
     async def models(self, request: web.Request) -> web.Response:
@@ -36,7 +36,7 @@ class StubServer:
         self.bodies.append(body)
         self.keys.add(request.headers.get("Authorization"))
         self._open += 1
-        self.most_open = max(self.most_open, self._open)
+        self.max_open = max(self.max_open, self._open)
         try:
             return await self._answer(request, body["max_tokens"], len(self.bodies) % 5 == 0 and self.failing)
         finally:
@@ -95,9 +95,9 @@ def config(server: StubServer, **values: Any) -> BenchConfig:
     return BenchConfig(base_url=server.url, **{"random_input_len": 7, "random_output_len": 5, **values})
 
 
-def test_closed_loop_keeps_to_its_concurrency_and_sends_what_was_asked(server: StubServer) -> None:
+def test_closed_loop_keeps_its_concurrency_and_sends_the_configured_requests(server: StubServer) -> None:
     load = run_load(config(server, num_prompts=24, max_concurrency=3, ignore_eos=True, api_key="sesame"))
-    assert server.most_open == load.max_concurrent == 3
+    assert server.max_open == load.max_concurrent == 3
     assert [request.output_tokens for request in load.requests] == [5] * 24
     assert all(len(request.arrivals) == 5 and not request.error for request in load.requests)
     assert {len(body["prompt"]) for body in server.bodies} == {7}
@@ -107,19 +107,17 @@ def test_closed_loop_keeps_to_its_concurrency_and_sends_what_was_asked(server: S
     assert server.keys == {"Bearer sesame"}
 
 
-def test_seed_decides_the_prompts(server: StubServer) -> None:
+def test_seed_determines_the_prompts(server: StubServer) -> None:
     first, again, other = (run_load(config(server, num_prompts=4, seed=seed)) for seed in (1, 1, 2))
     prompts = [[request.prompt for request in load.requests] for load in (first, again, other)]
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-def test_open_loop_spreads_arrivals_whatever_the_answers_take(server: StubServer) -> None:
+def test_open_loop_spreads_arrivals(server: StubServer) -> None:
     load = run_load(config(server, num_prompts=40, request_rate=200.0, random_output_len=1))
     starts = [request.started for request in load.requests]
     assert starts == sorted(starts)
-    assert (
-        starts[-1] - starts[0] > 0.1
-    )  # 40 arrivals of 5 ms each in the mean; all at once would be far below
+    assert starts[-1] - starts[0] > 0.1, "40 arrivals at a mean distance of 5 ms were sent at once"
     assert len({round(b - a, 3) for a, b in pairwise(starts)}) > 5
 
 
@@ -129,14 +127,14 @@ def test_failed_requests_are_counted_and_give_status_1(
 ) -> None:
     server.failing = failure
     settings = config(server, num_prompts=10)
-    result = figures(settings, run_load(settings))
+    result = summarize(settings, run_load(settings))
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 2, 40)
     server.bodies.clear()
     assert bench(settings) == 1
     assert "failed: " in capsys.readouterr().err
 
 
-def test_result_is_saved_under_vllm_s_names(
+def test_results_are_written_with_the_names_of_vllm(
     server: StubServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "result.json"
@@ -153,13 +151,13 @@ def test_result_is_saved_under_vllm_s_names(
     assert "output_throughput" in capsys.readouterr().out
 
 
-def test_figures_of_a_known_load() -> None:
+def test_metrics_of_a_known_load() -> None:
     requests = [
-        Request([1] * 10, started=0.0, ended=1.0, arrivals=[0.2, 0.4, 0.6], output_tokens=3),
-        Request([1] * 10, started=1.0, ended=2.0, arrivals=[1.1, 1.5], output_tokens=5),
-        Request([1] * 10, started=1.0, ended=1.5, error="HTTP 500"),
+        SentRequest([1] * 10, started=0.0, ended=1.0, arrivals=[0.2, 0.4, 0.6], output_tokens=3),
+        SentRequest([1] * 10, started=1.0, ended=2.0, arrivals=[1.1, 1.5], output_tokens=5),
+        SentRequest([1] * 10, started=1.0, ended=1.5, error="HTTP 500"),
     ]
-    result = figures(BenchConfig(num_prompts=3), Load("m", requests, duration=2.0, max_concurrent=2))
+    result = summarize(BenchConfig(num_prompts=3), LoadResult("m", requests, duration=2.0, max_concurrent=2))
     expected = {
         "completed": 2, "failed": 1, "total_input_tokens": 20, "total_output_tokens": 8, "request_throughput": 1.0,
         "output_throughput": 4.0, "total_token_throughput": 14.0, "mean_ttft_ms": 150.0, "mean_tpot_ms": 150.0,
@@ -168,6 +166,6 @@ def test_figures_of_a_known_load() -> None:
     assert {name: result[name] for name in expected} == pytest.approx(expected)
 
 
-def test_no_server_is_one_clear_error() -> None:
+def test_missing_server_is_a_server_error() -> None:
     with pytest.raises(ServerError, match="no server answers"):
         run_load(BenchConfig(base_url="http://127.0.0.1:9"))

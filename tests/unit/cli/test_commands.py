@@ -1,7 +1,6 @@
-"""The command line as a user meets it: a process, its exit status and its lines."""
+"""Commands with their exit status and output. Those that do not start a service run in this process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +9,13 @@ import pytest
 import yaml
 
 from services.config import ENDPOINTS, ServeConfig
+from tests.unit.cli.command import run_command, run_process
+
+Capture = pytest.CaptureFixture[str]
 
 
-def runahead(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        env={**clean, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_every_setting_of_serve_is_a_flag_with_its_default() -> None:
-    text = " ".join(runahead("serve", "--help").stdout.split())
+def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> None:
+    text = " ".join(run_command(capsys, "serve", "--help").stdout.split())
     for name, info in ServeConfig.model_fields.items():
         flag = "--" + name.replace("_", "-")
         assert (f" {flag} " in text) == (name not in ENDPOINTS), flag
@@ -50,27 +41,38 @@ def test_every_setting_of_serve_is_a_flag_with_its_default() -> None:
         (["sing"], "No such command 'sing'"),
     ],
 )
-def test_wrong_command_line_exits_2_with_one_line(arguments: list[str], reason: str) -> None:
-    done = runahead(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
+def test_invalid_command_line_exits_2_with_one_line(
+    capsys: Capture, arguments: list[str], reason: str
+) -> None:
+    done = run_command(capsys, *arguments)
+    assert (done.status, done.stdout) == (2, "")
     assert reason in done.stderr
     assert done.stderr.startswith("runahead: ")
     assert done.stderr.count("\n") == 1
 
 
-def test_service_with_an_endpoint_it_may_not_bind_says_so() -> None:
-    done = runahead("scheduler", "--worker-endpoint", "tcp://0.0.0.0:5555")
-    assert done.returncode == 1
+def test_process_exits_2_with_one_line() -> None:
+    done = run_process("serve", "--max-num-seqs", "many")
+    assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_service_refuses_an_endpoint_that_it_must_not_bind() -> None:
+    done = run_process("scheduler", "--worker-endpoint", "tcp://0.0.0.0:5555")
+    assert done.status == 1
     assert "--worker-endpoint: tcp://0.0.0.0:5555: services speak unencrypted" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_config_show_prints_a_file_that_config_accepts(tmp_path: Path) -> None:
+def test_config_show_prints_a_file_that_config_accepts(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "first.yaml"
     file.write_text("block-size: 32\nserved-model-name: [x, y]\n")
     arguments = ("--config", str(file), "--no-enable-prefix-caching", "--port", "8123")
-    first = runahead("config", "show", *arguments, RUNAHEAD_MAX_NUM_SEQS="9")
-    assert first.returncode == 0, first.stderr
+    with monkeypatch.context() as environment:
+        environment.setenv("RUNAHEAD_MAX_NUM_SEQS", "9")
+        first = run_command(capsys, "config", "show", *arguments)
+    assert first.status == 0, first.stderr
     lines = dict(line.split(": ", 1) for line in first.stdout.splitlines())
     assert lines["block-size"] == f"32  # file {file}"
     assert lines["port"] == "8123  # flag --port"
@@ -79,26 +81,27 @@ def test_config_show_prints_a_file_that_config_accepts(tmp_path: Path) -> None:
     assert lines["dtype"] == '"auto"  # default'
     again = tmp_path / "again.yaml"
     again.write_text(first.stdout)
-    second = runahead("config", "show", "--config", str(again))
-    assert second.returncode == 0, second.stderr
+    second = run_command(capsys, "config", "show", "--config", str(again))
+    assert second.status == 0, second.stderr
     assert yaml.safe_load(second.stdout) == yaml.safe_load(first.stdout)
 
 
-def test_config_show_keeps_secrets() -> None:
-    done = runahead("config", "show", RUNAHEAD_API_KEY="sesame,open")
+def test_config_show_prints_no_secrets(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNAHEAD_API_KEY", "sesame,open")
+    done = run_command(capsys, "config", "show")
     assert "sesame" not in done.stdout
     assert "# api-key: 2 not shown  # environment RUNAHEAD_API_KEY" in done.stdout
 
 
-def test_version_is_the_package_s() -> None:
+def test_version_is_that_of_the_distribution(capsys: Capture) -> None:
     from importlib.metadata import version
 
-    assert runahead("--version").stdout == f"runahead {version('runahead')}\n"
+    assert run_command(capsys, "--version").stdout == f"runahead {version('runahead')}\n"
 
 
-def test_no_arguments_list_the_commands() -> None:
-    done = runahead()
-    assert done.returncode == 0
+def test_command_line_without_arguments_lists_the_commands() -> None:
+    done = run_process()
+    assert done.status == 0
     for command in ("serve", "frontend", "scheduler", "worker", "bench", "config"):
         assert f"\n  {command}" in done.stdout
 
@@ -113,10 +116,10 @@ def test_frontend_and_scheduler_load_neither_torch_nor_transformers(service: str
     assert not {"torch", "transformers", "vllm", "xgrammar"} & set(json.loads(done.stdout))
 
 
-def test_capabilities_prints_every_combination_and_why_one_is_refused() -> None:
+def test_capabilities_prints_every_combination_with_the_reason_of_a_refusal(capsys: Capture) -> None:
     from services.scheduler.capabilities import table
 
-    lines = runahead("capabilities").stdout.splitlines()
+    lines = run_command(capsys, "capabilities").stdout.splitlines()
     assert len(lines) == len(list(table()))
     assert any("chunked" in line and "refused: a rigid device cannot mix" in line for line in lines)
     assert any(line.endswith("works") for line in lines)

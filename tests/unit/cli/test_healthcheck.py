@@ -1,4 +1,4 @@
-"""Health checks against what they check: an HTTP server, the transport's server, connections of this machine."""
+"""Health checks against an HTTP server, a server of protocol.transport and connections of this machine."""
 
 import http.server
 import os
@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from protocol.transport import Server
-from services.cli.healthcheck import Unhealthy, healthcheck
+from services.cli.healthcheck import Unhealthy, healthcheck, main
+from tests.unit.cli.command import run_process
 from tests.unit.protocol.peers import echoing
 
 SHORT = 0.2
-"""Seconds, for checks that are to get no answer."""
+"""Seconds, for checks without an answer."""
 
 
 @contextmanager
@@ -42,45 +43,40 @@ def answering(status: int) -> Iterator[str]:
             thread.join()
 
 
-def runahead(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", "healthcheck", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def main_process(directory: Path, state: str) -> Path:
-    """A /proc with this network namespace and a main process in `state`."""
+    """Make a /proc with this network namespace and a main process in `state`."""
     (directory / "1").mkdir()
     (directory / "1" / "stat").write_text(f"1 (run) ahead) {state} 0 1 1 0 -1 4194560")
     (directory / "net").symlink_to("/proc/self/net")
     return directory
 
 
-def test_frontend_is_well_when_it_answers_with_success() -> None:
+def test_frontend_is_healthy_if_it_answers_with_success() -> None:
     with answering(200) as url:
         healthcheck(url)
 
 
 @pytest.mark.parametrize("status", [503, 302, 401])
-def test_any_other_answer_is_told_in_one_line(status: int) -> None:
+def test_any_other_status_is_reported_in_one_line(status: int) -> None:
     with answering(status) as url, pytest.raises(Unhealthy) as unhealthy:
         healthcheck(url)
     assert str(unhealthy.value) == f'{url}: status {status}: {{"phase": "loading"}}'
 
 
-def test_nobody_listens() -> None:
+def test_missing_server_is_unhealthy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(Unhealthy, match="refused"):
         healthcheck(f"http://127.0.0.1:{port}/readyz")
     with pytest.raises(Unhealthy, match=rf"no answer from tcp://127\.0\.0\.1:{port}"):
-        healthcheck(f"tcp://127.0.0.1:{port}", patience=SHORT)
+        healthcheck(f"tcp://127.0.0.1:{port}", timeout=SHORT)
 
 
-def test_scheduler_is_well_while_its_loop_reads_and_remembers_no_probe() -> None:
+def test_scheduler_is_healthy_while_its_loop_reads_and_keeps_no_probe() -> None:
     server = Server("tcp://127.0.0.1:0", {"worker"})
     try:
-        with pytest.raises(Unhealthy, match="no answer"):  # it listens, but nobody reads
-            healthcheck(server.endpoint, patience=SHORT)
+        with pytest.raises(Unhealthy, match="no answer"):  # the socket listens, but nothing reads it
+            healthcheck(server.endpoint, timeout=SHORT)
         with echoing(server):
             healthcheck(server.endpoint)
         assert not server.peers
@@ -89,7 +85,7 @@ def test_scheduler_is_well_while_its_loop_reads_and_remembers_no_probe() -> None
         server.close()
 
 
-def test_worker_is_well_while_it_is_connected(tmp_path: Path) -> None:
+def test_worker_is_healthy_while_it_is_connected(tmp_path: Path) -> None:
     proc = main_process(tmp_path, "S")
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
         endpoint = f"tcp://localhost:{scheduler.getsockname()[1]}"
@@ -99,9 +95,9 @@ def test_worker_is_well_while_it_is_connected(tmp_path: Path) -> None:
             healthcheck(endpoint, connected=True, proc=proc)
 
 
-def test_connections_over_ipv6_count(tmp_path: Path) -> None:
+def test_worker_is_healthy_with_a_connection_over_ipv6(tmp_path: Path) -> None:
     if not socket.has_dualstack_ipv6():
-        pytest.skip("no IPv6 here")
+        pytest.skip("this machine has no IPv6")
     proc = main_process(tmp_path, "R")
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as scheduler:
         port = scheduler.getsockname()[1]
@@ -112,23 +108,25 @@ def test_connections_over_ipv6_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["T", "t", "Z"])
-def test_a_main_process_that_does_not_run_is_unhealthy_whatever_it_holds(tmp_path: Path, state: str) -> None:
+def test_main_process_that_does_not_run_is_unhealthy_despite_its_connection(
+    tmp_path: Path, state: str
+) -> None:
     proc = main_process(tmp_path, state)
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
         address = scheduler.getsockname()
         with (
             socket.create_connection(address),
-            pytest.raises(Unhealthy, match=f"its state is {state}"),
+            pytest.raises(Unhealthy, match=f"its state in /proc is {state}"),
         ):
             healthcheck(f"tcp://127.0.0.1:{address[1]}", connected=True, proc=proc)
 
 
-def test_command_says_how_it_went_with_its_status() -> None:
+def test_command_reports_health_in_its_status() -> None:
     with answering(200) as url:
-        assert runahead(url).returncode == 0
+        assert run_process("healthcheck", url).status == 0
     with answering(503) as url:
-        done = runahead(url)
-    assert (done.returncode, done.stdout) == (1, "")
+        done = run_process("healthcheck", url)
+    assert (done.status, done.stdout) == (1, "")
     assert done.stderr.startswith("unhealthy: http://127.0.0.1:")
     assert done.stderr.count("\n") == 1
 
@@ -137,17 +135,20 @@ def test_command_says_how_it_went_with_its_status() -> None:
     "arguments",
     [[], ["--connected"], ["https://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]],
 )
-def test_what_cannot_be_checked_exits_2_with_the_usage(arguments: list[str]) -> None:
-    done = runahead(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "usage: runahead healthcheck http://HOST:PORT/PATH" in done.stderr
+def test_invalid_target_exits_2_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    done = capsys.readouterr()
+    assert done.out == ""
+    assert "usage: runahead healthcheck http://HOST:PORT/PATH" in done.err
 
 
-def test_help_shows_it_among_the_commands() -> None:
-    assert "--connected" in runahead("--help").stdout
+def test_help_of_the_command_lists_its_options() -> None:
+    assert "--connected" in run_process("healthcheck", "--help").stdout
 
 
-def test_the_check_loads_no_options_no_torch() -> None:
+def test_check_loads_neither_options_nor_torch() -> None:
     code = (
         "import sys; sys.argv[1:] = ['healthcheck', 'http://127.0.0.1:1/']\n"
         "from services.cli import main; status = main()\n"

@@ -31,7 +31,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["max-num-seqs", "max_num_seqs"])
-def test_file_keys_in_either_case(tmp_path: Path, key: str) -> None:
+def test_keys_of_a_file_may_be_kebab_case_or_snake_case(tmp_path: Path, key: str) -> None:
     assert merge(SchedulerConfig, {}, written(tmp_path, f"{key}: 7\n"), {}).config.max_num_seqs == 7
 
 
@@ -52,30 +52,30 @@ def test_unknown_keys_of_a_file_are_named(tmp_path: Path, text: str, names: list
 @pytest.mark.parametrize(
     "text", ["- port\n", "port", "port: [\n", "port: 1\nport: !!python/object:os.system {}\n"]
 )
-def test_file_that_is_no_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+def test_file_without_a_mapping_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"config\.yaml") as refused:
         merge(ServeConfig, {}, written(tmp_path, text), {})
     assert "\n" not in str(refused.value)
 
 
-def test_a_key_in_both_cases_is_refused(tmp_path: Path) -> None:
+def test_key_in_both_cases_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="given twice"):
         merge(SchedulerConfig, {}, written(tmp_path, "block-size: 8\nblock_size: 16\n"), {})
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="nothing-here"):
         merge(ServeConfig, {}, tmp_path / "nothing-here", {})
 
 
-def test_empty_file_and_empty_variables_decide_nothing(tmp_path: Path) -> None:
+def test_empty_file_and_empty_variables_set_nothing(tmp_path: Path) -> None:
     settings = merge(
-        ServeConfig, {}, written(tmp_path, "# later\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""}
+        ServeConfig, {}, written(tmp_path, "# empty\n"), {"RUNAHEAD_PORT": "", "RUNAHEAD_MODEL": ""}
     )
     assert set(settings.origins.values()) == {"default"}
 
 
-def test_lists_come_from_commas_in_the_environment_and_from_one_or_more_in_a_file(tmp_path: Path) -> None:
+def test_list_from_commas_in_the_environment_and_from_one_text_in_a_file(tmp_path: Path) -> None:
     environment = {"RUNAHEAD_SERVED_MODEL_NAME": "a, b"}
     config = merge(FrontendConfig, {}, written(tmp_path, "api-key: one\n"), environment).config
     assert (config.served_model_name, config.api_key) == (["a", "b"], ["one"])
@@ -103,11 +103,11 @@ def test_lists_come_from_commas_in_the_environment_and_from_one_or_more_in_a_fil
         (
             {"tensor_parallel_size": "auto"},
             {},
-            "auto is for workers that come by themselves .*; serve starts them and needs a number",
+            "auto is for runahead scheduler, .*; serve starts the workers and needs a number",
         ),
     ],
 )
-def test_unusable_value_names_flag_value_and_origin(
+def test_error_names_flag_value_and_origin(
     flags: dict[str, object], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -115,7 +115,7 @@ def test_unusable_value_names_flag_value_and_origin(
 
 
 @pytest.mark.parametrize(
-    ("name", "looks"),
+    ("name", "placeholder"),
     [
         ("tensor_parallel_size", "auto|INTEGER"),
         ("pipeline_parallel_size", "INTEGER"),
@@ -127,8 +127,8 @@ def test_unusable_value_names_flag_value_and_origin(
         ("api_key", "TEXT"),
     ],
 )
-def test_help_says_what_a_value_looks_like(name: str, looks: str) -> None:
-    assert type_name(ServeConfig.model_fields[name]) == looks
+def test_placeholder_of_a_value_in_the_help(name: str, placeholder: str) -> None:
+    assert type_name(ServeConfig.model_fields[name]) == placeholder
 
 
 @pytest.mark.parametrize(("given", "size"), [("auto", "auto"), ("4", 4)])
@@ -167,7 +167,7 @@ def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:
         ({"batch_queue_depth": "8"}, 8),
     ],
 )
-def test_depth_follows_its_flags(flags: dict[str, object], depth: int) -> None:
+def test_depth_of_each_combination_of_flags(flags: dict[str, object], depth: int) -> None:
     assert merge(SchedulerConfig, flags, None, {}).config.depth == depth
 
 
@@ -187,7 +187,7 @@ def test_depth_follows_its_flags(flags: dict[str, object], depth: int) -> None:
         ({"async_scheduling": True, "batch_queue_depth": "1"}, {}, "--async-scheduling contradicts.*depth 1"),
     ],
 )
-def test_flags_that_contradict_are_refused(
+def test_contradicting_flags_are_refused(
     flags: dict[str, object], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -1,4 +1,4 @@
-"""Real child processes under the supervisor: who is stopped when, and what is said about those who fail."""
+"""The supervisor with real child processes: order of stopping, restarts, and the reason of a failure."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import supervisor as module
+from services.cli import supervisor as supervisor_module
 from services.cli.serve import FINAL
 from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
@@ -22,27 +22,27 @@ def note(what):
     with open(journal, "a") as file:
         file.write(f"{name} {what}\\n")
 """
-OBEDIENT = """
+STOPPING = """
 def stop(*_):
-    note("asked")
+    note("signalled")
     time.sleep(0.1)
-    note("gone")
+    note("ended")
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 note("up")
 while True:
     signal.pause()
 """
-DEAF = """
-signal.signal(signal.SIGTERM, lambda *_: note("asked"))
+IGNORING = """
+signal.signal(signal.SIGTERM, lambda *_: note("signalled"))
 note("up")
 while True:
     signal.pause()
 """
-DEAF_AND_IMPATIENT = """
+SIGNALLING_PARENT = """
 def stop(*_):
-    signal.signal(signal.SIGTERM, lambda *_: note("asked"))
-    note("asked")
+    signal.signal(signal.SIGTERM, lambda *_: note("signalled"))
+    note("signalled")
     os.kill(os.getppid(), signal.SIGTERM)
 signal.signal(signal.SIGTERM, stop)
 note("up")
@@ -55,27 +55,27 @@ print("2026-01-01 00:00:00,000 ERROR some.logger: the disk is full", file=sys.st
 print("bye")
 sys.exit(7)
 """
-CRASHING = """
+RAISING = """
 note("up")
 raise RuntimeError("no such luck")
 """
-LEAVING = """
+EXITING = """
 note("up")
 sys.exit(0)
 """
-DYING = """
+EXITING_WITH_9 = """
 note("up")
 sys.exit(9)
 """
-DYING_ONCE = (
+EXITING_ONCE_WITH_9 = (
     """
 if f"{name} up" not in open(journal).read():
     note("up")
     sys.exit(9)
 """
-    + OBEDIENT
+    + STOPPING
 )
-MORTAL = """
+DYING_WITH_PARENT = """
 import sys, time
 from services.process import die_with_parent
 die_with_parent(int(sys.argv[1]))
@@ -93,8 +93,8 @@ child.wait()
 NAMES = ("frontend", "scheduler", "worker")
 
 
-class World:
-    """A supervisor whose children write down what happens to them."""
+class SupervisedChildren:
+    """A supervisor with three children that write their events into a journal."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.journal = tmp_path / "journal"
@@ -106,10 +106,15 @@ class World:
         self,
         scripts: tuple[str, str, str],
         tick: Callable[[], object] = lambda: None,
-        comes_back: bool = False,
+        restarts: bool = False,
         final: Collection[int] = (),
     ) -> int:
-        """Starts one child per script; the last may come back. Once all are up, `tick` is called every 20 ms."""
+        """Start one child per script and wait until all have ended. Return the supervisor's status.
+
+        Args:
+            tick: called every 20 ms once all children are up.
+            restarts, final: arguments of `start` for the last child.
+        """
 
         def when_up() -> float:
             if all(f"{name} up" in self.events() for name in NAMES):
@@ -119,8 +124,8 @@ class World:
         with self.supervisor.signals():
             for name, script in zip(NAMES, scripts, strict=True):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
-                again = comes_back and name == NAMES[-1]
-                self.supervisor.start(name, command, dict(os.environ), comes_back=again, final=final)
+                restarted = restarts and name == NAMES[-1]
+                self.supervisor.start(name, command, dict(os.environ), restarts=restarted, final=final)
             status = self.supervisor.wait(when_up)
         assert not any(child.alive for child in self.supervisor.children)
         return status
@@ -131,12 +136,12 @@ class World:
     @property
     def failure(self) -> str:
         assert self.supervisor.failure is not None
-        return self.supervisor.failure.how_it_ended()
+        return self.supervisor.failure.describe_end()
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def supervised(tmp_path: Path) -> SupervisedChildren:
+    return SupervisedChildren(tmp_path)
 
 
 def signal_myself(number: int) -> Callable[[], None]:
@@ -144,168 +149,175 @@ def signal_myself(number: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_stops_each_after_the_one_before(world: World, number: int) -> None:
-    assert world.run((OBEDIENT, OBEDIENT, OBEDIENT), signal_myself(number)) == 0
-    after_up = [line for line in world.events().splitlines() if not line.endswith("up")]
-    assert after_up == [f"{name} {what}" for name in NAMES for what in ("asked", "gone")]
-    assert world.supervisor.failure is None
+def test_signal_stops_children_one_after_the_other(supervised: SupervisedChildren, number: int) -> None:
+    assert supervised.run((STOPPING, STOPPING, STOPPING), signal_myself(number)) == 0
+    after_up = [line for line in supervised.events().splitlines() if not line.endswith("up")]
+    assert after_up == [f"{name} {what}" for name in NAMES for what in ("signalled", "ended")]
+    assert supervised.supervisor.failure is None
 
 
-def test_second_signal_stops_all_at_once(world: World) -> None:
-    """It comes when the first child has been asked and does not end."""
-    status = world.run((DEAF_AND_IMPATIENT, DEAF, DEAF), signal_myself(signal.SIGTERM))
+def test_second_signal_stops_all_at_once(supervised: SupervisedChildren) -> None:
+    """The second signal arrives while the first child is stopping and does not end."""
+    status = supervised.run((SIGNALLING_PARENT, IGNORING, IGNORING), signal_myself(signal.SIGTERM))
     assert status == 128 + signal.SIGTERM
-    asked = [line for line in world.events().splitlines() if line.endswith("asked")]
-    assert asked[0] == "frontend asked"
-    assert {f"{name} asked" for name in NAMES} == set(asked)
-    assert {child.process.returncode for child in world.supervisor.children} == {-signal.SIGKILL}
+    signalled = [line for line in supervised.events().splitlines() if line.endswith("signalled")]
+    assert signalled[0] == "frontend signalled"
+    assert {f"{name} signalled" for name in NAMES} == set(signalled)
+    assert {child.process.returncode for child in supervised.supervisor.children} == {-signal.SIGKILL}
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_child_that_fails_ends_all_with_its_status_and_reason(world: World, position: int) -> None:
-    scripts = [OBEDIENT, OBEDIENT, OBEDIENT]
+def test_child_that_fails_ends_all_with_its_status_and_reason(
+    supervised: SupervisedChildren, position: int
+) -> None:
+    scripts = [STOPPING, STOPPING, STOPPING]
     scripts[position] = FAILING
-    assert world.run((scripts[0], scripts[1], scripts[2])) == 7
-    assert world.failure == f"{NAMES[position]} exited with status 7: the disk is full"
-    assert (NAMES[position], "bye") in world.lines
+    assert supervised.run((scripts[0], scripts[1], scripts[2])) == 7
+    assert supervised.failure == f"{NAMES[position]} exited with status 7: the disk is full"
+    assert (NAMES[position], "bye") in supervised.lines
 
 
-def test_traceback_s_last_line_is_the_reason(world: World) -> None:
-    assert world.run((OBEDIENT, CRASHING, OBEDIENT)) == 1
-    assert world.failure == "scheduler exited with status 1: RuntimeError: no such luck"
+def test_last_line_of_a_traceback_is_the_reason(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, RAISING, STOPPING)) == 1
+    assert supervised.failure == "scheduler exited with status 1: RuntimeError: no such luck"
 
 
-def test_leaving_unasked_is_a_failure_even_with_status_0(world: World) -> None:
-    assert world.run((OBEDIENT, OBEDIENT, LEAVING)) == 1
-    assert world.failure == "worker exited with status 0"
+def test_unexpected_end_with_status_0_is_a_failure(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, STOPPING, EXITING)) == 1
+    assert supervised.failure == "worker exited with status 0"
 
 
-def test_killed_child_is_named_with_its_signal_and_the_deaf_are_killed(world: World) -> None:
+def test_failure_names_the_signal_and_children_that_ignore_sigterm_are_killed(
+    supervised: SupervisedChildren,
+) -> None:
     def kill() -> None:
-        world.supervisor.children[2].process.send_signal(signal.SIGKILL)
+        supervised.supervisor.children[2].process.send_signal(signal.SIGKILL)
 
-    assert world.run((DEAF, OBEDIENT, OBEDIENT), kill) == 128 + signal.SIGKILL
-    assert world.failure == "worker was killed by SIGKILL"
+    assert supervised.run((IGNORING, STOPPING, STOPPING), kill) == 128 + signal.SIGKILL
+    assert supervised.failure == "worker was killed by SIGKILL"
 
 
-def test_failure_during_the_drain_is_still_a_failure(world: World) -> None:
+def test_failure_during_an_orderly_stop_is_a_failure(supervised: SupervisedChildren) -> None:
     def drain_then_kill() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        world.supervisor.children[1].process.send_signal(signal.SIGKILL)
+        supervised.supervisor.children[1].process.send_signal(signal.SIGKILL)
 
-    assert world.run((DEAF, OBEDIENT, OBEDIENT), drain_then_kill) == 128 + signal.SIGKILL
-    assert world.failure == "scheduler was killed by SIGKILL"
+    assert supervised.run((IGNORING, STOPPING, STOPPING), drain_then_kill) == 128 + signal.SIGKILL
+    assert supervised.failure == "scheduler was killed by SIGKILL"
 
 
-# -- children that come back -------------------------------------------------------------------------------------
+# -- restarts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 0.01)
 
 
-@pytest.mark.usefixtures("quickly")
-def test_child_that_may_come_back_does_and_the_others_do_not_notice(world: World) -> None:
-    def stop_when_it_is_back() -> None:
-        if world.events().count("worker up") == 2:
+@pytest.mark.usefixtures("short_pauses")
+def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildren) -> None:
+    def stop_after_restart() -> None:
+        if supervised.events().count("worker up") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert world.run((OBEDIENT, OBEDIENT, DYING_ONCE), stop_when_it_is_back, comes_back=True) == 0
-    assert world.supervisor.failure is None
-    assert world.lines == [("worker", "worker exited with status 9; it is started again")]
+    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarts=True) == 0
+    assert supervised.supervisor.failure is None
+    assert supervised.lines == [("worker", "worker exited with status 9; restarting")]
     for name in NAMES:
-        assert world.events().count(f"{name} asked") == world.events().count(f"{name} gone") == 1
+        assert (
+            supervised.events().count(f"{name} signalled") == supervised.events().count(f"{name} ended") == 1
+        )
 
 
-@pytest.mark.usefixtures("quickly")
-def test_child_that_keeps_dying_ends_all_in_the_end(world: World) -> None:
-    """F6: it does not spin."""
-    assert world.run((OBEDIENT, OBEDIENT, DYING), comes_back=True) == 9
-    assert world.events().count("worker up") == 1 + RESTARTS
-    assert world.failure == "worker exited with status 9"
+@pytest.mark.usefixtures("short_pauses")
+def test_child_that_ends_too_often_stops_all(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarts=True) == 9
+    assert supervised.events().count("worker up") == 1 + RESTARTS
+    assert supervised.failure == "worker exited with status 9"
 
 
-@pytest.mark.usefixtures("quickly")
-def test_child_that_would_end_in_the_same_way_is_not_started_again(world: World) -> None:
-    assert world.run((OBEDIENT, OBEDIENT, DYING), comes_back=True, final=(3, 9)) == 9
-    assert world.events().count("worker up") == 1
-    assert world.failure == "worker exited with status 9"
+@pytest.mark.usefixtures("short_pauses")
+def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChildren) -> None:
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarts=True, final=(3, 9)) == 9
+    assert supervised.events().count("worker up") == 1
+    assert supervised.failure == "worker exited with status 9"
 
 
-@pytest.mark.usefixtures("quickly")
+@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("position", range(2))
-def test_child_that_may_not_come_back_does_not(world: World, position: int) -> None:
-    scripts = [OBEDIENT, OBEDIENT, OBEDIENT]
-    scripts[position] = DYING
-    assert world.run((scripts[0], scripts[1], scripts[2]), comes_back=True) == 9
-    assert world.failure == f"{NAMES[position]} exited with status 9"
+def test_child_without_restarts_stops_all(supervised: SupervisedChildren, position: int) -> None:
+    scripts = [STOPPING, STOPPING, STOPPING]
+    scripts[position] = EXITING_WITH_9
+    assert supervised.run((scripts[0], scripts[1], scripts[2]), restarts=True) == 9
+    assert supervised.failure == f"{NAMES[position]} exited with status 9"
 
 
-def test_child_that_may_come_back_is_not_blamed_for_one_that_may_not(world: World) -> None:
-    """Workers end when their scheduler does, and both may be seen in one look."""
+def test_failure_names_the_child_without_restarts_when_both_end_together(
+    supervised: SupervisedChildren,
+) -> None:
+    """A worker ends when its scheduler ends, and the supervisor may notice both at once."""
 
     def kill_both() -> None:
-        for child in world.supervisor.children[1:]:
+        for child in supervised.supervisor.children[1:]:
             child.process.kill()
             child.process.wait()
 
-    assert world.run((OBEDIENT, OBEDIENT, OBEDIENT), kill_both, comes_back=True) == 128 + signal.SIGKILL
-    assert world.failure == "scheduler was killed by SIGKILL"
+    assert supervised.run((STOPPING, STOPPING, STOPPING), kill_both, restarts=True) == 128 + signal.SIGKILL
+    assert supervised.failure == "scheduler was killed by SIGKILL"
 
 
-def test_only_what_would_happen_again_is_final() -> None:
+def test_final_statuses_are_those_of_a_bad_model_and_a_refused_worker() -> None:
     assert FINAL == (EXIT_MODEL, EXIT_REFUSED)
 
 
-def test_stop_does_not_wait_for_a_child_that_would_come_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_stop_does_not_wait_for_a_restart(
+    supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pause is an hour long here. What it died of was to be recovered from, so the stop is an orderly one."""
-    monkeypatch.setattr(module, "FIRST_PAUSE", 3600.0)
+    """The pause before the restart is an hour here. The child would have been restarted, so the stop is orderly."""
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 3600.0)
 
-    def stop_when_it_is_gone() -> None:
-        if world.lines:
+    def stop_after_end() -> None:
+        if supervised.lines:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert world.run((OBEDIENT, OBEDIENT, DYING), stop_when_it_is_gone, comes_back=True) == 0
-    assert world.events().count("worker up") == 1
-    assert world.events().splitlines()[-4:] == [
-        f"{name} {what}" for name in NAMES[:2] for what in ("asked", "gone")
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), stop_after_end, restarts=True) == 0
+    assert supervised.events().count("worker up") == 1
+    assert supervised.events().splitlines()[-4:] == [
+        f"{name} {what}" for name in NAMES[:2] for what in ("signalled", "ended")
     ]
 
 
-def test_pauses_grow_until_there_have_been_too_many_in_a_while() -> None:
+def test_pauses_grow_until_the_limit_of_restarts_in_the_window() -> None:
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"]) as process:
         process.wait()
     child = Child("worker", process, respawn=lambda: process)
     for now, pause in ((0.0, 0.5), (10.0, 1.0), (20.0, 2.0)):
-        assert child.comes_back(now)
-        assert child.due == now + pause
-    assert not child.comes_back(30.0)
-    child.ended.pop()
-    now = RESTART_WINDOW + 15.0  # the first two are forgotten
-    assert child.comes_back(now)
-    assert child.due == now + 1.0
-    for _ in range(2):  # when each of several before it is asked to stop
+        assert child.schedule_restart(now)
+        assert child.restart_at == now + pause
+    assert not child.schedule_restart(30.0)
+    child.unexpected_ends.pop()
+    now = RESTART_WINDOW + 15.0  # the first two are outside of the window
+    assert child.schedule_restart(now)
+    assert child.restart_at == now + 1.0
+    for _ in range(2):  # once for each child before it that is stopped
         child.expect_end()
-        assert (child.due, child.excused) == (None, True)
+        assert (child.restart_at, child.restart_dropped) == (None, True)
 
 
-def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT, MORTAL], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, DYING_WITH_PARENT], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         word, pid = process.stdout.readline().split()
         assert word == "up"
         process.kill()
-    while _exists(int(pid)):
+    while _is_running(int(pid)):
         time.sleep(0.02)
 
 
-def _exists(pid: int) -> bool:
-    """A zombie that nobody has collected yet is gone, too."""
+def _is_running(pid: int) -> bool:
+    """Return whether the process runs. A zombie does not."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
