@@ -374,7 +374,7 @@ def test_a_refused_worker_says_why(tmp_path: Path) -> None:
     ("values", "text"),
     [
         ({"sim_vocab_size": 0, "model": "/no/such/model"}, "no such model directory: /no/such/model"),
-        ({"kv_cache_memory_bytes": 1}, "holds no KV block; one takes 32"),
+        ({"kv_cache_memory_bytes": 1}, "1 bytes hold no KV block; one takes 32"),
         (
             {"host_ip": "192.0.2.1"},
             "--host-ip 192.0.2.1: ranks cannot meet this one there: Cannot assign requested",

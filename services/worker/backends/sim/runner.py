@@ -13,6 +13,8 @@ from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
+from services.worker.backends.kv_blocks import affordable_blocks, context_limit
+from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.sim.acceptance import Acceptance
 from services.worker.backends.sim.checkpoint import Facts
 from services.worker.backends.sim.cost import CostModel
@@ -37,7 +39,7 @@ HASH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _ExecutedStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
@@ -72,7 +74,7 @@ class SimRunner:
         self._make_device, self._full_check = make_device, full_check
         self._reach = reach
         self._place: Place = Alone()
-        self._pending: _Pending | None = None
+        self._pending = PendingStep[_ExecutedStep]()
         self._device: Device | None = None
 
     def identify(self) -> Identity:
@@ -85,20 +87,13 @@ class SimRunner:
             raise LoadError("a rigid device has no room for drafts: speculate without --sim-rigid")
         self._facts = Facts.of(self._config)
         self._assignment = assignment
-        wanted, limit = assignment.max_model_len, self._facts.max_model_len
-        if wanted > limit:
-            raise LoadError(
-                f"max_model_len {wanted} is more than the {limit} positions of the model; lower --max-model-len"
-            )
-        limit = wanted or limit
+        limit = context_limit(assignment.max_model_len, self._facts.max_model_len)
         bytes_per_block = assignment.block_size * HASH_BYTES
-        blocks = self._config.kv_cache_memory_bytes // bytes_per_block
-        if not self._config.kv_cache_memory_bytes:
+        budget = self._config.kv_cache_memory_bytes
+        if budget:
+            blocks = affordable_blocks(budget, bytes_per_block)
+        else:
             blocks = max(DEFAULT_BLOCKS, -(-limit // assignment.block_size) + 1)
-        if blocks < 1:
-            raise LoadError(
-                f"--kv-cache-memory-bytes holds no KV block; one takes {bytes_per_block}: raise it"
-            )
         self._take_place(listener)
         progress("simulated model", 1.0)
         return Loaded(
@@ -164,8 +159,7 @@ class SimRunner:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        if self._pending is not None:
-            raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
+        self._pending.require_none()
         if step.num_speculative_tokens > self._most_drafts:
             raise PlanError(
                 f"{step.num_speculative_tokens} drafts are asked for, of {self._most_drafts} at most"
@@ -207,7 +201,7 @@ class SimRunner:
         self._place.forwarded(device, step, rows, hashes, leaving, event.ended)
         more = extras(rows, self._table, self._facts.vocab_size) if self._is_output else None
         asked = wishes(rows, self._table)
-        self._pending = _Pending(step, rows, acceptance, asked, more, prepared, event, shape)
+        self._pending.put(_ExecutedStep(step, rows, acceptance, asked, more, prepared, event, shape))
 
     def _settled(
         self, slots: I32, planned: I32, known: I32, wanted: I32, arrived: Activations | None
@@ -239,16 +233,13 @@ class SimRunner:
         return starts, counts
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise RuntimeError("no step was executed that could be sampled")
+        pending = self._pending.take()
         step, rows, forward = pending.step, pending.rows, pending.forward
         if not self._is_last:
             return StepOutput(
                 step, rows, None, pending.prepared, forward, forward, self._trace, pending.shape
             )
-        if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
-            raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
+        grammar = own_grammar(step, grammar)
         device, sampled, more = self._ready(), pending.acceptance, pending.extras
         masks = Masks.read(grammar, sampled.slots, self._facts.vocab_size)
 
@@ -303,7 +294,7 @@ class SimRunner:
         self.leave()
 
     def _stop(self) -> None:
-        self._pending = None
+        self._pending = PendingStep()
         if self._device is not None:
             self._device.close()
             self._device = None

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
-from services.worker import machine
+from services.worker.backends.kv_blocks import num_kv_blocks
+from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.backends.vllm.checkpoint import Facts
 from services.worker.backends.vllm.engine import Engine, Options
@@ -28,7 +29,7 @@ from services.worker.weights import located
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _ExecutedStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
@@ -49,7 +50,7 @@ class VllmRunner:
         self._facts: Facts | None = None
         self._engine: Engine | None = None
         self._group: Group | None = None
-        self._pending: _Pending | None = None
+        self._pending = PendingStep[_ExecutedStep]()
 
     def identify(self) -> Identity:
         """As it was when first asked: what is in memory stays what was registered."""
@@ -79,7 +80,9 @@ class VllmRunner:
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
             bytes_per_block=engine.bytes_per_block,
-            num_blocks=self._affordable(engine),
+            num_blocks=num_kv_blocks(
+                self._config, assignment, engine.bytes_per_block, engine.max_model_len, RESERVED_BLOCKS
+            ),
             hidden_size=engine.hidden_size,
         )
 
@@ -88,19 +91,6 @@ class VllmRunner:
         if Facts.of(directory, self._config) != self._facts:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
         return Options.of(directory, self.identify().dtype, self._config, assignment)
-
-    def _affordable(self, engine: Engine) -> int:
-        """Blocks that fit; not more than all slots together could fill."""
-        budget = machine.cache_budget(self._config.kv_cache_memory_bytes)
-        blocks = budget // engine.bytes_per_block - RESERVED_BLOCKS
-        if blocks < 1:
-            least = (1 + RESERVED_BLOCKS) * engine.bytes_per_block
-            raise LoadError(
-                f"{budget} bytes hold no KV block beside the one that vLLM keeps for itself: "
-                f"raise --kv-cache-memory-bytes to {least} at least"
-            )
-        per_request = -(-engine.max_model_len // self._assignment.block_size)
-        return int(min(blocks, self._assignment.num_slots * per_request))
 
     def init_kv_cache(self, init: InitializeCache) -> None:
         (engine, group), assignment = self._parts(), self._assignment
@@ -119,7 +109,7 @@ class VllmRunner:
             batch.num_prompt_logprobs,
             how.num_speculative_tokens if how else 0,
         )
-        self._pending = None
+        self._pending = PendingStep()
 
     def _parts(self) -> tuple[Engine, Group]:
         if self._engine is None or self._group is None:
@@ -127,8 +117,7 @@ class VllmRunner:
         return self._engine, self._group
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        if self._pending is not None:
-            raise RuntimeError(f"step {self._pending.step.step_id} was executed but never sampled")
+        self._pending.require_none()
         (engine, group), table = self._parts(), self._table
         theirs, rows, ids = self._plans.translated(step, table.apply(step))
         asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
@@ -139,20 +128,16 @@ class VllmRunner:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
-        self._pending = _Pending(step, rows, ids, asked, pooled, times)
+        self._pending.put(_ExecutedStep(step, rows, ids, asked, pooled, times))
 
     @property
     def _reports(self) -> bool:
         return self._assignment.rank == self._assignment.output_rank
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            raise RuntimeError("no step was executed that could be sampled")
-        step = pending.step
-        if step.has_structured_output_requests and (grammar is None or grammar.step_id != step.step_id):
-            raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
-        (engine, group), plans, p = self._parts(), self._plans, pending
+        p = self._pending.take()
+        step, grammar = p.step, own_grammar(p.step, grammar)
+        (engine, group), plans = self._parts(), self._plans
         masks, acceptable = plans.grammar(grammar, p.rows) if grammar is not None else (None, None)
         with group.watched():
             theirs = engine.sample(masks, p.ids, acceptable)
@@ -169,7 +154,7 @@ class VllmRunner:
         self._parts()[0].execute(self._plans.released(slots))
 
     def leave(self) -> None:
-        self._pending = None
+        self._pending = PendingStep()
         if self._group is not None and self._group.is_of_several:
             self._close()
         elif self._engine is not None:

@@ -1,0 +1,53 @@
+"""The number of KV blocks and of positions that a rank offers to the scheduler."""
+
+from protocol.membership import Assignment
+from services.config import WorkerConfig
+from services.worker import machine
+from services.worker.runner import LoadError
+
+
+def num_kv_blocks(
+    config: WorkerConfig,
+    assignment: Assignment,
+    bytes_per_block: int,
+    max_model_len: int,
+    reserved: int = 0,
+) -> int:
+    """Return the number of blocks that fit into memory, at most as many as all slots together can fill.
+
+    Args:
+        reserved: blocks that the backend allocates for itself and does not offer.
+
+    Raises: LoadError, if not one block fits.
+    """
+    budget = machine.cache_budget(config.kv_cache_memory_bytes)
+    per_request = -(-max_model_len // assignment.block_size)
+    return min(affordable_blocks(budget, bytes_per_block, reserved), assignment.num_slots * per_request)
+
+
+def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> int:
+    """Return how many blocks `budget` bytes hold, without the `reserved` ones.
+
+    Raises: LoadError, if not one block fits.
+    """
+    blocks = budget // bytes_per_block - reserved
+    if blocks < 1:
+        least = (1 + reserved) * bytes_per_block
+        beside = f" beside the {reserved} that the backend needs for itself" if reserved else ""
+        raise LoadError(
+            f"{budget} bytes hold no KV block{beside}; one takes {bytes_per_block}: "
+            f"raise --kv-cache-memory-bytes to {least} at least"
+        )
+    return blocks
+
+
+def context_limit(wanted: int, positions: int) -> int:
+    """Return the context length to serve: `wanted`, or the model's `positions` if `wanted` is 0.
+
+    Raises: LoadError, if more is wanted than the model has.
+    """
+    if wanted > positions:
+        raise LoadError(
+            f"max_model_len {wanted} is more than the {positions} positions of the model; lower --max-model-len"
+        )
+    return wanted or positions

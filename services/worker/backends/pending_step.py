@@ -1,0 +1,54 @@
+"""The step between its forward pass and its sampling, which every runner holds."""
+
+from typing import Generic, Protocol, TypeVar
+
+from protocol.steps import GrammarOutput, SchedulerOutput
+
+
+class ExecutedStep(Protocol):
+    """What a runner keeps from `execute_model` to `sample_tokens`."""
+
+    @property
+    def step(self) -> SchedulerOutput: ...
+
+
+S = TypeVar("S", bound=ExecutedStep)
+
+
+class PendingStep(Generic[S]):
+    """At most one step that is executed and not sampled: the single pending state (docs/invariants.md)."""
+
+    def __init__(self) -> None:
+        self._executed: S | None = None
+
+    def require_none(self) -> None:
+        """Raises: RuntimeError, if the step before was executed but never sampled."""
+        if self._executed is not None:
+            raise RuntimeError(f"step {self._executed.step.step_id} was executed but never sampled")
+
+    def put(self, executed: S) -> None:
+        """Raises: RuntimeError, if the step before was executed but never sampled."""
+        self.require_none()
+        self._executed = executed
+
+    def take(self) -> S:
+        """Return the executed step; none is pending afterwards.
+
+        Raises: RuntimeError, if no step was executed.
+        """
+        executed, self._executed = self._executed, None
+        if executed is None:
+            raise RuntimeError("no step was executed that could be sampled")
+        return executed
+
+
+def own_grammar(step: SchedulerOutput, grammar: GrammarOutput | None) -> GrammarOutput | None:
+    """Return the bitmasks for `step`, or None if none of its rows has a grammar.
+
+    Raises: RuntimeError, if the step needs bitmasks and `grammar` is missing or of another step.
+    """
+    if not step.has_structured_output_requests:
+        return None
+    if grammar is None or grammar.step_id != step.step_id:
+        raise RuntimeError(f"step {step.step_id} needs its own grammar bitmask to be sampled")
+    return grammar
