@@ -18,7 +18,7 @@ def private_directory(base: Path, prefix: str) -> Iterator[Path]:
     Args:
         prefix: of its name; only what begins like it is swept
     """
-    _sweep(base, prefix)
+    sweep(base, prefix)
     path, lock = _make(base, prefix)
     maker = os.getpid()
     try:
@@ -49,8 +49,8 @@ def _make(base: Path, prefix: str) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _sweep(base: Path, prefix: str) -> None:
-    """What nobody uses any more of this user's; there may be keys in it."""
+def sweep(base: Path, prefix: str) -> None:
+    """Remove this user's private directories in `base` whose processes are dead; there may be keys in them."""
     for path in base.glob(f"{prefix}*"):
         with suppress(OSError):  # another sweeps too, or it is in use, or another user's
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

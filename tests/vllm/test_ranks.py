@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
-from protocol.requests import FinishReason
+from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, Pooling, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.capabilities import Combination, refusal
-from services.worker.backends.vllm.group import PRIVATE
+from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.results import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
 from tests.integration.scheduler.engine import EngineClient, spawn
@@ -94,6 +95,15 @@ def preloaded() -> None:
     """Importing vLLM takes longer than anything that is done with it here."""
     modules = ["tests.vllm.test_ranks", "services.worker.backends.vllm", "vllm.v1.worker.cpu_worker"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def before() -> set[str]:
+    """Names in /dev/shm before the groups of these tests, with two that a killed worker left."""
+    names = set(os.listdir(DIRECTORY))
+    (DIRECTORY / f"{PREFIX}leftover").mkdir(mode=0o700)
+    (DIRECTORY / f"{PREFIX}leftover-tp:0-[0-1]-cpushm_0").touch(mode=0o600)
+    return names
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -221,11 +231,54 @@ def test_stages_are_refused_by_name(tmp_path: Path) -> None:
     assert "--pipeline-parallel-size 1" in reason
 
 
-def test_no_shared_memory_is_left() -> None:
-    """Of the groups above: what vLLM's ranks share carries the name of their group."""
-    assert [name for name in os.listdir("/dev/shm") if "cpushm" in name] == []
+def shared_pages(process: BaseProcess) -> dict[str, int]:
+    """KiB of each group's shared memory that `process` has mapped, by the name of the group."""
+    pages: dict[str, int] = {}
+    name = ""
+    for line in Path(f"/proc/{process.pid}/smaps").read_text().splitlines():
+        head, *rest = line.split()
+        if not head.endswith(":"):
+            name = Path(" ".join(rest[4:])).name.partition("-tp:")[0]
+        elif head == "Rss:" and name.startswith(PREFIX):
+            pages[name] = pages.get(name, 0) + int(rest[0])
+    return pages
+
+
+def test_epoch_that_ends_frees_its_shared_memory(tmp_path: Path, before: set[str]) -> None:
+    """The worker that is left goes on in the next epoch. vLLM shares memory with AVX-512 only."""
+    with engine(tmp_path / "epochs", 2, tensor_parallel_size=2) as running:
+        client = running.client()
+        client.wait_ready()
+        first = shared_pages(running.workers[0])
+        assert len(first) == torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        assert all(first.values())
+        assert not created(before), "no name lasts longer than the groups take to form"
+        running.workers[1].kill()
+        while client.state is None or client.state.phase is EnginePhase.READY:
+            client.receive()
+        running.add_worker()
+        client.wait_ready()
+        second = shared_pages(running.workers[0])
+        assert len(second) == 2 * len(first)
+        assert {name: second[name] for name in first} == dict.fromkeys(first, 0)
+        for process in running.workers:
+            process.kill()
+        client.close()
+    assert not created(before)
+
+
+def created(before: set[str]) -> set[str]:
+    """Names of shared memory in /dev/shm that were not there before: vLLM's and Python's own."""
+    kinds = (PREFIX, "psm_")
+    return {
+        name for name in set(os.listdir(DIRECTORY)) - before if name.startswith(kinds) or "cpushm" in name
+    }
+
+
+def test_no_shared_memory_is_left(before: set[str]) -> None:
+    """Neither of the groups above, whose ranks were killed too, nor of a worker that was killed before."""
+    assert not created(before)
 
 
 def test_no_sockets_are_left(scratch: Path) -> None:
-    """Of the groups above, though ranks were killed: the next ones swept."""
-    assert [path for path in scratch.rglob("*") if path.is_socket() or path.name.startswith(PRIVATE)] == []
+    assert [path for path in scratch.rglob("*") if path.is_socket()] == []

@@ -82,8 +82,10 @@ def test_structured_output_and_log_probabilities(client: OpenAI, model: str) -> 
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
 
 
-def test_stop_leaves_nothing(server: Server) -> None:
+def test_stop_leaves_nothing_and_prints_nothing_of_the_libraries(server: Server) -> None:
     """The last test of this file."""
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
     server.assert_nothing_is_left()
+    lines = [line for line in server.log.read_text().splitlines() if line.startswith("worker")]
+    assert "leaving: the scheduler is stopping" in lines[-1]

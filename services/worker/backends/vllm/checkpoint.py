@@ -10,6 +10,9 @@ from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
+"""Data types of activations that vLLM computes in."""
+CHOICES = DTYPES[:2]
+"""Those that --dtype takes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:
     dtype = default_dtype(worker.model) or own
     if dtype not in DTYPES:
         raise LoadError(
-            f"config.json names the dtype {dtype}; choose one of {', '.join(DTYPES)} with --dtype"
+            f"config.json names the dtype {dtype}; choose one of {' or '.join(CHOICES)} with --dtype"
         )
     return dtype
 

@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from services.worker import machine
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.acceptance import Acceptance
+from services.worker.backends.vllm.checkpoint import CHOICES
 from services.worker.backends.vllm.group import Group
 from services.worker.batch.slots import Rows
-from services.worker.runner import LoadError
+from services.worker.runner import LoadError, RanksLost
 
 _set_num_threads = torch.set_num_threads  # vLLM takes the function away
 CPU_BLOCK = 32
@@ -96,6 +99,7 @@ class Engine:
         _set_num_threads(options.threads or max(1, machine.cores() // group.on_this_machine))
         self._wrapper.init_worker([arguments] * assignment.world_size)
         self._wrapper.init_device()
+        group.formed()
         self._wrapper.load_model()
         self._acceptance: Acceptance | None = None
         if options.speculation is not None:
@@ -107,9 +111,31 @@ class Engine:
         self._wrapper.set_kv_cache_layout(layout.name)
         self._groups = names.get_kv_cache_groups(self.config, self._specs)
         self._check_groups()
-        self._wrapper.determine_available_memory()  # compiles the model too
+        with self._kernels_of_checkpoint(group):
+            self._wrapper.determine_available_memory()  # compiles the model too
+            self._wrapper.execute_dummy_batch()
         names.enable_envs_cache()  # vLLM asks for its settings in every step
         names.freeze_gc_heap()
+
+    @contextmanager
+    def _kernels_of_checkpoint(self, group: Group) -> Iterator[None]:
+        """Raises: LoadError, if the kernels for the checkpoint's quantisation fail: some take certain dtypes only on
+        certain processors, which vLLM finds out when it first computes."""
+        quantization = self.config.model_config.quantization
+        try:
+            with group.watched():
+                yield
+        except RanksLost:
+            raise
+        except RuntimeError as error:
+            if quantization is None:
+                raise
+            others = " or ".join(f"--dtype {dtype}" for dtype in CHOICES if dtype != self.options.dtype)
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise LoadError(
+                f"on this processor vLLM cannot compute {quantization} weights in {self.options.dtype} ({reason}); "
+                f"use {others}"
+            ) from error
 
     def _drafting(self, how: Speculation) -> Acceptance:
         """vLLM's drafter, and our rule for what becomes of its drafts."""

@@ -5,27 +5,21 @@ come are waited for no longer than anywhere else in this project. To form its gr
 objects that run code when they are read, so all of them must be trusted, as torch's own transport asks for too.
 """
 
-import hashlib
-import os
 import socket
-import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import distributed
 
 from protocol.membership import Assignment
-from services.private import private_directory, short_base
 from services.worker.backends.vllm import names
+from services.worker.backends.vllm.shared_memory import SharedMemory, sweep_shared_memory
 from services.worker.distributed.messages import STEP_TIMEOUT
-from services.worker.distributed.ranks import BOOT_ID, meet, neighbours, shut_down, sockets
+from services.worker.distributed.ranks import meet, neighbours, shut_down, sockets
 from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  what is there is vLLM's
-PRIVATE = "runahead-queues-"
-"""How the name of the directory begins that holds the sockets of vLLM's message queues."""
 
 
 class Group:
@@ -40,7 +34,7 @@ class Group:
         self._others = sockets()
         """Not ours."""
         self._aborted = False
-        self._directory = ExitStack()
+        self._memory = SharedMemory()
         self.on_this_machine = 1
         """Ranks that share this machine's cores, this one included; known once it has joined."""
 
@@ -58,8 +52,7 @@ class Group:
         assignment = self._assignment
         with self.watched():
             try:
-                if self.is_of_several:
-                    self._keep_sockets_together()
+                sweep_shared_memory()
                 store = self._store()
                 self.on_this_machine = neighbours(store, assignment)
                 _c10d.init_process_group(
@@ -69,17 +62,20 @@ class Group:
                     world_size=assignment.world_size,
                     timeout=STEP_TIMEOUT,
                 )
+                name = self._memory.agree(store, assignment.rank) if self.is_of_several else "alone"
             finally:
                 if self._listener is not None:
                     self._listener.close()
-        return f"tcp://{assignment.rendezvous}.{_machine() if self.is_of_several else os.getpid()}"
+        return f"tcp://{assignment.rendezvous}:{name}"
 
-    def _keep_sockets_together(self) -> None:
-        """vLLM's message queues bind sockets to new names and never unlink them: in a directory that goes with us."""
-        base = short_base(PRIVATE, str(uuid.uuid4()))
-        names.disable_envs_cache()  # the epoch before may have turned it on
-        directory = self._directory.enter_context(private_directory(base, PRIVATE))
-        os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
+    def formed(self) -> None:
+        """Remove the names of the shared memory. Call when vLLM has formed its own groups.
+
+        Raises: RanksLost
+        """
+        if self.is_of_several:
+            with self.watched():
+                self._memory.formed(_c10d.barrier)
 
     def _store(self) -> Any:
         if not self.is_of_several:
@@ -109,11 +105,5 @@ class Group:
         with suppress(RuntimeError):
             names.destroy_model_parallel()
             names.destroy_distributed_environment()
-        self._directory.close()
-
-
-def _machine() -> str:
-    """Equal for the processes that see the same shared memory, and for no others."""
-    machine = BOOT_ID.read_bytes() if BOOT_ID.exists() else socket.gethostname().encode()
-    memory = os.stat(SHARED_MEMORY).st_dev if os.path.isdir(SHARED_MEMORY) else os.getpid()
-    return hashlib.sha256(machine + str(memory).encode()).hexdigest()[:12]
+        names.group_name_counter.clear()  # ranks share memory if they count alike; one that is new starts at 0
+        self._memory.release()

