@@ -172,7 +172,8 @@ class SchedulerConfig(ServiceConfig):
         "Default: none.",
     )
     step_trace: str | None = Field(
-        None, description="File for a JSON line per scheduled step and per result. Default: none."
+        None,
+        description="File for a JSON line per step: its rows and its times on every rank. Default: none.",
     )
 
     @property

@@ -6,19 +6,18 @@ messages, then what the group wants done, then everything there is to send.
 
 import contextlib
 import gc
-import json
 import logging
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from typing import TextIO
 
 import zmq
 
 from protocol.codec import ProtocolError
 from protocol.handshake import Hello
 from protocol.membership import Loaded, Shutdown, WorkerMessage
+from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
     EnginePhase,
@@ -40,11 +39,14 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
+from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.io.workers import WorkerConnections
 from services.scheduler.membership.group import Ended, Refuse, Send, Started, WorkerGroup
 from services.scheduler.membership.sizes import GroupError
 from services.scheduler.membership.step_watch import StepWatch
 from services.scheduler.policies import make_policy
+from services.scheduler.request_log import RequestLog
+from services.scheduler.subscriptions import Subscriptions
 
 log = logging.getLogger("runahead.scheduler")
 
@@ -78,7 +80,7 @@ class Service:
         self._reported: tuple[EnginePhase, str, float, int] | None = None
         self._next_report = 0.0
         self._was_busy = False
-        self._trace: TextIO | None = open(config.step_trace, "w") if config.step_trace else None  # noqa: SIM115
+        self.subscriptions = Subscriptions(StepTrace(config.step_trace) if config.step_trace else None)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -111,12 +113,11 @@ class Service:
                 self.compiler.close()
             self.frontends.close(LINGER_MS)
             self.workers.close(LINGER_MS)
-            if self._trace is not None:
-                self._trace.close()
+            self.subscriptions.close()
 
     def _poll_ms(self) -> int:
         """Idle it sleeps for long: only the workers' silence needs a look."""
-        if self.workers.probing:
+        if self.workers.probing or self.subscriptions.pending:
             return PROBE_MS
         return 200 if self.group.forming or (self.engine is not None and self.engine.has_requests) else 1000
 
@@ -147,10 +148,15 @@ class Service:
             except (ProtocolError, ValueError) as error:
                 self.frontends.count_error(client, error)
 
-    def _on_client_message(self, client: int, message: Hello | GenerateRequest | AbortRequest) -> None:
+    def _on_client_message(
+        self, client: int, message: Hello | GenerateRequest | AbortRequest | Subscribe
+    ) -> None:
         match message:
             case Hello():
                 self.frontends.tell(client, self._state())
+            case Subscribe(steps=subscribed):
+                self.subscriptions.set(client, subscribed)
+                self._attach()
             case GenerateRequest() if self.engine is None or self._draining:
                 why = "the engine is shutting down" if self._draining else "the engine is not ready"
                 finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
@@ -172,7 +178,7 @@ class Service:
                 if self.engine is None:
                     return
                 if message.epoch == self.group.epoch:
-                    self._record("result", message.step_id)
+                    self._add_times(worker, message)
                     self._watch.on_result(message.step_id, now)
                     self.group.on_step()
                     self._worker_seconds["idle"] += message.times.idle
@@ -183,7 +189,7 @@ class Service:
                     self.workers.refuse(worker, str(error))
                     self.group.on_gone(worker, f"sent a result that cannot be: {error}", now)
             case StepReport():
-                pass
+                self._add_times(worker, message)
             case StepFault(epoch=epoch):
                 if epoch == self.group.epoch:
                     self.group.on_gone(worker, f"failed in step {message.step_id}: {message.error}", now)
@@ -232,6 +238,7 @@ class Service:
         c, limits = self.config, started.limits
         self._ranks, self._limits, self._loaded = started.peers, limits, started.loaded
         self._lost_at = None
+        self.subscriptions.start_epoch(len(started.peers), started.epoch)
         try:
             policy = make_policy(c, limits)
         except ValueError as error:
@@ -256,7 +263,9 @@ class Service:
             use_priority=c.scheduling_policy == "priority",
             compiler=self.compiler,
             hidden_size=started.loaded.hidden_size,
+            observer=RequestLog() if log.isEnabledFor(logging.DEBUG) else None,
         )
+        self._attach()
         gc.collect()
         gc.freeze()
 
@@ -272,6 +281,7 @@ class Service:
             if self._ranks:
                 self._dispatch(self.engine)
             self._publish()
+        self._send_records()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         due = busy and time.monotonic() >= self._next_report
         if due or self._was_busy > busy or self._reported != self._visible():
@@ -281,7 +291,6 @@ class Service:
     def _dispatch(self, engine: EngineCore) -> None:
         for message in engine.dispatch():
             if isinstance(message, SchedulerOutput):
-                self._record("schedule", message.step_id)
                 self._watch.on_dispatch(message.step_id, time.monotonic())
             if not self.workers.broadcast(self._ranks, message):
                 self._watch_workers()
@@ -296,6 +305,8 @@ class Service:
     def _send_to_client(self, client: int, outputs: RequestOutputs) -> None:
         if not self.frontends.send(client, outputs) and self.engine is not None:
             self.engine.drop_client(client)
+            self.subscriptions.set(client, subscribed=False)
+            self._attach()
 
     def _state(self) -> EngineState:
         loaded, limits = self._loaded, self._limits
@@ -354,11 +365,25 @@ class Service:
         for worker in list(self.group.members):
             self.workers.send(worker, message, everywhere=True)
 
-    def _record(self, event: str, step_id: int) -> None:
-        """One line per event in the file of `--step-trace`: what shows that the scheduler runs ahead."""
-        if self._trace is not None:
-            line = {"event": event, "step_id": step_id, "at": time.monotonic()}
-            self._trace.write(json.dumps(line) + "\n")
+    # -- step records --------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        if self.engine is not None:
+            self.subscriptions.attach(self.engine.observers)
+
+    def _add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport) -> None:
+        if worker in self._ranks:
+            rank, offset = self._ranks.index(worker), self.workers.clock_offset(worker)
+            self.subscriptions.add_times(message.epoch, message.step_id, rank, message.times, offset)
+
+    def _send_records(self) -> None:
+        now = time.monotonic()
+        if self.subscriptions.ping_due(now):
+            self.workers.ping(self._ranks)
+        if (taken := self.subscriptions.take(now)) is not None:
+            records, frontends = taken
+            for frontend in frontends:
+                self.frontends.tell(frontend, records)
 
 
 def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:

@@ -317,13 +317,27 @@ class EngineCore:
             self.queue.push(planned[0])
             self._unsampled = planned[0] if planned[1].has_structured_output_requests else None
             if observers.listening:
-                entering = tuple(self._key_of(new.slot) for new in planned[1].new)
-                observers.emit(StepDispatched(*planned, entering))
+                observers.emit(self._dispatched(*planned))
             yield planned[1]
         if not self.queue and (release := self.scheduler.take_releases()) is not None:
             if observers.listening:
                 observers.emit(SlotsReleased(release))
             yield release
+
+    def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
+        scheduler, slots = self.scheduler, self.scheduler.slots
+        return StepDispatched(
+            step,
+            plan,
+            requests=tuple(self._key_of(new.slot) for new in plan.new),
+            frontends=slots.client.take(step.slots),
+            numbers=slots.number.take(step.slots),
+            prefills=step.starts < slots.entry.take(step.slots),
+            steps_in_flight=len(self.queue),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
+            kv_cache_usage=scheduler.kv.usage,
+        )
 
     def _key_of(self, slot: int) -> RequestKey:
         request = self.scheduler.slots.request(slot)

@@ -97,6 +97,19 @@ class StepDispatched(msgspec.Struct, frozen=True):
     plan: SchedulerOutput
     requests: tuple[RequestKey, ...]
     """Requests that enter a slot with this step, in the order of `plan.new`."""
+    frontends: Column
+    """int32[rows]: the frontend of each row's request"""
+    numbers: NDArray[np.uint32]
+    """uint32[rows]: the frontend's number of each row's request"""
+    prefills: NDArray[np.bool_]
+    """bool[rows]: the row is a prefill chunk."""
+    steps_in_flight: int
+    """With this one."""
+    num_running: int
+    num_waiting: int
+    """Requests, those whose grammar is being compiled included."""
+    kv_cache_usage: float
+    """Share of the KV blocks in use."""
 
 
 class GrammarSent(msgspec.Struct, frozen=True):
@@ -186,10 +199,12 @@ class Observer(Protocol):
 class Observers:
     """The listeners of one core. Emitters build an event only if `listening` is not empty."""
 
-    __slots__ = ("listening",)
+    __slots__ = ("listening", "rank_times")
 
     def __init__(self) -> None:
         self.listening: tuple[Observer, ...] = ()
+        self.rank_times = False
+        """A listener needs the step times of every rank: plans are sent with `report_times`."""
 
     def add(self, observer: Observer) -> None:
         """Attach a listener; it receives the events from now on."""

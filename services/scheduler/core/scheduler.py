@@ -258,6 +258,7 @@ class Scheduler(Results):
             drafts=pack(drafts) if drafts.any() else b"",
             num_speculative_tokens=proposes,
             least_chance=self.drafting.least_chance if self.drafting and proposes else 0.0,
+            report_times=self.observers.rank_times,
         )
         self._released.clear()
         self._next_step += 1

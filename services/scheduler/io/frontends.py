@@ -8,6 +8,7 @@ import zmq
 
 from protocol.codec import Decoder
 from protocol.handshake import Hello
+from protocol.records import StepRecords, Subscribe
 from protocol.requests import AbortRequest, ClientMessage, EngineState, GenerateRequest, RequestOutputs
 from protocol.transport import PeerGone, PeerSlow, Server
 
@@ -17,7 +18,7 @@ log = logging.getLogger("runahead.scheduler")
 class FrontendConnections:
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"frontend"})
-        self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
+        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
         self._peers: list[bytes] = []
         """By number."""
@@ -27,7 +28,7 @@ class FrontendConnections:
         """`receive` has something to do when it is readable."""
         return self._server.socket
 
-    def receive(self) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest]]:
+    def receive(self) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest | Subscribe]]:
         """What has arrived, each message with the number of its frontend; a `Hello` is a new one's."""
         for peer, message in self._server.messages(self._decoder):
             if peer not in self._numbers:
@@ -50,10 +51,10 @@ class FrontendConnections:
             return False
         return True
 
-    def tell(self, frontend: int, state: EngineState) -> None:
-        """Whoever does not hear it is found when there are outputs for it."""
+    def tell(self, frontend: int, message: EngineState | StepRecords) -> None:
+        """Send what may be lost: a frontend that is gone is found when there are outputs for it."""
         with suppress(PeerGone, PeerSlow):
-            self._server.send(self._peers[frontend], state)
+            self._server.send(self._peers[frontend], message)
 
     def tell_all(self, state: EngineState) -> None:
         for frontend in range(len(self._peers)):

@@ -36,7 +36,7 @@ def spawn(
     """`log`: where its log goes. A pipe must be read, or a service that says much waits for its reader."""
     code = (
         "import logging, sys\n"
-        "logging.basicConfig(level=logging.INFO, format='%(asctime)s %(name)s %(message)s')\n"
+        f"logging.basicConfig(level='{config.log_level.upper()}', format='%(asctime)s %(name)s %(message)s')\n"
         f"from services.config import {type(config).__name__} as Config\n"
         f"from services.{service}.service import run\n"
         "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
@@ -79,12 +79,20 @@ class EngineClient:
         priority: int = 0,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
+        request_id: str = "",
     ) -> None:
         self.tokens[number], self.logprobs[number] = [], {}
         message = GenerateRequest(
-            number, pack(prompt), len(prompt), params, priority, structured=structured, pooling=pooling
+            number,
+            pack(prompt),
+            len(prompt),
+            params,
+            priority,
+            request_id=request_id,
+            structured=structured,
+            pooling=pooling,
         )
-        self._send(message)
+        self.send(message)
 
     def resubmit(
         self,
@@ -97,12 +105,12 @@ class EngineClient:
         """A request whose first tokens were delivered before."""
         self.tokens[number], self.logprobs[number] = list(delivered), {}
         tokens = pack([*prompt, *delivered])
-        self._send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
+        self.send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
 
     def abort(self, *numbers: int) -> None:
-        self._send(AbortRequest(list(numbers)))
+        self.send(AbortRequest(list(numbers)))
 
-    def _send(self, message: GenerateRequest | AbortRequest) -> None:
+    def send(self, message: GenerateRequest | AbortRequest) -> None:
         self._moved = time.monotonic()
         self._client.send(message)
 

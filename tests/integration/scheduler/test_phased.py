@@ -1,6 +1,5 @@
 """The phased policy over real rigid workers: answers are those of any policy, and the scheduler runs ahead (S0-9)."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000, "threads": 1}
 """Steps long enough that a busy machine does not blur who came first."""
@@ -36,14 +36,6 @@ def answers(
     return client.tokens, trace
 
 
-def ahead(trace: Path) -> tuple[int, int]:
-    """Steps whose successor was scheduled before their result arrived, and all that have a successor."""
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
-    at = {(event["event"], event["step_id"]): event["at"] for event in events}
-    steps = [step for event, step in at if event == "schedule" and ("schedule", step + 1) in at]
-    return sum(at["schedule", step + 1] < at["result", step] for step in steps), len(steps)
-
-
 @pytest.mark.timeout(300)
 def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path) -> None:
     """At TP 1, 2 and 4. Only a last chunk may have to be awaited, where nobody else can decode (rule 11)."""
@@ -52,11 +44,11 @@ def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path
         scheduler = {**PHASED, "tensor_parallel_size": ranks}
         tokens, trace = answers(tmp_path / f"tp{ranks}", scheduler, RIGID, ranks)
         assert tokens == expected
-        early, steps = ahead(trace)
+        early, steps = steps_ahead(trace)
         assert early >= 0.9 * steps
     tokens, trace = answers(tmp_path / "synchronous", {**PHASED, "batch_queue_depth": 1}, RIGID)
     assert tokens == expected
-    assert ahead(trace)[0] == 0
+    assert steps_ahead(trace)[0] == 0
 
 
 @pytest.mark.timeout(300)

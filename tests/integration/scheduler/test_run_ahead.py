@@ -1,6 +1,5 @@
 """The running services: the scheduler is one step ahead at depth two, never at depth one, and answers are the same."""
 
-import json
 import signal
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
+from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that a busy machine does not blur who came first."""
@@ -37,11 +37,8 @@ def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -
 
 def share_ahead(trace: Path) -> float:
     """Share of steps N whose successor was scheduled before N's result arrived."""
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
-    at = {(event["event"], event["step_id"]): event["at"] for event in events}
-    steps = sorted(step for event, step in at if event == "schedule" and ("schedule", step + 1) in at)
-    ahead = [at["schedule", step + 1] < at["result", step] for step in steps]
-    return sum(ahead) / len(ahead)
+    ahead, steps = steps_ahead(trace)
+    return ahead / steps
 
 
 def test_depth_two_schedules_ahead_and_depth_one_never_does(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from services.checkpoint import DEMO_MODEL
 from services.scheduler.grammar.trial.child import FAILPOINT
 from tests.integration.scheduler.engine import EngineClient, engine
 from tests.integration.scheduler.schemas import SchemaGenerator
+from tests.integration.scheduler.step_trace import in_flight, read_steps
 
 EOS = (2,)
 PROMPT = [1, 100, 200, 300]
@@ -96,12 +97,8 @@ def test_a_slow_compilation_delays_nobody_elses_next_token_by_more_than_one_step
 
 def _assert_steps_went_on(trace: Path, least: int) -> None:
     """While the newcomer's grammar was compiled, plans and results went on in turn, none in front of its own plan."""
-    events = [json.loads(line) for line in trace.read_text().splitlines()]
-    in_flight = 0
-    for event in events:
-        in_flight += 1 if event["event"] == "schedule" else -1
-        assert 0 <= in_flight <= 2
-    assert sum(event["event"] == "result" for event in events) > least
+    assert set(in_flight(trace)) == {0, 1, 2}
+    assert len(read_steps(trace)) > least
 
 
 def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Who receives step records: frontends that subscribed, and the file of `--step-trace`.
+
+While nobody does, no recorder is attached to the core and plans do not ask ranks for their times.
+"""
+
+from collections.abc import Iterable
+
+from protocol.records import StepRecords
+from protocol.steps import StepTimes
+from services.scheduler.core.observer import Observers
+from services.scheduler.io.step_trace import StepTrace
+from services.scheduler.step_records import StepRecorder
+
+BATCH_SECONDS = 0.1
+"""Shortest time between two batches of records."""
+PING_SECONDS = 1.0
+"""Time between two measurements of each worker's clock."""
+
+
+class Subscriptions:
+    def __init__(self, trace: StepTrace | None) -> None:
+        self.frontends: set[int] = set()
+        self._trace = trace
+        self._recorder: StepRecorder | None = None
+        self._num_ranks, self._epoch = 0, 0
+        self._next_batch = self._next_ping = 0.0
+
+    @property
+    def active(self) -> bool:
+        return bool(self.frontends) or self._trace is not None
+
+    @property
+    def pending(self) -> bool:
+        """Records wait to be taken."""
+        return self._recorder is not None and self._recorder.pending
+
+    def set(self, frontend: int, subscribed: bool) -> None:
+        (self.frontends.add if subscribed else self.frontends.discard)(frontend)
+
+    def start_epoch(self, num_ranks: int, epoch: int) -> None:
+        self._num_ranks, self._epoch = num_ranks, epoch
+        if self._recorder is not None:
+            self._recorder.set_num_ranks(num_ranks)
+
+    def attach(self, observers: Observers) -> None:
+        """Attach a recorder if somebody subscribed, or detach it if nobody is left."""
+        if self.active and self._recorder is None:
+            self._recorder = StepRecorder(self._num_ranks, self._epoch)
+            observers.add(self._recorder)
+            observers.rank_times = True
+        elif not self.active and self._recorder is not None:
+            observers.remove(self._recorder)
+            observers.rank_times = False
+            self._recorder = None
+
+    def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
+        """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
+        if self._recorder is not None:
+            self._recorder.add_times(epoch, step_id, rank, times, clock_offset)
+
+    def ping_due(self, now: float) -> bool:
+        """Whether the workers' clocks are to be measured now. `now`: seconds, monotonic."""
+        if self._recorder is None or now < self._next_ping:
+            return False
+        self._next_ping = now + PING_SECONDS
+        return True
+
+    def take(self, now: float) -> tuple[StepRecords, Iterable[int]] | None:
+        """The next batch and the frontends that get it; None if none is due. Writes the trace.
+
+        `now`: seconds, monotonic.
+        """
+        if self._recorder is None or now < self._next_batch or (batch := self._recorder.take()) is None:
+            return None
+        self._next_batch = now + BATCH_SECONDS
+        if self._trace is not None:
+            self._trace.write(batch)
+        return batch, tuple(self.frontends)
+
+    def close(self) -> None:
+        """Write what is left to the trace."""
+        if self._trace is not None:
+            if self._recorder is not None and (batch := self._recorder.take(everything=True)) is not None:
+                self._trace.write(batch)
+            self._trace.close()
