@@ -70,8 +70,8 @@ bench: $(STAMP) $(if $(filter vllm_%,$(NAME)),$(VLLM)/.installed)
 
 # More seeds and longer runs, and the tests marked `soak` that `make test` leaves out.
 soak: $(STAMP)
-	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/simulation tests/integration tests/ranks \
-		tests/e2e/test_api_document.py $(ARGS)
+	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/unit/protocol tests/simulation \
+		tests/integration tests/ranks tests/e2e/test_api_document.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

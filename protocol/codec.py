@@ -1,15 +1,16 @@
-"""Messages to bytes and back: strict, bounded, typed. Anything else than a valid message is a `ProtocolError`.
+"""Encoding and decoding of messages: strict, bounded and typed. A frame that is no valid message is a `ProtocolError`.
 
-Strict means that nothing is converted: 1.0 is no integer, true is no 1, text is no bytes. One long-lived `Decoder`
-serves one direction of one connection and knows the tagged union of what may come.
+Strict means that no value is converted: 1.0 is no integer, true is not 1, text is not bytes. One long-lived `Decoder`
+serves one direction of one connection; its type is the tagged union of that direction's messages.
 
-How messages evolve (`PROTOCOL_VERSION` in protocol.handshake):
+Rules for changes of messages (`PROTOCOL_VERSION` in protocol.handshake):
 
-- Structs are arrays, their first element is the tag. A field is its position: never reorder, remove or retype one.
+- Structs are arrays whose first element is the tag. A field is identified by its position: never move, remove or retype
+  one.
 - A minor version appends fields with defaults. Old bytes decode under new types (the defaults fill in), new bytes
   decode under old types (elements beyond the last field are skipped).
-- A new tag reaches old peers as a `ProtocolError`: send it only to a peer whose `Hello` or `Welcome` knows it.
-- Whatever else changes, the major version changes, and the handshake refuses the pair.
+- A new tag is a `ProtocolError` for old peers: send it only to a peer whose version, in `Hello` or `Welcome`, has it.
+- Any other change needs a new major version. The handshake refuses peers with different major versions.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""No frame may be larger, on any socket."""
+"""Maximum size of a frame, on any socket."""
 
 T = TypeVar("T")
 S = TypeVar("S", bound=np.generic)
@@ -28,11 +29,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ProtocolError(Exception):
-    """A peer sent what the protocol does not allow. The shell names the peer, counts it and goes on."""
+    """A peer violated the protocol. The service logs the peer, counts the error and continues."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises: ValueError, for a message that no peer would accept because of its size."""
+    """Raises: ValueError, if the message exceeds `MAX_MESSAGE_BYTES`."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_MESSAGE_BYTES:
         raise ValueError(
@@ -42,14 +43,14 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class Decoder(Generic[T]):
-    """A long-lived decoder for one direction of one connection: `Decoder(Hello | ClientMessage)`."""
+    """Decoder for one direction of one connection: `Decoder(Hello | ClientMessage)`."""
 
     def __init__(self, types: Any, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(types, strict=True)
         self._max_bytes = max_bytes
 
     def decode(self, frame: bytes) -> T:
-        """Raises: ProtocolError, for whatever is not a message of these types."""
+        """Raises: ProtocolError, if the frame is not a message of these types."""
         if len(frame) > self._max_bytes:
             raise ProtocolError(f"a message of {len(frame)} bytes; at most {self._max_bytes} are allowed")
         try:
@@ -60,7 +61,7 @@ class Decoder(Generic[T]):
 
 
 def pack(values: Sequence[int] | NDArray[Any]) -> bytes:
-    """int32 little-endian, row after row; arrays keep their own width."""
+    """Return the bytes of a column: int32 little-endian for a sequence; an array keeps its data type."""
     return (values if isinstance(values, np.ndarray) else np.array(values, "<i4")).tobytes()
 
 
@@ -69,9 +70,9 @@ def unpack(data: bytes | memoryview) -> NDArray[np.int32]: ...
 @overload
 def unpack(data: bytes | memoryview, dtype: type[S]) -> NDArray[S]: ...
 def unpack(data: bytes | memoryview, dtype: type[Any] = np.int32) -> NDArray[Any]:
-    """A read-only view of a column: int32 unless the field's docstring names another `dtype`.
+    """Return a read-only view of a column. The field's docstring gives the data type if it is not int32.
 
-    Raises: ProtocolError, if the bytes are no whole number of elements.
+    Raises: ProtocolError, if the size is not a multiple of the element size.
     """
     try:
         return np.frombuffer(data, dtype)

@@ -1,6 +1,6 @@
-"""The first message on every connection, both ways.
+"""Handshake: the first message in each direction of a connection.
 
-It never changes shape, so that any two versions can refuse each other.
+These messages never change, so that any two versions can refuse each other.
 """
 
 import msgspec
@@ -8,41 +8,45 @@ import msgspec
 from protocol.fields import Count, Name, Text
 
 PROTOCOL_VERSION = (2, 0)
-"""(major, minor): majors must be equal; a minor only appends fields with defaults."""
+"""(major, minor). Majors must be equal; a new minor only appends fields with defaults."""
 PROBE = "probe"
-"""The role of health checks: any server answers, and remembers nothing."""
+"""Role of health checks. Every server answers it and keeps no peer."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """Sent by the side that connects."""
+    """First message of the side that connects."""
 
     major: Count
     minor: Count
     role: Name
-    """"frontend", "worker" (plans and membership) or "worker-results" (the worker's output thread) or "probe"."""
+    """"frontend", "worker" (plans and membership), "worker-results" (the worker's output thread) or "probe"."""
     name: Name = ""
-    """For people: shows up in logs and errors."""
+    """Name of the peer in logs and errors."""
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
+    """Answer to a `Hello` that is accepted, with the version of the server."""
+
     major: Count
     minor: Count
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
-    """The connection is not wanted; `reason` names both values. The peer exits, it does not retry.
+    """The server refuses the connection. The peer exits and does not retry.
 
-    May also come later, in place of any message."""
+    The message may also arrive later, in place of any other.
+    """
 
     reason: Text
+    """Names what does not match, with the values of both sides."""
 
 
 def check_version(hello: Hello) -> str | None:
-    """Why this peer cannot be spoken to (both versions named), or None."""
+    """Return the reason to refuse the peer, with both versions, or None."""
     ours = "{}.{}".format(*PROTOCOL_VERSION)
     if hello.major != PROTOCOL_VERSION[0]:
         theirs = f"{hello.major}.{hello.minor}"
         return (
-            f"protocol version mismatch: {hello.role!r} {hello.name!r} speaks {theirs}, this service {ours}"
+            f"protocol version mismatch: {hello.role!r} {hello.name!r} has {theirs}, this service has {ours}"
         )
     return None

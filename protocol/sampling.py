@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Names and meanings are vLLM's where the meaning is the same."""
+"""Sampling parameters of a request. The names are vLLM's where the meaning is the same."""
 
 import enum
 from typing import Annotated
@@ -9,20 +9,22 @@ from protocol.fields import Count, Finite
 
 MAX_TEMPERATURE = 1000.0
 MAX_END_TOKENS = 1024
-"""Most ids in `eos_token_ids`, and in `stop_token_ids`."""
+"""Maximum number of ids in `eos_token_ids`, and in `stop_token_ids`."""
 MAX_PENALTY = 2.0
-"""Greatest presence and frequency penalty, and least when negative: OpenAI's range."""
+"""Bound of the presence and frequency penalty, in both directions: OpenAI's range."""
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
-"""Greatest `logit_bias`, and least when negative: OpenAI's range."""
+"""Bound of a `logit_bias`, in both directions: OpenAI's range."""
 MAX_BIASED = 1024
-"""Most tokens with a `logit_bias`."""
+"""Maximum number of tokens with a `logit_bias`."""
 MAX_BAD_WORDS = 512
-"""Most token sequences in `bad_words`."""
+"""Maximum number of token sequences in `bad_words`."""
 MAX_BAD_WORD_TOKENS = 128
+"""Maximum length of a sequence in `bad_words`, tokens."""
 MAX_GRAMMAR_CHARS = 262_144
+"""Maximum length of the text of `StructuredOutputParams`."""
 MAX_LOGPROBS = 20
-"""Most alternatives per position in `logprobs` and `prompt_logprobs`."""
+"""Maximum number of alternatives per position in `logprobs` and `prompt_logprobs`."""
 
 TokenIds = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_END_TOKENS)]
 Biases = Annotated[tuple[tuple[Count, Finite], ...], msgspec.Meta(max_length=MAX_BIASED)]
@@ -31,50 +33,51 @@ BadWords = Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """Sampling parameters of one request, complete and validated: nothing is left to default later.
+    """Sampling parameters of one request, complete and validated.
 
-    Raises: ValueError, when made with a value out of range; the text is fit for the client's eyes.
+    Raises: ValueError, if a value is out of range; the text is for the client.
     """
 
     max_tokens: int
-    """Most output tokens, at least 1. The context limit may end a request earlier."""
+    """Maximum number of output tokens, at least 1. The context limit may end a request earlier."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 means all tokens."""
+    """0: all tokens."""
     min_p: float = 0.0
     seed: int = 0
-    """64 bits unsigned. The frontend draws one at admission when the client gave none, so that a replay repeats."""
+    """64 bits unsigned. The frontend draws a seed at admission if the client gave none, so that a replay repeats."""
     min_tokens: int = 0
-    """Until this many output tokens exist, `eos_token_ids` and `stop_token_ids` cannot be sampled."""
+    """Number of output tokens before `eos_token_ids` and `stop_token_ids` may be sampled."""
     eos_token_ids: TokenIds = ()
-    """Tokens that end the text. Empty under `ignore_eos`."""
+    """End-of-sequence tokens. Empty with `ignore_eos`."""
     stop_token_ids: TokenIds = ()
-    """Tokens the client asked to stop at; unlike EOS they are named in `stop_reason`."""
+    """Further tokens at which the output stops. Unlike EOS, they are reported in `stop_reason`."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that stands in the output."""
+    """Subtracted from the logit of each token that occurs in the output."""
     frequency_penalty: float = 0.0
-    """The same for each time that it stands there."""
+    """Subtracted from the logit of a token once for each of its occurrences in the output."""
     repetition_penalty: float = 1.0
-    """Divides a positive logit, multiplies a negative one, of each token in prompt or output; 1: none."""
+    """Divides a positive logit, and multiplies a negative one, of each token in prompt or output. 1: no penalty."""
     logit_bias: Biases = ()
-    """(token id, what is added to its logit); each id once."""
+    """(token id, addend of its logit); each id at most once."""
     bad_words: BadWords = ()
-    """Token sequences that must not stand in the output: the last token is forbidden after the others."""
+    """Token sequences that must not occur in the output: the last token is forbidden after the others."""
     allowed_token_ids: bytes = b""
-    """int32, ascending: the only tokens that may be sampled. Empty: all."""
+    """int32, ascending: the only tokens that may be sampled. Empty: all tokens."""
     logprobs: Count | None = None
-    """For each output token: the log-probabilities of so many most likely tokens, and of the one sampled. They are
-    the model's, before any parameter here has changed them (vLLM's `raw_logprobs`). None: none at all."""
+    """Number of most likely tokens whose log-probabilities are returned for each output token, beside its own. They are
+    computed from the logits of the model, before any parameter here changes them (vLLM's `raw_logprobs`). None: no
+    log-probabilities."""
     prompt_logprobs: Count | None = None
-    """The same for each prompt token but the first. Such a request reads no prefix cache."""
+    """As `logprobs`, for each prompt token but the first. Such a request reads no prefix cache."""
 
     def __post_init__(self) -> None:
-        """Runs in the frontend, which makes one, and in every process that decodes one."""
+        """Check the values, in the frontend that makes the parameters and in every process that decodes them."""
         if not 1 <= self.max_tokens < 2**31:
             raise ValueError(f"max_tokens must be at least 1 and below 2**31, got {self.max_tokens}")
-        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN, like the two below
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN, as are the next two
             raise ValueError(f"temperature must lie between 0 and {MAX_TEMPERATURE}, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
@@ -120,12 +123,12 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def penalizes(self) -> bool:
-        """Whether what was said before changes what may follow, other than by `bad_words`."""
+        """Whether penalties make the logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 class GrammarKind(enum.IntEnum):
-    """What `StructuredOutputParams.text` is; vLLM's `structured_outputs` fields."""
+    """Kind of `StructuredOutputParams.text`: the fields of vLLM's `structured_outputs`."""
 
     JSON = 0
     """A JSON schema."""
@@ -135,26 +138,26 @@ class GrammarKind(enum.IntEnum):
     CHOICE = 3
     """A JSON array of strings."""
     GRAMMAR = 4
-    """Lark, or GBNF as llama.cpp has it."""
+    """Lark, or llama.cpp's GBNF."""
     STRUCTURAL_TAG = 5
     """OpenAI's and vLLM's JSON for text with structured parts."""
 
 
 class StructuredOutputParams(msgspec.Struct, array_like=True, frozen=True):
-    """What the whole output must match. Not yet known to be compilable."""
+    """Grammar that the whole output must match. The scheduler compiles it and may refuse it."""
 
     kind: GrammarKind
     text: Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
     begins_after: TokenIds = ()
-    """Tokens that end the part before, such as a model's reasoning; until they stand in the output in this order,
-    nothing is constrained. Empty: the grammar begins at once."""
+    """Tokens that end an unconstrained first part, such as reasoning: the grammar begins after they occurred in the
+    output in this order. Empty: it begins with the output."""
 
 
 class Pooling(enum.IntEnum):
-    """What becomes of a prompt that nothing is to be generated for."""
+    """Embedding that a request returns instead of tokens."""
 
     NONE = 0
-    """A token is sampled, as ever."""
+    """No embedding: tokens are generated."""
     LAST = 1
     """The hidden state of the last token."""
     MEAN = 2

@@ -1,8 +1,7 @@
-"""Where a checkpoint's files are: a directory, the Hugging Face hub (or its cache), or the demo model; and what of
-them more than one service reads.
+"""Files of a checkpoint: a directory, the Hugging Face hub (or its cache), or the demo model.
 
-Frontends read the tokenizer from here and workers the weights. Hub access follows the hub's own environment
-variables: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN. No code is ever loaded from a checkpoint.
+Frontends read the tokenizer, workers the weights; this module also reads the files that both need. Access to the hub
+follows its own environment variables: HF_HOME, HF_HUB_OFFLINE, HF_TOKEN. No code is loaded from a checkpoint.
 """
 
 import json
@@ -13,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
-"""What is served when no model is named."""
+"""Directory of the model that is served by default."""
 CONFIG_FILES = ("*.json",)
 WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class CheckpointError(Exception):
-    """A model that cannot be found; one line that says what is wrong and what to do."""
+    """The checkpoint cannot be found or read. The text is one line with the reason and the remedy."""
 
 
 def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = CONFIG_FILES) -> Path:
-    """The directory with the files of `model`, downloaded first if it is a name on the hub.
+    """Return the directory with the files of `model`, downloaded first if it is a name on the hub.
 
     Args:
         model: a directory, `organisation/name` on the hub, or "" for the demo model.
-        revision: branch, tag or commit on the hub, for every file; a directory has none.
-        patterns: globs of the files to download; a directory is taken as it is.
+        revision: branch, tag or commit on the hub, for every file; unused for a directory.
+        patterns: globs of the files to download; unused for a directory.
 
     Raises:
         CheckpointError: no such directory or repository, no access to it, or it was never downloaded and the
@@ -46,13 +45,15 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
 
 
 def default_dtype(model: str) -> str | None:
-    """What `--dtype auto` means for a model that has a preference of its own: the demo model is served in float32,
-    where equal requests get equal answers; None leaves it to the checkpoint."""
+    """Return the data type of `--dtype auto`, or None for that of the checkpoint.
+
+    The demo model is served in float32, so that equal requests get equal outputs in any batch.
+    """
     return "float32" if not model or Path(model).expanduser().resolve() == DEMO_MODEL else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file. Raises: CheckpointError"""
+    """Return the object in a JSON file, or an empty one if the file does not exist. Raises: CheckpointError"""
     if not path.is_file():
         return {}
     try:
@@ -60,12 +61,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
+        raise CheckpointError(f"{path} does not contain a JSON object")
     return content
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Texts of the special tokens, by the names under which templates know them. Raises: CheckpointError"""
+    """Return the texts of the special tokens by their names in chat templates. Raises: CheckpointError"""
     config = read_json(directory / "special_tokens_map.json") | read_json(directory / "tokenizer_config.json")
     tokens = {name: config.get(name) for name in _SPECIAL}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
@@ -73,7 +74,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def named_eos(directory: Path) -> list[Any]:
-    """What generation_config.json or config.json name as `eos_token_id`, unchecked. Raises: CheckpointError"""
+    """Return `eos_token_id` of generation_config.json or config.json, unchecked. Raises: CheckpointError"""
     generation, model = (read_json(directory / f"{name}.json") for name in ("generation_config", "config"))
     ids = generation.get("eos_token_id", model.get("eos_token_id"))
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -89,7 +90,7 @@ def _directory(path: Path, problem: str) -> Path:
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download  # half a second that a directory does not need
+    from huggingface_hub import snapshot_download  # takes 0.5 s, which a directory does not need
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():

@@ -1,4 +1,7 @@
-"""A directory for this user only. It goes with the process, or, if that was killed, when the next one makes its own."""
+"""Private directory of a process, for its user only.
+
+It is removed when the process ends. If the process was killed, the next one that makes a directory removes it.
+"""
 
 import fcntl
 import os
@@ -13,10 +16,12 @@ from protocol.transport import MAX_IPC_PATH
 
 @contextmanager
 def private_directory(base: Path, prefix: str) -> Iterator[Path]:
-    """In `base`. Whoever uses one holds its lock; the kernel lets go of it however a process ends.
+    """Make a private directory in `base`, and remove those of processes that have ended.
+
+    A process holds a lock on its directory, which the kernel releases when the process ends in any way.
 
     Args:
-        prefix: of its name; only what begins like it is swept
+        prefix: prefix of the name; only directories with this prefix are removed.
     """
     sweep(base, prefix)
     path, lock = _make(base, prefix)
@@ -24,13 +29,16 @@ def private_directory(base: Path, prefix: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        if os.getpid() == maker:  # not a fork, which ends this too
+        if os.getpid() == maker:  # not a forked child, in which this context ends too
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 
 def short_base(prefix: str, longest: str) -> Path:
-    """Where the path of a private directory with that prefix is short enough for a socket in it with that name."""
+    """Return a base in which a private directory with this prefix can hold a socket named `longest`.
+
+    The kernel limits the length of a socket's path.
+    """
     room = MAX_IPC_PATH - len(f"/{prefix}xxxxxxxx/{longest}")
     for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
         if base and len(os.fsencode(base)) <= room and os.access(base, os.W_OK | os.X_OK):
@@ -41,7 +49,7 @@ def short_base(prefix: str, longest: str) -> Path:
 def _make(base: Path, prefix: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        with suppress(FileNotFoundError):  # swept before it was locked
+        with suppress(FileNotFoundError):  # another process removed it before it was locked
             lock = os.open(path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
@@ -50,9 +58,9 @@ def _make(base: Path, prefix: str) -> tuple[Path, int]:
 
 
 def sweep(base: Path, prefix: str) -> None:
-    """Remove this user's private directories in `base` whose processes are dead; there may be keys in them."""
+    """Remove this user's directories in `base` whose processes have ended. They may contain API keys."""
     for path in base.glob(f"{prefix}*"):
-        with suppress(OSError):  # another sweeps too, or it is in use, or another user's
+        with suppress(OSError):  # in use, of another user, or being removed by another process
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(directory).st_uid == os.geteuid():

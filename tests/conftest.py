@@ -1,4 +1,4 @@
-"""Whatever tests and their processes leave behind, killed ones too, lies where pytest clears up after some runs."""
+"""Temporary files of tests and their processes, in the directory that pytest removes after some runs."""
 
 import getpass
 import tempfile
@@ -8,12 +8,12 @@ import pytest
 
 SUITES = ("unit", "simulation", "integration", "ranks", "e2e", "vllm", "docker")
 pytest.register_assert_rewrite(*(f"tests.{suite}" for suite in SUITES))
-"""What tests share asserts as they do: with both sides' values, and under `python -O` too."""
+"""Modules that tests share get pytest's assertions: with the values of both sides, and under `python -O` too."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For temporary files; what torch compiles for vLLM stays where the next run finds it."""
+    """Set the directory of temporary files, except for code that torch compiles for vLLM, which the next run reuses."""
     compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)

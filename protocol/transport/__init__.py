@@ -1,16 +1,16 @@
-"""Sockets between services: one ROUTER that binds, many DEALERs that connect. Bytes and handshakes, no rules.
+"""Sockets between services: a ROUTER that binds and DEALERs that connect. Frames and handshakes only.
 
-Nothing drops silently. What can happen, and who is told:
+No message is dropped silently. The errors:
 
-    ProtocolError (protocol.codec)  a peer sent what the protocol does not allow; counted, the socket goes on
-    PeerGone                        the other side is not connected (any more)
+    ProtocolError (protocol.codec)  a peer violated the protocol; the error is counted and the socket stays open
+    PeerGone                        the other side is not connected any more
     PeerSlow                        the other side does not read; its queue is full
-    HandshakeRefused                the server does not want this connection; retrying cannot help
-    HandshakeTimeout                nobody answered
+    HandshakeRefused                the server refuses the connection; a retry cannot help
+    HandshakeTimeout                the server did not answer
 
-A connection is made once: it is never taken up again behind the service's back, where messages in flight would be lost
-unseen. Neither `Server` nor `Client` may be shared between threads; a thread that sends has a `Client` of its own.
-The asyncio side is `protocol.transport.aio`.
+A lost connection is never restored by libzmq alone, because messages in flight would be lost without an error; the
+service makes a new one. Neither `Server` nor `Client` may be shared between threads; every thread that sends has a
+`Client` of its own. `protocol.transport.aio` is the client for asyncio.
 """
 
 from protocol.transport.client import Client

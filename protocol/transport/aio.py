@@ -1,4 +1,4 @@
-"""The side that connects, for an asyncio loop (uvloop too)."""
+"""The connecting side of a socket, for an asyncio loop (or uvloop)."""
 
 import asyncio
 
@@ -9,45 +9,50 @@ from protocol.transport.curve import ClientKeys
 
 
 class AsyncClient:
-    """`Client` whose `handshake` and `receive` are awaited. Belongs to one loop; one task receives."""
+    """`Client` with asynchronous `handshake` and `receive`. It belongs to one loop, and only one task may receive."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
-        """Raises: ValueError, for an endpoint that cannot be dialled; OSError, for keys that cannot be read"""
+        """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
         self._client = Client(endpoint, keys)
         self._wake: asyncio.Future[None] | None = None
 
     async def handshake(self, role: str, name: str, timeout: float) -> None:  # noqa: ASYNC109  as in Client
-        """Greets the server and waits up to `timeout` seconds for its answer.
+        """Send a `Hello` and wait up to `timeout` seconds for the answer.
 
         Raises: HandshakeRefused, HandshakeTimeout
         """
-        self._client.greet(role, name)
+        self._client.send_hello(role, name)
         try:
             answer = await asyncio.wait_for(self.receive(), timeout)
         except TimeoutError:
-            raise self._client.unanswered(timeout) from None
-        self._client.accept(answer)
+            raise self._client.timeout_error(timeout) from None
+        self._client.check_welcome(answer)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Never waits. Raises: PeerSlow, when the queue is full; PeerGone, when the server has left"""
+        """Send without waiting. Raises: PeerSlow, if the queue is full; PeerGone, if the server has left."""
         self._client.send(message, wait=False)
-        self._on_event()  # sending may swallow the sign that something has arrived
+        self._on_event()  # sending may consume the edge on the socket's fd that announces an arrival
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """File descriptors that the loop watches while a task receives."""
+        return self._client.fds
 
     async def receive(self) -> bytes:
-        """The next frame. A cancelled call loses none.
+        """Return the next frame. A cancelled call loses no frame.
 
-        Raises: PeerGone, when the server left and all it sent was read; HandshakeRefused, when it turned us away
+        Raises: PeerGone, if the server has left and all its frames were read; HandshakeRefused, if it refuses us.
         """
-        while (frame := self._client.take()) is None:
+        while (frame := self._client.receive_now()) is None:
             await self._event()
         return frame
 
     async def _event(self) -> None:
-        """Waits until one of the sockets has something to say, or something was sent."""
+        """Wait until one of the sockets is readable or something was sent."""
         loop = asyncio.get_running_loop()
         self._wake = loop.create_future()
-        # Only while somebody waits: the signs stay up until they are read, which would spin the loop.
-        fds = self._client.fds
+        # Only while a task waits: an fd stays readable until its events are read, so the loop would spin.
+        fds = self.fds
         for fd in fds:
             loop.add_reader(fd, self._on_event)
         try:
@@ -61,5 +66,5 @@ class AsyncClient:
             self._wake.set_result(None)
 
     def close(self) -> None:
-        """After the receiving task has ended."""
+        """Close the sockets. The receiving task must have ended."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""The side that connects."""
+"""The connecting side of a socket."""
 
 import math
 import time
@@ -15,18 +15,18 @@ from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGo
 from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
 SEND_TIMEOUT_MS = 10_000
-"""How long `send` waits for room in the queue."""
+"""Maximum time that `send` waits for room in the queue."""
 
 _answer: Decoder[Welcome | Refused] = Decoder(Welcome | Refused)
 _REFUSED = encode(Refused(""))[:-1]
-"""How every `Refused` begins."""
+"""Common prefix of every `Refused`."""
 
 
 class Client:
-    """One conversation with one server. Not shared between threads. `keys` make it encrypted (tcp only)."""
+    """A connection to one server. Must not be shared between threads. `keys` encrypt it (tcp only)."""
 
     def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
-        """Raises: ValueError, for an endpoint that cannot be dialled; OSError, for keys that cannot be read"""
+        """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
         self.endpoint = check_endpoint(endpoint, encrypted=keys is not None)
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._monitor = Monitor(self.socket)
@@ -39,38 +39,51 @@ class Client:
         except BaseException:
             self.close()
             raise
-        self._connected = self._lost = self._welcome = self._broken = self._gone = self._hopeless = False
-        self._greeting: Hello | None = None
+        self._connected = False
+        self._was_lost = False
+        """The connection was lost at least once."""
+        self._welcome = False
+        """The server accepted the handshake."""
+        self._broken = False
+        """The connection was lost after the handshake; frames may still be unread."""
+        self._gone = False
+        """The connection was lost and all frames were read."""
+        self._rejected = False
+        """libzmq has given up the connection."""
+        self._hello: Hello | None = None
         self._failure = ""
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
             self._poller.register(source, zmq.POLLIN)
 
     def handshake(self, role: str, name: str, timeout: float) -> None:
-        """Greets the server and waits up to `timeout` seconds for its answer.
+        """Send a `Hello` and wait up to `timeout` seconds for the answer.
 
         Raises: HandshakeRefused, HandshakeTimeout
         """
-        self.greet(role, name)
+        self.send_hello(role, name)
         frame = self.receive(timeout)
         if frame is None:
-            raise self.unanswered(timeout)
-        self.accept(frame)
+            raise self.timeout_error(timeout)
+        self.check_welcome(frame)
 
-    def greet(self, role: str, name: str) -> None:
-        """The first half of `handshake`; `accept` is the second."""
-        self._greeting = Hello(*PROTOCOL_VERSION, role, name)
-        self._greet()
+    def send_hello(self, role: str, name: str) -> None:
+        """First half of `handshake`; `check_welcome` is the second."""
+        self._hello = Hello(*PROTOCOL_VERSION, role, name)
+        self._resend_hello()
 
-    def _greet(self) -> None:
-        if self._greeting is not None:
-            # No room before the first message: the connection failed, `receive` says how.
+    def _resend_hello(self) -> None:
+        if self._hello is not None:
+            # Without room before the first message the connection has failed; `receive` raises the error.
             with suppress(PeerSlow):
-                self.send(self._greeting, wait=False)
+                self.send(self._hello, wait=False)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
-        """Raises: PeerSlow, without room in the queue (for 10 s, unless told not to wait); PeerGone, once `receive` has
-        said so: what the server sent before it left is always read first"""
+        """Send a message, waiting up to 10 s for room in the queue if `wait`.
+
+        Raises: PeerSlow, if the queue is full; PeerGone, after `receive` has raised it, so that all frames that the
+            server sent before it left are read first.
+        """
         if self._gone:
             raise PeerGone(f"{self.endpoint} closed the connection")
         try:
@@ -79,62 +92,62 @@ class Client:
             raise PeerSlow(f"{self.endpoint} does not read") from None
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """The next frame; None after `timeout` seconds without one (None: waits for ever).
+        """Return the next frame, or None after `timeout` seconds without one. None: no limit.
 
-        Raises: PeerGone, when the server left and all it sent was read; HandshakeRefused, when it turned us away or
-            cannot be spoken to
+        Raises: PeerGone, if the server has left and all its frames were read; HandshakeRefused, if it refuses the
+            connection or has another protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (frame := self.take()) is None:
+        while (frame := self.receive_now()) is None:
             left = None if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
             if left is not None and left <= 0:
                 return None
             self._poller.poll(left)
         return frame
 
-    def take(self) -> bytes | None:
+    def receive_now(self) -> bytes | None:
         """`receive` without waiting."""
-        self._watch()  # first: what the server sent before it left is readable by then
+        self._read_events()  # first, so that a loss is noticed only when all earlier frames are readable
         try:
             frame = self.socket.recv(zmq.DONTWAIT)
         except zmq.Again:
             if self._broken:
                 self._gone = True
                 raise PeerGone(f"{self.endpoint} closed the connection") from None
-            if self._hopeless:
+            if self._rejected:
                 raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
             return None
         if frame.startswith(_REFUSED):
             check_answer(frame)
         return frame
 
-    def accept(self, answer: bytes) -> None:
-        """Takes the server's answer to a `Hello`. Raises: HandshakeRefused"""
+    def check_welcome(self, answer: bytes) -> None:
+        """Handle the server's answer to a `Hello`. Raises: HandshakeRefused"""
         check_answer(answer)
-        self._watch()  # the sign that we are connected came before the answer, perhaps only just before
+        self._read_events()  # the event of the connection precedes the answer, so it is readable now
         self._welcome, self._broken = True, not self._connected
 
-    def _watch(self) -> None:
+    def _read_events(self) -> None:
         for event in self._monitor.read():
             if event in FAILURES:
                 self._failure = FAILURES[event]
-                self._hopeless |= event in FINAL
+                self._rejected |= event in FINAL
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
-                if self._lost and not self._welcome:  # the Hello, perhaps, as well; twice does no harm
-                    self._greet()
+                if self._was_lost and not self._welcome:  # the Hello may be lost; a second one does no harm
+                    self._resend_hello()
             else:
-                self._connected, self._lost = False, True
-                # For ever: on a new connection the server would not know us.
+                self._connected, self._was_lost = False, True
+                # For good: on a new connection this client would be unknown to the server.
                 self._broken |= self._welcome
 
-    def unanswered(self, timeout: float) -> HandshakeTimeout:
+    def timeout_error(self, timeout: float) -> HandshakeTimeout:
         text = f"no answer from {self.endpoint} within {timeout:g} s"
         return HandshakeTimeout(f"{text}: {self._failure}" if self._failure else text)
 
     @property
     def fds(self) -> tuple[int, int]:
-        """For an event loop: `take` has something to do when one is readable, and after each `send`."""
+        """File descriptors for an event loop. Call `receive_now` when one is readable, and after each `send`."""
         return int(self.socket.fd), int(self._monitor.socket.fd)
 
     def close(self) -> None:
@@ -143,10 +156,10 @@ class Client:
 
 
 def check_answer(frame: bytes) -> None:
-    """Raises: HandshakeRefused, if the server's first frame is not a `Welcome`."""
+    """Raises: HandshakeRefused, if the frame is not a `Welcome`."""
     try:
         answer = _answer.decode(frame)
     except ProtocolError as error:
-        raise HandshakeRefused(f"the other side does not speak this protocol: {error}") from None
+        raise HandshakeRefused(f"the other side has another protocol: {error}") from None
     if isinstance(answer, Refused):
         raise HandshakeRefused(answer.reason)

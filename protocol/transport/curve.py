@@ -1,6 +1,6 @@
-"""CURVE keys for tcp: both sides prove who they are, and nobody in between can read.
+"""CURVE keys for tcp: both sides are authenticated and the connection is encrypted.
 
-Files are those of `zmq.auth.create_certificates`: NAME.key holds a public key, NAME.key_secret a pair.
+The files are those of `zmq.auth.create_certificates`: NAME.key holds a public key, NAME.key_secret a pair of keys.
 """
 
 import logging
@@ -17,21 +17,22 @@ DOMAIN = "runahead"
 @dataclass(frozen=True)
 class ServerKeys:
     secret: Path
-    """The server's own pair."""
+    """File with the server's own pair."""
     clients: Path
-    """Directory of the public keys (*.key) that may connect. Read at every connection: a change needs no restart."""
+    """Directory of the public keys (*.key) that may connect. It is read at every connection, so no change needs a
+    restart."""
 
 
 @dataclass(frozen=True)
 class ClientKeys:
     secret: Path
-    """The client's own pair."""
+    """File with the client's own pair."""
     server: Path
-    """The server's public key."""
+    """File with the server's public key."""
 
 
-class _Allowed:
-    """Asked by the authenticator's thread about each connection."""
+class _AllowedKeys:
+    """Callback of the authenticator's thread for each connection."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -42,16 +43,16 @@ class _Allowed:
         try:
             return key in load_certificates(self._directory)
         except (OSError, ValueError) as error:
-            log.error("nobody can connect: the allowed keys cannot be read: %s", error)
+            log.error("no peer can connect: the allowed keys cannot be read: %s", error)
             return False
 
 
 class Authenticator:
-    """A context whose servers admit only the keys of `keys.clients`; libzmq asks in a thread of its own."""
+    """A ZeroMQ context whose servers accept only the keys of `keys.clients`. It has a thread of its own."""
 
     def __init__(self, keys: ServerKeys) -> None:
-        """Raises: OSError, ValueError, when a key is missing or is no key"""
-        # Here, because they bring asyncio, which a service without keys does not need.
+        """Raises: OSError, ValueError, if a key is missing or invalid."""
+        # Imported here because they import asyncio, which a service without keys does not need.
         from zmq.auth import load_certificates
         from zmq.auth.thread import ThreadAuthenticator
 
@@ -60,23 +61,28 @@ class Authenticator:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread = ThreadAuthenticator(self.context, log=log.getChild("curve"))
         self._thread.start()
-        self._thread.configure_curve_callback(DOMAIN, _Allowed(keys.clients))
+        self._thread.configure_curve_callback(DOMAIN, _AllowedKeys(keys.clients))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Before bind."""
+        """Set the keys of a server's socket. Call it before bind."""
         socket.curve_publickey, socket.curve_secretkey = self._pair
         socket.curve_server = True
         socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it, no authenticator would mean everyone
+        socket.setsockopt(
+            zmq.ZAP_ENFORCE_DOMAIN, 1
+        )  # without it, a missing authenticator would accept every client
 
     def close(self) -> None:
-        """After every socket of the context."""
+        """Close the context. All its sockets must be closed."""
         self._thread.stop()
         self.context.term()
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    """Before connect. Raises: OSError, ValueError, when a key is missing or is no key"""
+    """Set the keys of a client's socket. Call it before connect.
+
+    Raises: OSError, ValueError, if a key is missing or invalid.
+    """
     from zmq.auth import load_certificate
 
     socket.curve_publickey, socket.curve_secretkey = _pair(keys.secret)
@@ -88,5 +94,5 @@ def _pair(file: Path) -> tuple[bytes, bytes]:
 
     public, secret = load_certificate(file)
     if secret is None:
-        raise ValueError(f"{file} holds no secret key; it ends in .key_secret")
+        raise ValueError(f"{file} contains no secret key; use the file that ends in .key_secret")
     return public, secret

@@ -1,4 +1,4 @@
-"""Where services meet: `ipc://PATH` (one machine; the directory is private) or `tcp://HOST:PORT`."""
+"""Endpoints of sockets: `ipc://PATH` (one machine; the directory is private) or `tcp://HOST:PORT`."""
 
 import errno
 import ipaddress
@@ -12,23 +12,27 @@ import zmq
 from protocol.codec import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MARK = 10_000
-"""Messages that may wait for one peer, on either side."""
+"""Maximum number of messages that wait for one peer, on either side."""
 MAX_IPC_PATH = 107
-"""Bytes, the kernel's limit."""
+"""The kernel's limit, bytes."""
 HANDSHAKE_MS = 5_000
-"""A connection that has not said what it is by then is closed."""
+"""Time limit of ZeroMQ's own handshake; the connection is closed afterwards."""
 PING_MS, SILENCE_MS = 5_000, 30_000
-"""tcp: pings between libzmq's own threads, so that a vanished machine is noticed; busy services do not matter."""
+"""tcp: interval and time limit of pings between the threads of libzmq. They detect a lost machine; a busy service
+answers them too."""
 ENVELOPE_BYTES = 1024
-"""Room for what encryption adds to a message of `MAX_MESSAGE_BYTES`."""
+"""Bytes that encryption may add to a message of `MAX_MESSAGE_BYTES`."""
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+|\*):(?P<port>\d{1,5})", re.ASCII)
 
 
 def check_endpoint(endpoint: str, encrypted: bool = False) -> str:
-    """The endpoint, if a service may bind or dial it. `encrypted`: it has CURVE keys.
+    """Return the endpoint if a service may bind it or connect to it.
 
-    Raises: ValueError, saying what would be accepted
+    Args:
+        encrypted: the socket has CURVE keys.
+
+    Raises: ValueError, with the accepted forms.
     """
     path = ipc_path(endpoint)
     if path is not None:
@@ -42,19 +46,22 @@ def check_endpoint(endpoint: str, encrypted: bool = False) -> str:
         raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
     if not encrypted and _is_everywhere(parts["host"]):
         raise ValueError(
-            f"{endpoint}: services speak unencrypted, name one internal address or interface instead of {parts['host']}"
+            f"{endpoint}: services are not encrypted; use one internal address or interface instead of {parts['host']}"
         )
     return endpoint
 
 
 def ipc_path(endpoint: str) -> Path | None:
-    """The socket's file; None for tcp. Wildcards and Linux's abstract names (no permissions) are no paths."""
+    """Return the file of an ipc socket, or None.
+
+    Wildcards and Linux's abstract names, which have no permissions, are no paths.
+    """
     name = endpoint.removeprefix("ipc://")
     return None if name == endpoint or not name or name == "*" or name[0] == "@" else Path(name)
 
 
 def configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """What both sides set: nothing lingers, every queue and every message has a bound."""
+    """Set the options of both sides: no linger, and bounds of every queue and message."""
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.maxmsgsize = MAX_MESSAGE_BYTES + ENVELOPE_BYTES
@@ -67,9 +74,9 @@ def configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, encrypted: bool = False) -> str:
-    """Binds; the endpoint that clients dial (port 0 takes a free one).
+    """Bind and return the endpoint for clients. Port 0 becomes a free one.
 
-    Raises: OSError, when it is taken; ValueError, when it means every interface
+    Raises: OSError, if the endpoint is in use; ValueError, if it means every interface.
     """
     path = ipc_path(endpoint)
     if path is not None:
@@ -85,7 +92,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, encrypted: bool = False) -> s
 
 
 def _is_everywhere(host: str) -> bool:
-    """Also for the ways in which C libraries let one write 0.0.0.0."""
+    """Return whether the host means every interface, including the forms of 0.0.0.0 that C libraries accept."""
     if host == "*":
         return True
     try:
@@ -99,14 +106,14 @@ def _is_everywhere(host: str) -> bool:
 
 
 def _refuse_if_served(path: Path) -> None:
-    """libzmq would take the file over from a service that is alive."""
+    """Raise OSError if a service listens on the path: libzmq would replace the socket of a running service."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(os.fspath(path)) == 0:
             raise OSError(errno.EADDRINUSE, f"cannot bind ipc://{path}: another service is using it")
 
 
 def _numeric(endpoint: str) -> str:
-    """libzmq binds addresses and interfaces only; a container knows its own name."""
+    """Replace a host name by its address, because libzmq binds addresses and interfaces only."""
     parts = _TCP.fullmatch(endpoint)
     interfaces = {name for _, name in socket.if_nameindex()}
     if parts is None or parts["host"] == "*" or "[" in parts["host"] or parts["host"] in interfaces:

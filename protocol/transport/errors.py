@@ -1,8 +1,8 @@
-"""What goes wrong between two services; see the package for the whole list."""
+"""Errors of a connection between services. The package's docstring lists them all."""
 
 
 class PeerGone(Exception):
-    """The other side is not connected (any more)."""
+    """The other side is not connected any more."""
 
 
 class PeerSlow(Exception):
@@ -10,8 +10,8 @@ class PeerSlow(Exception):
 
 
 class HandshakeRefused(Exception):
-    """The other side does not want this connection; the text is its reason. Retrying cannot help."""
+    """The other side refuses the connection; the text is its reason. A retry cannot help."""
 
 
 class HandshakeTimeout(Exception):
-    """Nobody answered."""
+    """The other side did not answer."""

@@ -1,4 +1,4 @@
-"""What happens to a socket's connections, as events that can be polled and read without waiting."""
+"""Events of a socket's connections, which can be polled and read without waiting."""
 
 import struct
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import zmq
 
 FAILURES = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side hung up; it may not accept our key",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no ZeroMQ peer, or keys on one side only, or the wrong keys",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the key is not on the list of those allowed",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the other side closed the connection; it may not accept our key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the other side is no ZeroMQ socket, or the keys do not match",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the key is not one of the allowed keys",
 }
-"""Connections that never came about, and the likely reason."""
+"""Failed connection attempts and the likely reason."""
 FINAL = {zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH}
-"""Those after which libzmq does not try again."""
+"""Failures after which libzmq does not retry."""
 
 
 class Monitor:
@@ -22,11 +22,11 @@ class Monitor:
             events |= failure
         self._watched = socket
         self.socket: zmq.Socket[bytes] = socket.get_monitor_socket(events)
-        """Readable when `read` has something to say."""
+        """Readable when `read` has events."""
         self.socket.linger = 0
 
     def read(self) -> Iterator[zmq.Event]:
-        """What happened since the last call, oldest first."""
+        """Yield the events since the last call, oldest first."""
         while True:
             try:
                 event, _address = self.socket.recv_multipart(zmq.DONTWAIT)

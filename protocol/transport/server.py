@@ -1,4 +1,4 @@
-"""The side that binds."""
+"""The binding side of a socket."""
 
 import logging
 from collections import Counter
@@ -19,26 +19,26 @@ T = TypeVar("T")
 log = logging.getLogger("runahead.transport")
 
 MAX_PEERS = 1024
-"""Welcome at once; more are refused."""
+"""Maximum number of peers; more are refused."""
 _HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
-"""How every `Hello` begins: what comes before its version and its two texts."""
+"""Common prefix of every `Hello`, without its version and its two texts."""
 UNKNOWN = "unknown"
-"""The role of whoever has not shaken hands."""
+"""Role of a peer without a handshake, in the counts of errors."""
 
 
 class Server:
-    """Receives from many peers. A peer is welcome once its `Hello` was accepted; until then nothing else of it is read.
+    """Socket for many peers. Other frames of a peer are read only after its `Hello` was accepted.
 
-    Poll `socket`, then call `receive` until it returns None. Not shared between threads.
+    Poll `socket` and `events`, then call `receive` until it returns None. Must not be shared between threads.
     """
 
     def __init__(self, endpoint: str, roles: Collection[str], keys: ServerKeys | None = None) -> None:
-        """Raises: ValueError, for an endpoint that may not be bound; OSError, when it is taken or a key is missing"""
+        """Raises: ValueError, if the endpoint must not be bound; OSError, if it is in use or a key is missing."""
         check_endpoint(endpoint, encrypted=keys is not None)
         self.roles = roles
         self.peers: dict[bytes, Hello] = {}
         self.errors: Counter[str] = Counter()
-        """Bad messages, refused peers and failed connections, by the peer's role."""
+        """Number of invalid messages, refused peers and failed connections by role."""
         self._hello: Decoder[Hello] = Decoder(Hello, max_bytes=4096)
         self._authenticator = Authenticator(keys) if keys is not None else None
         context = self._authenticator.context if self._authenticator else zmq.Context.instance()
@@ -46,7 +46,7 @@ class Server:
         self._monitor = Monitor(self.socket)
         self._disconnected = False
         self.endpoint = ""
-        """What clients dial; with the port that was taken if 0 was asked for."""
+        """Endpoint for clients, with the actual port if 0 was requested."""
         try:
             configure(self.socket, endpoint)
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -62,7 +62,7 @@ class Server:
         self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: bytes, frame: bytes) -> None:
-        """A message that is already encoded, because many peers get it. Raises: PeerGone, PeerSlow"""
+        """Send an encoded message, for messages to many peers. Raises: PeerGone, PeerSlow"""
         try:
             self.socket.send_multipart((peer, frame), zmq.DONTWAIT)
         except zmq.Again:
@@ -73,23 +73,23 @@ class Server:
             raise gone from None
 
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
-        """What arrived next, without waiting: a new peer's accepted `Hello`, or a welcome peer's frame."""
+        """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
         while True:
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
-                self._watch()
+                self._read_events()
                 return None
             if len(frames) != 1:
                 self.count_error(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
             elif peer in self.peers:
-                if not frames[0].startswith(_HELLO):  # it greeted twice, see Client
+                if not frames[0].startswith(_HELLO):  # a second Hello, see Client
                     return peer, frames[0]
-            elif (hello := self._greet(peer, frames[0])) is not None:
+            elif (hello := self._handshake(peer, frames[0])) is not None:
                 return peer, hello
 
     def messages(self, decoder: Decoder[T]) -> Iterator[tuple[bytes, Hello | T]]:
-        """All that has arrived, decoded; bad messages are counted."""
+        """Yield all messages that have arrived. Invalid messages are counted."""
         while (received := self.receive()) is not None:
             peer, frame = received
             try:
@@ -99,15 +99,14 @@ class Server:
                 continue
             yield peer, message
 
-    def _greet(self, peer: bytes, frame: bytes) -> Hello | None:
+    def _handshake(self, peer: bytes, frame: bytes) -> Hello | None:
         try:
             hello = self._hello.decode(frame)
         except ProtocolError as error:
             self.refuse(peer, f"the first message must be a Hello; {error}")
             return None
-        is_probe = (
-            hello.role == PROBE
-        )  # answered although full: this says that the loop reads, not that there is room
+        # A probe is answered even without room for peers: the answer shows that the loop reads.
+        is_probe = hello.role == PROBE
         reason = check_version(hello) or (None if is_probe else self._objection(hello))
         if reason is not None:
             self.refuse(peer, reason)
@@ -119,13 +118,13 @@ class Server:
 
     def _objection(self, hello: Hello) -> str | None:
         if hello.role not in self.roles:
-            return f"a {hello.role!r} is not expected here, only {' or '.join(sorted(self.roles))}"
+            return f"a {hello.role!r} may not connect here, only {' or '.join(sorted(self.roles))}"
         if len(self.peers) >= MAX_PEERS:
             return f"{MAX_PEERS} peers are connected already"
         return None
 
     def refuse(self, peer: bytes, reason: str) -> None:
-        """Turns a peer away, welcome or not; it will not come back."""
+        """Refuse a peer, before or after its handshake. It does not retry."""
         hello = self.peers.pop(peer, None)
         self._count(hello.role if hello else UNKNOWN, f"refused peer {peer.hex()}: {reason}")
         self._try_send(peer, Refused(reason))
@@ -137,18 +136,18 @@ class Server:
             log.warning("%s", error)
 
     def count_error(self, peer: bytes, error: Exception) -> None:
-        """A bad message costs its peer a count and a line in the log, nobody else anything."""
+        """Count an invalid message of a peer."""
         hello = self.peers.get(peer)
         self._count(hello.role if hello else UNKNOWN, f"bad message from {self.name(peer)}: {error}")
 
     def _count(self, role: str, text: str) -> None:
-        """Logs the first, second, fourth, eighth ...: a flood of errors is no flood of lines."""
+        """Count an error and log the first, second, fourth, eighth ... of a role, to bound the log."""
         self.errors[role] += 1
         count = self.errors[role]
         if not count & (count - 1):
             log.warning("%s (%d so far)", text, count)
 
-    def _watch(self) -> None:
+    def _read_events(self) -> None:
         for event in self._monitor.read():
             if event in FAILURES:
                 self._count(UNKNOWN, f"a connection to {self.endpoint} failed: {FAILURES[event]}")
@@ -156,21 +155,25 @@ class Server:
 
     @property
     def events(self) -> zmq.Socket[bytes]:
-        """Readable when a connection came or went; `receive` reads it."""
+        """Socket that is readable when a connection was made or lost. `receive` reads it."""
         return self._monitor.socket
 
     def take_disconnected(self) -> bool:
-        """Whether any connection broke since the last call. libzmq does not say whose: a `send` finds out."""
+        """Return whether a connection was lost since the last call. Only `send` to a peer shows whose it was."""
         disconnected, self._disconnected = self._disconnected, False
         return disconnected
 
     def name(self, peer: bytes) -> str:
-        """For people. Whatever the peer calls itself, it is one line."""
+        """Return the peer's role and name in one line, for logs."""
         hello = self.peers.get(peer)
         return f"{hello.role} {hello.name!r}" if hello else f"peer {peer.hex()}"
 
     def close(self, linger_ms: int = 0) -> None:
-        """What was sent last may take `linger_ms` milliseconds more to leave; the end of the context waits for that."""
+        """Close the socket.
+
+        Args:
+            linger_ms: time for messages that are still queued, milliseconds. The end of the context waits for them.
+        """
         if self.socket.closed:
             return
         self._monitor.close()

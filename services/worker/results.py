@@ -239,7 +239,7 @@ class Results:
         """Takes what the scheduler says on this connection: that an epoch has ended, or that it stops."""
         try:
             with self._lock:
-                frame = self._client.take()
+                frame = self._client.receive_now()
             message = self._group.decode(frame) if frame is not None else None
         except (PeerGone, HandshakeRefused) as error:
             self._on_lost(error)

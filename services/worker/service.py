@@ -153,7 +153,7 @@ class Worker:
             self._listener = None
 
     def _receive(self) -> bytes | None:
-        frame = self._client.take()
+        frame = self._client.receive_now()
         if frame is not None:
             self._received = time.monotonic()
             return frame

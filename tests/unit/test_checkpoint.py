@@ -1,5 +1,6 @@
-"""Where a model's files come from: a directory, the hub's cache, or the demo model."""
+"""Directory of a checkpoint: a given directory, the hub's cache, or the demo model."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,72 +13,83 @@ from services.checkpoint import CheckpointError, default_dtype, resolve
 COMMIT = "0123456789012345678901234567890123456789"
 
 
-def offline(cache: Path, *arguments: str) -> str:
-    """What `resolve` says in a process whose hub is offline and whose cache is `cache`."""
-    code = (
-        "import sys; from services.checkpoint import *\n"
-        "try: print(resolve(*sys.argv[1:]))\n"
-        "except CheckpointError as error: print('refused:', error)"
-    )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", code, *arguments]
-    root = Path(checkpoint.__file__).parents[1]
-    return subprocess.run(
-        command, env=environment, cwd=root, capture_output=True, text=True, check=True, timeout=120
-    ).stdout.strip()
+CODE = """
+import json, sys
+from services.checkpoint import *
+def outcome(arguments):
+    try:
+        return str(resolve(*arguments))
+    except CheckpointError as error:
+        return f"refused: {error}"
+print(json.dumps([outcome(arguments) for arguments in json.loads(sys.argv[1])]))
+"""
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """A cache as the hub's client leaves it, with one model."""
-    snapshot = tmp_path / "models--some--model" / "snapshots" / COMMIT
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
+    """Outcomes of `resolve` by its arguments, in one process without the hub and with a cache of one model."""
+    cache = tmp_path_factory.mktemp("cache")
+    snapshot = cache / "models--some--model" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    refs = tmp_path / "models--some--model" / "refs"
+    refs = cache / "models--some--model" / "refs"
     refs.mkdir()
     for name in ("main", "v2"):
         (refs / name).write_text(COMMIT)
-    return tmp_path
+    cases = [("some/model",), ("some/model", "v2"), ("some/model", "v3"), ("other/model",), ("we ird/na me",)]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)],
+        env={"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "PATH": "/usr/bin:/bin"},
+        cwd=Path(checkpoint.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
 
 
-def test_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_directory_is_returned_as_it_is(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_no_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "DEMO_MODEL", tmp_path)
     assert resolve("") == tmp_path
     assert default_dtype("") == default_dtype(str(tmp_path)) == "float32"
     assert default_dtype("some/model") is None
-    monkeypatch.setattr(checkpoint, "DEMO_MODEL", tmp_path / "gone")
+    monkeypatch.setattr(checkpoint, "DEMO_MODEL", tmp_path / "missing")
     with pytest.raises(CheckpointError, match="the demo model is missing at"):
         resolve("")
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "./nothing", "~/no-such-model", "a/b/c"])
-def test_path_that_is_no_directory(name: str) -> None:
+def test_path_without_a_directory_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="no such model directory"):
         resolve(name)
 
 
-def test_file_is_no_directory(tmp_path: Path) -> None:
+def test_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     with pytest.raises(CheckpointError, match="no such model directory"):
         resolve(str(file))
 
 
-def test_hub_name_comes_from_the_cache_when_offline(cache: Path) -> None:
-    assert offline(cache, "some/model").endswith(COMMIT)
-    assert offline(cache, "some/model", "v2").endswith(COMMIT)
+Outcomes = dict[tuple[str, ...], str]
 
 
-def test_hub_name_that_was_never_downloaded(cache: Path) -> None:
-    said = offline(cache, "other/model")
-    assert said.startswith("refused: model other/model: no such directory, not in the hub's cache")
-    assert "HF_HUB_OFFLINE is set" in said
-    assert "revision v3" in offline(cache, "some/model", "v3")
+def test_hub_name_resolves_to_the_cache_when_offline(offline: Outcomes) -> None:
+    assert offline["some/model",].endswith(COMMIT)
+    assert offline["some/model", "v2"].endswith(COMMIT)
 
 
-def test_name_that_no_hub_has(cache: Path) -> None:
-    assert "not a valid name on the hub" in offline(cache, "we ird/na me")
+def test_hub_name_that_was_never_downloaded_is_refused(offline: Outcomes) -> None:
+    reason = offline["other/model",]
+    assert reason.startswith("refused: model other/model: no such directory, not in the hub's cache")
+    assert "HF_HUB_OFFLINE is set" in reason
+    assert "revision v3" in offline["some/model", "v3"]
+
+
+def test_invalid_hub_name_is_refused(offline: Outcomes) -> None:
+    assert "not a valid name on the hub" in offline["we ird/na me",]

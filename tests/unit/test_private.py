@@ -1,4 +1,4 @@
-"""The directory of a `serve`: what is left of one that was killed goes when the next one starts."""
+"""Private directories: their permissions, and the removal of those of killed processes."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.private import private_directory
 
-HOLDS_ONE = (
+HOLDER = (
     "import sys, pathlib; from services.private import private_directory\n"
     "with private_directory(pathlib.Path(sys.argv[1]), 'runahead-serve-') as path:\n"
     "    (path / 'frontend.json').write_text('a key')\n"
@@ -18,14 +18,14 @@ HOLDS_ONE = (
 
 
 def holder(base: Path) -> tuple[subprocess.Popen[str], Path]:
-    """A process that uses a private directory until its input ends."""
+    """Start a process that uses a private directory until its input ends. Return it and the directory."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_ONE, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     return process, Path(process.stdout.readline().strip())
 
 
-def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:
+def test_directory_is_private_and_removed_afterwards(tmp_path: Path) -> None:
     with private_directory(tmp_path, "runahead-serve-") as path:
         (path / "frontend.json").write_text("a key")
         assert path.parent == tmp_path
@@ -33,21 +33,21 @@ def test_it_is_private_and_gone_afterwards(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_that_of_a_killed_process_is_swept_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+def test_directory_of_a_killed_process_is_removed_and_that_of_a_running_one_is_kept(tmp_path: Path) -> None:
     (tmp_path / "runahead-else").mkdir()
-    (living, used), (killed, left) = holder(tmp_path), holder(tmp_path)
-    with living, killed:
+    (running, used), (killed, left) = holder(tmp_path), holder(tmp_path)
+    with running, killed:
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
         assert left.is_dir()
         with private_directory(tmp_path, "runahead-serve-") as mine:
             assert {path.name for path in tmp_path.iterdir()} == {"runahead-else", used.name, mine.name}
         assert used.is_dir()
-        living.stdin.close()
+        running.stdin.close()
     assert os.listdir(tmp_path) == ["runahead-else"]
 
 
-def test_a_fork_that_ends_leaves_it(tmp_path: Path) -> None:
+def test_forked_child_does_not_remove_the_directory(tmp_path: Path) -> None:
     ends = (
         "import os, sys, pathlib; from services.private import private_directory\n"
         "with private_directory(pathlib.Path(sys.argv[1]), 'runahead-serve-') as path:\n"
@@ -55,12 +55,12 @@ def test_a_fork_that_ends_leaves_it(tmp_path: Path) -> None:
         "        sys.exit(0)\n"
         "    print(os.waitpid(child, 0)[1], path.is_dir())\n"
     )
-    said = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True)
-    assert said.stdout.split() == ["0", "True"], said.stderr
+    done = subprocess.run([sys.executable, "-c", ends, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "True"], done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     outside, base = tmp_path / "outside", tmp_path / "base"
     outside.mkdir()
     base.mkdir()

@@ -365,7 +365,7 @@ def test_a_refused_worker_says_why(tmp_path: Path) -> None:
                 assert scheduler._server.receive() is None
             status, text = exit_status(process)
             assert status == 4
-            assert "a 'worker' is not expected here" in text
+            assert "a 'worker' may not connect here" in text
     finally:
         scheduler.close()
 

@@ -59,7 +59,7 @@ def test_process_exits_2_with_one_line() -> None:
 def test_service_refuses_an_endpoint_that_it_must_not_bind() -> None:
     done = run_process("scheduler", "--worker-endpoint", "tcp://0.0.0.0:5555")
     assert done.status == 1
-    assert "--worker-endpoint: tcp://0.0.0.0:5555: services speak unencrypted" in done.stderr
+    assert "--worker-endpoint: tcp://0.0.0.0:5555: services are not encrypted" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Every message there is, found rather than listed, and a hypothesis strategy for each."""
+"""All messages, found by inspection, and a hypothesis strategy for each."""
 
 import inspect
 import math
@@ -46,17 +46,17 @@ STRUCTS: list[type[msgspec.Struct]] = [
     if inspect.isclass(value) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
 ]
 MESSAGES = [struct for struct in STRUCTS if struct.__struct_config__.tag is not None]
-"""What travels on its own; the other structs are parts of these."""
+"""Structs that are messages of their own; the others are parts of these."""
 
 DIRECTIONS: dict[str, Any] = {
-    "greeting": Hello,
-    "answer": Welcome | Refused,
+    "client hello": Hello,
+    "server answer": Welcome | Refused,
     "frontend to scheduler": ClientMessage,
     "scheduler to frontend": EngineMessage,
     "worker to scheduler": WorkerMessage | StepResult,
     "scheduler to worker": GroupMessage | StepMessage,
 }
-"""What each side's decoder accepts."""
+"""Types that the decoder of each direction accepts."""
 DECODERS: dict[str, Decoder[Any]] = {name: Decoder(types) for name, types in DIRECTIONS.items()}
 
 
@@ -65,7 +65,7 @@ def direction_of(message: type[msgspec.Struct]) -> str:
 
 
 def values(struct: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Instances of `struct` with every field anywhere within its bounds."""
+    """Return a strategy for instances of `struct` with every field within its bounds."""
     return _strategy(type_info(struct))
 
 
@@ -90,7 +90,7 @@ _SAMPLING = {
     "logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
     "prompt_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
 }
-"""Its ranges stand in `__post_init__`, where types cannot show them."""
+"""Fields of SamplingParams, whose ranges are checked in `__post_init__` and not by their types."""
 
 
 def _strategy(info: Any) -> st.SearchStrategy[Any]:
@@ -116,8 +116,8 @@ def _float(info: FloatType) -> st.SearchStrategy[float]:
     )
 
 
-def _length(info: Any, most: int = 5) -> dict[str, int]:
-    return {"max_size": most if info.max_length is None else min(most, info.max_length)}
+def _length(info: Any, limit: int = 5) -> dict[str, int]:
+    return {"max_size": limit if info.max_length is None else min(limit, info.max_length)}
 
 
 _BUILDERS: dict[type, Callable[[Any], st.SearchStrategy[Any]]] = {

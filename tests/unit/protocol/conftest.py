@@ -1,4 +1,4 @@
-"""Sockets in a private directory, and a server to talk to."""
+"""Endpoints in a private directory, and a server."""
 
 import tempfile
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from protocol.transport import Server
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Short: an ipc path has 107 bytes."""
+    """A directory with a short path, because an ipc path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="runahead-") as name:
         yield Path(name)
 

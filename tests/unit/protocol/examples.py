@@ -1,4 +1,4 @@
-"""One filled-in example of every message. `test_evolution.py` has their bytes, `test_mutations.py` damages them."""
+"""An example of every message. `test_evolution.py` has their bytes, `test_mutations.py` damages them."""
 
 import msgspec
 import numpy as np

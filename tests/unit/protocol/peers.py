@@ -1,4 +1,4 @@
-"""Both ends of a connection in one test."""
+"""Both ends of a connection."""
 
 import threading
 from collections.abc import Iterator
@@ -12,32 +12,32 @@ from protocol.membership import Heartbeat
 from protocol.transport import Client, ClientKeys, Server
 
 PATIENCE = 60.0
-"""Seconds after which a silent socket fails a test."""
+"""Seconds without a frame after which a test fails."""
 
 heartbeats: Decoder[Heartbeat] = Decoder(Heartbeat)
 
 
 def arrived(server: Server) -> tuple[bytes, Hello | bytes]:
-    """What reaches the server next."""
+    """Return the next peer and frame of the server."""
     while (received := server.receive()) is None:
         assert server.socket.poll(1000 * PATIENCE), "nothing arrived"
     return received
 
 
 def connect(server: Server, role: str = "worker", keys: ClientKeys | None = None) -> tuple[Client, bytes]:
-    """A client that has shaken hands, and the server's name for it."""
+    """Return a client after its handshake, and its identity at the server."""
     client = Client(server.endpoint, keys)
     client.send(Hello(*PROTOCOL_VERSION, role, "test"))
     peer, hello = arrived(server)
     assert isinstance(hello, Hello)
     answer = client.receive(PATIENCE)
     assert answer is not None
-    client.accept(answer)
+    client.check_welcome(answer)
     return client, peer
 
 
 def exchange(server: Server, client: Client, peer: bytes, number: int = 1) -> None:
-    """A message each way."""
+    """Send a message in each direction."""
     client.send(Heartbeat(1, number))
     assert arrived(server) == (peer, encode(Heartbeat(1, number)))
     server.send(peer, Heartbeat(2, number))
@@ -46,7 +46,7 @@ def exchange(server: Server, client: Client, peer: bytes, number: int = 1) -> No
 
 @contextmanager
 def echoing(server: Server) -> Iterator[None]:
-    """The server runs in a thread that sends every heartbeat back; the test must not touch it meanwhile."""
+    """Run the server in a thread that sends every heartbeat back. The test must not use the server meanwhile."""
     stop = threading.Event()
 
     def run() -> None:
@@ -68,7 +68,7 @@ def echoing(server: Server) -> Iterator[None]:
 
 @contextmanager
 def raw_dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
-    """A peer that keeps to no rules."""
+    """A socket without a handshake."""
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)

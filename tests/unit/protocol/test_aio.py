@@ -35,8 +35,8 @@ async def connect(endpoint: str) -> AsyncClient:
     return client
 
 
-def test_nothing_is_lost_while_both_sides_send(server: Server, run: Run) -> None:
-    """Sending may swallow the sign that something arrived: then the last answers would never be read."""
+def test_no_frame_is_lost_while_both_sides_send(server: Server, run: Run) -> None:
+    """Sending may consume the event of an arrival; without a check the last answers would never be read."""
     count = 3000
 
     async def test() -> None:
@@ -57,7 +57,7 @@ def test_nothing_is_lost_while_both_sides_send(server: Server, run: Run) -> None
         run(test)
 
 
-def test_a_question_and_its_answer_many_times(server: Server, run: Run) -> None:
+def test_many_round_trips(server: Server, run: Run) -> None:
     async def test() -> None:
         client = await connect(server.endpoint)
         for i in range(500):
@@ -69,7 +69,7 @@ def test_a_question_and_its_answer_many_times(server: Server, run: Run) -> None:
         run(test)
 
 
-def test_a_cancelled_receive_loses_nothing(server: Server, run: Run) -> None:
+def test_cancelled_receive_loses_no_frame(server: Server, run: Run) -> None:
     async def test() -> None:
         client = await connect(server.endpoint)
         for i in range(200):
@@ -88,14 +88,14 @@ def test_a_cancelled_receive_loses_nothing(server: Server, run: Run) -> None:
         run(test)
 
 
-def test_a_frame_that_waits_for_a_receiver_does_not_spin_the_loop(server: Server, run: Run) -> None:
+def test_unread_frame_does_not_spin_the_loop(server: Server, run: Run) -> None:
     async def test() -> None:
         client = await connect(server.endpoint)
         client.send(Heartbeat(1, 1))
         await client.receive()
-        client.send(Heartbeat(1, 2))  # its answer stays unread
+        client.send(Heartbeat(1, 2))  # the answer stays unread
         loop = asyncio.get_running_loop()
-        assert not any(loop.remove_reader(fd) for fd in client._client.fds)
+        assert not any(loop.remove_reader(fd) for fd in client.fds)
         assert await client.receive() == encode(Heartbeat(1, 2))
         client.close()
 
@@ -103,7 +103,7 @@ def test_a_frame_that_waits_for_a_receiver_does_not_spin_the_loop(server: Server
         run(test)
 
 
-def test_a_server_that_leaves_wakes_the_receiver(endpoint: str, run: Run) -> None:
+def test_end_of_the_server_wakes_the_receiver(endpoint: str, run: Run) -> None:
     async def test() -> None:
         server = Server(endpoint, {"frontend"})
         with echoing(server):
@@ -126,7 +126,7 @@ def flood(client: AsyncClient) -> None:
         client.send(text)
 
 
-def test_a_server_that_does_not_read_never_blocks_the_loop(server: Server, run: Run) -> None:
+def test_server_that_does_not_read_never_blocks_the_loop(server: Server, run: Run) -> None:
     async def test() -> None:
         with echoing(server):
             client = await connect(server.endpoint)
@@ -137,10 +137,10 @@ def test_a_server_that_does_not_read_never_blocks_the_loop(server: Server, run: 
     run(test)
 
 
-def test_refused(server: Server, run: Run) -> None:
+def test_handshake_is_refused(server: Server, run: Run) -> None:
     async def test() -> None:
         client = AsyncClient(server.endpoint)
-        with pytest.raises(HandshakeRefused, match="'bench' is not expected"):
+        with pytest.raises(HandshakeRefused, match="'bench' may not connect"):
             await client.handshake("bench", "", PATIENCE)
         client.close()
 
@@ -148,7 +148,7 @@ def test_refused(server: Server, run: Run) -> None:
         run(test)
 
 
-def test_nobody_answers(endpoint: str, run: Run) -> None:
+def test_handshake_times_out(endpoint: str, run: Run) -> None:
     async def test() -> None:
         client = AsyncClient(endpoint)
         with pytest.raises(HandshakeTimeout, match="no answer"):

@@ -1,4 +1,4 @@
-"""Keys on tcp: only a client whose key is listed, and who knows the server's, exchanges a message."""
+"""CURVE keys on tcp: only a client with an allowed key and the server's public key can exchange messages."""
 
 import shutil
 import socket
@@ -18,7 +18,7 @@ from tests.unit.protocol.peers import PATIENCE, connect, echoing, exchange
 
 @pytest.fixture
 def keys(directory: Path) -> Path:
-    """Pairs of a server, a listed client and an unlisted one; `allowed` has the listed one's public key."""
+    """Key pairs of a server and two clients, and the directory `allowed` with the public key of `listed`."""
     for name in ("server", "listed", "unlisted"):
         create_certificates(directory, name)
     (directory / "allowed").mkdir()
@@ -37,7 +37,7 @@ def client_keys(keys: Path, own: str = "listed", server: str = "server") -> Clie
     return ClientKeys(keys / f"{own}.key_secret", keys / f"{server}.key")
 
 
-def test_a_listed_key_exchanges_messages(secure: Server, keys: Path) -> None:
+def test_client_with_an_allowed_key_exchanges_messages(secure: Server, keys: Path) -> None:
     client, peer = connect(secure, keys=client_keys(keys))
     exchange(secure, client, peer)
     client.close()
@@ -46,13 +46,13 @@ def test_a_listed_key_exchanges_messages(secure: Server, keys: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "server", "error", "reason"),
     [
-        (None, None, HandshakeRefused, "keys on one side only"),
+        (None, None, HandshakeRefused, "the keys do not match"),
         ("listed", "unlisted", HandshakeTimeout, "may not accept our key"),
-        ("unlisted", "server", HandshakeRefused, "not on the list"),
+        ("unlisted", "server", HandshakeRefused, "not one of the allowed keys"),
     ],
     ids=["no key", "wrong server key", "unlisted key"],
 )
-def test_without_the_right_keys_nothing_is_exchanged_and_both_sides_say_so(
+def test_wrong_keys_are_refused_with_a_reason_on_both_sides(
     secure: Server,
     keys: Path,
     caplog: pytest.LogCaptureFixture,
@@ -62,13 +62,13 @@ def test_without_the_right_keys_nothing_is_exchanged_and_both_sides_say_so(
     reason: str,
 ) -> None:
     client = Client(secure.endpoint, client_keys(keys, own, server) if own else None)
-    said: Exception | None = None
+    failure: Exception | None = None
     with echoing(secure):
-        while reason not in str(said):
+        while reason not in str(failure):
             with pytest.raises((HandshakeRefused, HandshakeTimeout)) as raised:
                 client.handshake("worker", "", 0.1)
-            said = raised.value
-    assert type(said) is error
+            failure = raised.value
+    assert type(failure) is error
     while not secure.errors["unknown"]:
         secure.socket.poll(20)
         assert secure.receive() is None
@@ -81,23 +81,23 @@ def test_without_the_right_keys_nothing_is_exchanged_and_both_sides_say_so(
     good.close()
 
 
-def test_keys_can_be_added_and_taken_away_while_the_server_runs(secure: Server, keys: Path) -> None:
+def test_keys_can_be_added_and_removed_while_the_server_runs(secure: Server, keys: Path) -> None:
     shutil.copy(keys / "unlisted.key", keys / "allowed")
     client, peer = connect(secure, keys=client_keys(keys, "unlisted"))
     exchange(secure, client, peer)
     (keys / "allowed" / "unlisted.key").unlink()
     late = Client(secure.endpoint, client_keys(keys, "unlisted"))
-    with echoing(secure), pytest.raises(HandshakeRefused, match="not on the list"):
+    with echoing(secure), pytest.raises(HandshakeRefused, match="not one of the allowed keys"):
         late.handshake("worker", "", PATIENCE)
-    exchange(secure, client, peer)  # who is in stays in
+    exchange(secure, client, peer)  # a connection that exists stays open
     late.close()
     client.close()
 
 
-def test_a_directory_that_vanishes_admits_nobody(secure: Server, keys: Path) -> None:
+def test_missing_directory_of_keys_refuses_every_client(secure: Server, keys: Path) -> None:
     shutil.rmtree(keys / "allowed")
     client = Client(secure.endpoint, client_keys(keys))
-    with echoing(secure), pytest.raises(HandshakeRefused, match="not on the list"):
+    with echoing(secure), pytest.raises(HandshakeRefused, match="not one of the allowed keys"):
         client.handshake("worker", "", PATIENCE)
     (keys / "allowed").mkdir()
     shutil.copy(keys / "listed.key", keys / "allowed")
@@ -107,8 +107,8 @@ def test_a_directory_that_vanishes_admits_nobody(secure: Server, keys: Path) -> 
     good.close()
 
 
-def test_what_travels_cannot_be_read(secure: Server, keys: Path) -> None:
-    """A relay between both sees every byte; with keys the text is not among them, without it is."""
+def test_connection_is_encrypted(secure: Server, keys: Path) -> None:
+    """A relay records every byte: without keys they contain the text, with keys they do not."""
     assert b"canary-prompt" not in relayed(secure, client_keys(keys))
     plain = Server("tcp://127.0.0.1:0", {"worker"})
     assert b"canary-prompt" in relayed(plain, None)
@@ -116,7 +116,7 @@ def test_what_travels_cannot_be_read(secure: Server, keys: Path) -> None:
 
 
 def relayed(server: Server, keys: ClientKeys | None) -> bytes:
-    """What a client sent, on the wire, until its handshake with the name `canary-prompt` was done."""
+    """Return the bytes that a client named `canary-prompt` sent for its handshake and a message."""
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys)
@@ -148,13 +148,13 @@ def pump(source: socket.socket, sink: socket.socket, seen: bytearray) -> None:
     sink.shutdown(socket.SHUT_WR)
 
 
-def test_raw_bytes_never_reach_the_decoder(secure: Server, keys: Path) -> None:
+def test_bytes_of_another_protocol_never_reach_the_decoder(secure: Server, keys: Path) -> None:
     host, port = secure.endpoint.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         raw.settimeout(PATIENCE)
         raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
         with suppress(ConnectionResetError):
-            while raw.recv(4096):  # libzmq's own greeting, then it hangs up
+            while raw.recv(4096):  # libzmq's own greeting, then the end of the connection
                 pass
     assert secure.receive() is None
     client, peer = connect(secure, keys=client_keys(keys))
@@ -170,13 +170,13 @@ def test_raw_bytes_never_reach_the_decoder(secure: Server, keys: Path) -> None:
         ("server.key_secret", "missing", "missing"),
     ],
 )
-def test_keys_that_cannot_be_read_are_named(keys: Path, secret: str, allowed: str, text: str) -> None:
+def test_error_names_keys_that_cannot_be_read(keys: Path, secret: str, allowed: str, text: str) -> None:
     with pytest.raises((OSError, ValueError), match=text):
         Server("tcp://127.0.0.1:0", {"worker"}, ServerKeys(keys / secret, keys / allowed))
     with pytest.raises((OSError, ValueError), match="missing"):
         Client("tcp://127.0.0.1:1", ClientKeys(keys / "listed.key_secret", keys / "missing.key"))
 
 
-def test_keys_on_an_ipc_socket_are_refused_by_name(keys: Path) -> None:
+def test_keys_on_an_ipc_socket_are_refused(keys: Path) -> None:
     with pytest.raises(ValueError, match="keys are for tcp"):
         Server(f"ipc://{keys}/socket", {"worker"}, ServerKeys(keys / "server.key_secret", keys / "allowed"))

@@ -1,4 +1,4 @@
-"""Where services may meet."""
+"""Endpoints that services may bind and connect to."""
 
 import socket
 import stat
@@ -14,7 +14,7 @@ from tests.unit.protocol.peers import connect, exchange
     "endpoint",
     ["ipc:///run/x", "ipc://relative", "tcp://127.0.0.1:5555", "tcp://scheduler:5555", "tcp://[::1]:0", "tcp://eth0:1"],
 )  # fmt: skip
-def test_endpoints(endpoint: str) -> None:
+def test_valid_endpoint_is_returned(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
 
 
@@ -37,34 +37,34 @@ def test_endpoints(endpoint: str) -> None:
         "tcp://127.0.0.1:5555/path",
     ],
 )
-def test_what_is_no_endpoint(endpoint: str) -> None:
+def test_invalid_endpoint_is_refused_with_the_valid_forms(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r"use ipc://PATH or tcp://HOST:PORT"):
         check_endpoint(endpoint)
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "0", "0x0", "000.0.0.0", "[::]", "[0::0]"])
-def test_every_interface_at_once_needs_keys(host: str) -> None:
-    with pytest.raises(ValueError, match="unencrypted"):
+def test_binding_every_interface_needs_keys(host: str) -> None:
+    with pytest.raises(ValueError, match="not encrypted"):
         check_endpoint(f"tcp://{host}:5555")
-    with pytest.raises(ValueError, match="unencrypted"):
+    with pytest.raises(ValueError, match="not encrypted"):
         Server(f"tcp://{host}:0", {"worker"})
     assert check_endpoint(f"tcp://{host}:5555", encrypted=True)
 
 
-def test_a_name_that_resolves_to_every_interface_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_resolves_to_every_interface_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("0.0.0.0", 0))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *args: everywhere)
-    with pytest.raises(ValueError, match="unencrypted"):
+    with pytest.raises(ValueError, match="not encrypted"):
         Server("tcp://innocent.example:0", {"worker"})
 
 
-def test_an_ipc_path_longer_than_the_kernel_allows() -> None:
+def test_ipc_path_above_the_kernels_limit_is_refused() -> None:
     assert check_endpoint("ipc://" + "x" * MAX_IPC_PATH)
     with pytest.raises(ValueError, match=f"at most {MAX_IPC_PATH} bytes"):
         check_endpoint("ipc://" + "ä" * (MAX_IPC_PATH // 2 + 1))
 
 
-def test_the_directory_of_a_socket_is_private_and_the_socket_does_not_outlive_its_server(
+def test_ipc_directory_is_private_and_the_socket_is_removed_with_its_server(
     directory: Path,
 ) -> None:
     path = directory / "new" / "socket"
@@ -75,7 +75,7 @@ def test_the_directory_of_a_socket_is_private_and_the_socket_does_not_outlive_it
     assert not path.exists()
 
 
-def test_a_living_service_keeps_its_socket(server: Server) -> None:
+def test_socket_of_a_running_service_is_not_replaced(server: Server) -> None:
     with pytest.raises(OSError, match="another service is using it"):
         Server(server.endpoint, {"worker"})
     client, peer = connect(server)
@@ -83,7 +83,7 @@ def test_a_living_service_keeps_its_socket(server: Server) -> None:
     client.close()
 
 
-def test_the_file_of_a_dead_service_is_taken_over(directory: Path) -> None:
+def test_socket_of_a_dead_service_is_replaced(directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
     server = Server(f"ipc://{directory}/socket", {"worker"})
@@ -93,7 +93,7 @@ def test_the_file_of_a_dead_service_is_taken_over(directory: Path) -> None:
     server.close()
 
 
-def test_port_0_takes_a_free_port_and_names_it() -> None:
+def test_port_0_becomes_a_free_port() -> None:
     server = Server("tcp://localhost:0", {"worker"})
     assert not server.endpoint.endswith(":0")
     with pytest.raises(OSError, match=f"cannot bind {server.endpoint}"):
@@ -104,6 +104,6 @@ def test_port_0_takes_a_free_port_and_names_it() -> None:
     server.close()
 
 
-def test_what_cannot_be_dialled() -> None:
+def test_client_refuses_an_invalid_endpoint() -> None:
     with pytest.raises(ValueError, match="is not an endpoint"):
         Client("http://127.0.0.1:8000")

@@ -1,4 +1,4 @@
-"""Peers of different minor versions understand one another, as protocol.codec promises."""
+"""Compatibility of minor versions, by the rules in protocol.codec."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ GOLDEN_2_0 = {
     ),
     "StepFault": "94a56661756c740111bb52756e74696d654572726f723a206f7574206f66206d656d6f7279",
 }
-"""The bytes that version 2.0 sends for each of EXAMPLES, in hex. A minor version adds messages; never edit these."""
+"""Bytes of each of EXAMPLES in version 2.0, as hex. A minor version adds messages; never edit an existing entry."""
 GOLDEN = GOLDEN_2_0
 
 
@@ -78,13 +78,13 @@ def test_every_message_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
-def test_bytes_of_earlier_versions_mean_what_they_meant(example: msgspec.Struct) -> None:
+def test_bytes_of_earlier_versions_decode_to_the_same_message(example: msgspec.Struct) -> None:
     frame = bytes.fromhex(GOLDEN[type(example).__name__])
     assert DECODERS[direction_of(type(example))].decode(frame) == example
 
 
 def next_minor(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The same message after a minor version has appended two fields."""
+    """Return the type of the message after a minor version appended two fields."""
     fields: list[Any] = [
         (f.name, f.type, msgspec.field(default=f.default, default_factory=f.default_factory))
         for f in msgspec.structs.fields(struct)
@@ -108,8 +108,8 @@ def test_new_bytes_decode_under_old_types(example: msgspec.Struct) -> None:
     assert DECODERS[direction_of(type(example))].decode(encode(newer)) == example
 
 
-def test_fields_appended_to_a_part_do_not_shift_what_follows() -> None:
-    """SamplingParams stands in the middle of GenerateRequest."""
+def test_fields_appended_to_a_part_do_not_shift_later_fields() -> None:
+    """SamplingParams is in the middle of GenerateRequest."""
     example = next(example for example in EXAMPLES if type(example).__name__ == "GenerateRequest")
     frame = msgspec.msgpack.decode(encode(example))
     frame[4] += ["from a newer frontend", 0.5]
@@ -117,8 +117,8 @@ def test_fields_appended_to_a_part_do_not_shift_what_follows() -> None:
     assert newer == example
 
 
-def test_a_missing_field_without_default_is_an_error() -> None:
-    """The other direction of the rule: a field without default cannot be appended."""
+def test_missing_field_without_default_is_an_error() -> None:
+    """A field without a default must not be appended."""
     newer = msgspec.defstruct(
         "Ready", [("epoch", int), ("rank", int)], array_like=True, tag="ready", frozen=True
     )
@@ -126,7 +126,7 @@ def test_a_missing_field_without_default_is_an_error() -> None:
         Decoder[Any](newer).decode(bytes.fromhex(GOLDEN_2_0["Ready"]))
 
 
-def test_a_message_newer_than_its_receiver_is_refused_not_misread() -> None:
+def test_message_unknown_to_its_receiver_is_refused() -> None:
     newer = msgspec.defstruct("Nack", [("step_id", int)], array_like=True, tag="nack")
     with pytest.raises(ProtocolError, match="nack"):
         DECODERS["worker to scheduler"].decode(encode(newer(3)))

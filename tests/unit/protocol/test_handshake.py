@@ -1,4 +1,4 @@
-"""The first message decides: who is welcome, and what those hear who are not."""
+"""The handshake: accepted and refused peers, and the reasons of a refusal."""
 
 import logging
 
@@ -26,7 +26,7 @@ def test_handshake_then_messages(server: Server) -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 5), (1, 9)])
-def test_another_major_version_is_refused_with_both_versions_named(
+def test_another_major_version_is_refused_with_both_versions(
     server: Server, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]
 ) -> None:
     monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", version)
@@ -34,14 +34,14 @@ def test_another_major_version_is_refused_with_both_versions_named(
     ours = "{}.{}".format(*PROTOCOL_VERSION)
     with (
         echoing(server),
-        pytest.raises(HandshakeRefused, match=r"{}\.{}, this service {}".format(*version, ours)),
+        pytest.raises(HandshakeRefused, match=r"{}\.{}, this service has {}".format(*version, ours)),
     ):
         client.handshake("worker", "stranger", PATIENCE)
     assert not server.peers
     client.close()
 
 
-def test_another_minor_version_is_welcome(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_minor_version_is_accepted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.client.PROTOCOL_VERSION", (PROTOCOL_VERSION[0], 99))
     client = Client(server.endpoint)
     with echoing(server):
@@ -49,9 +49,9 @@ def test_another_minor_version_is_welcome(server: Server, monkeypatch: pytest.Mo
     client.close()
 
 
-def test_a_role_that_is_not_expected_is_refused_with_those_that_are(server: Server) -> None:
+def test_unexpected_role_is_refused_with_the_expected_ones(server: Server) -> None:
     client = Client(server.endpoint)
-    reason = "'bench' is not expected here, only frontend or worker"
+    reason = "'bench' may not connect here, only frontend or worker"
     with echoing(server), pytest.raises(HandshakeRefused, match=reason):
         client.handshake("bench", "", PATIENCE)
     client.close()
@@ -60,23 +60,21 @@ def test_a_role_that_is_not_expected_is_refused_with_those_that_are(server: Serv
 @pytest.mark.parametrize(
     "frame", [encode(Heartbeat(1, 2)), b"", b"GET / HTTP/1.1", encode(Welcome(1, 0)), bytes(5000)]
 )
-def test_a_peer_that_skips_the_handshake_is_refused_and_never_heard(server: Server, frame: bytes) -> None:
+def test_peer_without_a_handshake_is_refused_and_its_frames_are_dropped(server: Server, frame: bytes) -> None:
     good, peer = connect(server)
-    with raw_dealer(server.endpoint) as rude:
-        rude.send(frame)
-        rude.send(frame)
+    with raw_dealer(server.endpoint) as stranger:
+        stranger.send(frame)
+        stranger.send(frame)
         while server.errors["unknown"] < 2:
             assert server.socket.poll(1000 * PATIENCE)
             assert server.receive() is None
-        assert rude.poll(1000 * PATIENCE)
-        assert b"must be a Hello" in rude.recv()
+        assert stranger.poll(1000 * PATIENCE)
+        assert b"must be a Hello" in stranger.recv()
     exchange(server, good, peer)
     good.close()
 
 
-def test_no_more_peers_than_the_server_can_look_after(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_above_the_maximum_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 1)
     first, _ = connect(server)
     second = Client(server.endpoint)
@@ -86,14 +84,14 @@ def test_no_more_peers_than_the_server_can_look_after(
     second.close()
 
 
-def test_nobody_answers(endpoint: str) -> None:
+def test_handshake_times_out(endpoint: str) -> None:
     client = Client(endpoint)
     with pytest.raises(HandshakeTimeout, match=r"no answer from ipc://.* within 0\.05 s"):
         client.handshake("worker", "", 0.05)
     client.close()
 
 
-def test_a_server_that_starts_later_is_found(endpoint: str) -> None:
+def test_server_may_start_after_its_client(endpoint: str) -> None:
     client = Client(endpoint)
     client.send(Hello(*PROTOCOL_VERSION, "worker", "early"))
     server = Server(endpoint, {"worker"})
@@ -101,12 +99,12 @@ def test_a_server_that_starts_later_is_found(endpoint: str) -> None:
     assert hello == Hello(*PROTOCOL_VERSION, "worker", "early")
     answer = client.receive(PATIENCE)
     assert answer is not None
-    client.accept(answer)
+    client.check_welcome(answer)
     client.close()
     server.close()
 
 
-def test_a_server_that_speaks_something_else(endpoint: str) -> None:
+def test_server_with_another_protocol_is_refused(endpoint: str) -> None:
     with zmq.Context.instance().socket(zmq.ROUTER) as other:
         other.linger = 0
         other.bind(endpoint)
@@ -116,12 +114,12 @@ def test_a_server_that_speaks_something_else(endpoint: str) -> None:
         other.send_multipart((peer, b"220 smtp.example.org"))
         answer = client.receive(PATIENCE)
         assert answer is not None
-        with pytest.raises(HandshakeRefused, match="does not speak this protocol"):
-            client.accept(answer)
+        with pytest.raises(HandshakeRefused, match="has another protocol"):
+            client.check_welcome(answer)
         client.close()
 
 
-def test_a_welcome_peer_can_be_turned_away_later(server: Server) -> None:
+def test_accepted_peer_can_be_refused_later(server: Server) -> None:
     client, peer = connect(server)
     server.refuse(peer, "the group is complete")
     with pytest.raises(HandshakeRefused, match="the group is complete"):
@@ -130,7 +128,7 @@ def test_a_welcome_peer_can_be_turned_away_later(server: Server) -> None:
     client.close()
 
 
-def test_a_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
+def test_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
     client, peer = connect(server)
     server.send(peer, Refused("x" * 5000))
     with pytest.raises(HandshakeRefused, match=r"^x+$"):
@@ -138,7 +136,7 @@ def test_a_refusal_with_a_long_reason_is_recognised(server: Server) -> None:
     client.close()
 
 
-def test_a_name_stays_one_line_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_name_of_a_peer_is_one_line_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     client = Client(server.endpoint)
     client.send(Hello(*PROTOCOL_VERSION, "worker", "a\nERROR all is lost"))
     peer, _ = arrived(server)
@@ -148,7 +146,7 @@ def test_a_name_stays_one_line_in_the_log(server: Server, caplog: pytest.LogCapt
     client.close()
 
 
-def test_a_flood_of_errors_is_counted_but_no_flood_of_lines(
+def test_many_errors_are_all_counted_and_few_are_logged(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, peer = connect(server)
@@ -160,7 +158,7 @@ def test_a_flood_of_errors_is_counted_but_no_flood_of_lines(
     client.close()
 
 
-def test_a_probe_is_answered_and_leaves_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_is_answered_and_is_no_peer(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 0)
     client = Client(server.endpoint)
     with echoing(server):

@@ -1,4 +1,4 @@
-"""Columns that contradict one another never reach those who index with them."""
+"""Columns of a message as arrays. Columns that contradict one another are refused."""
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ RESULT = ModelRunnerOutput(1, 1, pack([4, 0]), pack([1, 9]), pack([2, 0]), pack(
 OUTPUTS = RequestOutputs(pack(np.array([2**32 - 1, 3], np.uint32)), pack([0, 5]), pack([11, 12]))
 
 
-def test_a_plan_as_arrays() -> None:
+def test_rows_of_a_plan() -> None:
     rows = StepRows.from_message(PLAN)
     assert rows.slots.tolist() == [4, 0]
     assert rows.generations.tolist() == [1, 9]
@@ -38,17 +38,17 @@ def test_a_plan_as_arrays() -> None:
     assert not any(column.flags.writeable for column in rows)
 
 
-def test_a_result_as_arrays() -> None:
+def test_rows_of_a_result() -> None:
     rows = ResultRows.from_message(RESULT)
     assert [column.tolist() for column in rows] == [[4, 0], [1, 9], [2, 0], [11, 12], [0, 0]]
 
 
-def test_outputs_as_arrays() -> None:
+def test_rows_of_outputs() -> None:
     rows = OutputRows.from_message(OUTPUTS)
     assert [column.tolist() for column in rows] == [[2**32 - 1, 3], [0, 5], [11, 12]]
 
 
-def test_no_rows_are_rows() -> None:
+def test_message_without_rows() -> None:
     assert not len(StepRows.from_message(SchedulerOutput(1, 1, b"", b"", b"", b"", b"")).slots)
     assert not len(ResultRows.from_message(ModelRunnerOutput(1, 1, b"", b"", b"", b"")).slots)
     assert not len(OutputRows.from_message(RequestOutputs(b"", b"", b"")).numbers)
@@ -57,7 +57,7 @@ def test_no_rows_are_rows() -> None:
 @pytest.mark.parametrize(
     "name", ["slots", "generations", "starts", "counts", "samples", "block_slots", "block_ids"]
 )
-def test_a_plan_with_a_column_too_short(name: str) -> None:
+def test_plan_with_a_short_column_is_refused(name: str) -> None:
     shorter = getattr(PLAN, name)[: -1 if name == "samples" else -4]
     with pytest.raises(ProtocolError, match=f"differ in length.*'{name}': "):
         StepRows.from_message(msgspec.structs.replace(PLAN, **{name: shorter}))
@@ -66,25 +66,25 @@ def test_a_plan_with_a_column_too_short(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["slots", "generations", "starts", "counts", "block_slots", "block_ids", "released"]
 )
-def test_a_plan_with_a_negative_number(name: str) -> None:
+def test_plan_with_a_negative_number_is_refused(name: str) -> None:
     column = np.frombuffer(getattr(PLAN, name), np.int32).copy()
     column[-1] = -1
     with pytest.raises(ProtocolError, match="negative"):
         StepRows.from_message(msgspec.structs.replace(PLAN, **{name: pack(column)}))
 
 
-def test_a_plan_row_without_a_token() -> None:
+def test_plan_row_without_a_token_is_refused() -> None:
     with pytest.raises(ProtocolError, match="a row without a token"):
         StepRows.from_message(msgspec.structs.replace(PLAN, counts=pack([5, 0])))
 
 
 @pytest.mark.parametrize("samples", [b"\0\2", b"\xff\1"])
-def test_samples_other_than_0_and_1(samples: bytes) -> None:
+def test_samples_other_than_0_and_1_are_refused(samples: bytes) -> None:
     with pytest.raises(ProtocolError, match="samples"):
         StepRows.from_message(msgspec.structs.replace(PLAN, samples=samples))
 
 
-def test_a_torn_column() -> None:
+def test_column_with_a_partial_element_is_refused() -> None:
     with pytest.raises(ProtocolError, match="does not hold int32"):
         StepRows.from_message(msgspec.structs.replace(PLAN, slots=PLAN.slots + b"\0"))
 
@@ -97,7 +97,7 @@ def test_a_torn_column() -> None:
         ({"counts": pack([2])}, "differ in length"),
         ({"counts": pack([1, 0])}, "2 tokens, but its rows count 1"),
         ({"token_ids": pack([11])}, "1 tokens, but its rows count 2"),
-        # These two would wrap around to 2 in int32.
+        # The sum of these two is -2 in int32.
         ({"counts": pack([2**31 - 1, 2**31 - 1])}, "rows count 4294967294"),
         ({"counts": pack([3, -1])}, "negative"),
         ({"slots": pack([4, -1])}, "negative"),
@@ -105,7 +105,7 @@ def test_a_torn_column() -> None:
         ({"token_ids": b"\0"}, "does not hold int32"),
     ],
 )
-def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -> None:
+def test_contradicting_result_is_refused(change: dict[str, bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         ResultRows.from_message(msgspec.structs.replace(RESULT, **change))
 
@@ -120,12 +120,12 @@ def test_a_result_that_contradicts_itself(change: dict[str, bytes], text: str) -
         ({"numbers": b"\0\0"}, "does not hold uint32"),
     ],
 )
-def test_outputs_that_contradict_themselves(change: dict[str, bytes], text: str) -> None:
+def test_contradicting_outputs_are_refused(change: dict[str, bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
         OutputRows.from_message(msgspec.structs.replace(OUTPUTS, **change))
 
 
-def test_drafts_are_part_of_a_row_that_samples() -> None:
+def test_drafts_must_fit_into_a_row_that_samples() -> None:
     plan = msgspec.structs.replace(PLAN, counts=pack([5, 4]), drafts=pack([0, 3]))
     assert StepRows.from_message(plan).drafts.tolist() == [0, 3]
     for drafts in ([0, 4], [0, -1], [1, 0], [0]):
@@ -133,7 +133,7 @@ def test_drafts_are_part_of_a_row_that_samples() -> None:
             StepRows.from_message(msgspec.structs.replace(plan, drafts=pack(drafts)))
 
 
-def test_drafted_counts_belong_to_rows() -> None:
+def test_drafted_must_have_a_count_per_row() -> None:
     assert ResultRows.from_message(
         msgspec.structs.replace(RESULT, drafted=pack([3, 0]))
     ).drafted.tolist() == [3, 0]
@@ -142,7 +142,7 @@ def test_drafted_counts_belong_to_rows() -> None:
             ResultRows.from_message(msgspec.structs.replace(RESULT, drafted=pack(drafted)))
 
 
-def test_masks_belong_to_rows() -> None:
+def test_masks_must_match_the_counts_of_their_rows() -> None:
     grammar = GrammarOutput(1, 2, pack([4, 0]), memoryview(pack([7, 8, 9])), pack([2, 1]))
     rows = GrammarRows.from_message(grammar, 32)
     assert [column.tolist() for column in rows] == [[4, 0], [2, 1], [[7], [8], [9]]]

@@ -1,4 +1,4 @@
-"""Sampling parameters out of range exist nowhere: not in the frontend that makes them, not behind a decoder."""
+"""Ranges of sampling parameters, checked when they are made and when they are decoded."""
 
 import math
 from typing import Any
@@ -34,7 +34,7 @@ DECODER: Decoder[SamplingParams] = Decoder(SamplingParams)
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_out_of_range_is_refused_where_it_is_made_and_where_it_arrives(name: str, value: Any) -> None:
+def test_value_out_of_range_is_refused_by_the_constructor_and_the_decoder(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name.replace("eos", "stop")):
         SamplingParams(**{"max_tokens": 1, name: value})
     fields = list(msgspec.structs.asdict(SamplingParams(max_tokens=1)))
@@ -46,7 +46,7 @@ def test_out_of_range_is_refused_where_it_is_made_and_where_it_arrives(name: str
 
 @pytest.mark.parametrize("name", ["eos_token_ids", "stop_token_ids"])
 @pytest.mark.parametrize("token", [-1, 2**31])
-def test_token_ids_beyond_int32_are_refused_on_arrival(name: str, token: int) -> None:
+def test_token_ids_beyond_int32_are_refused_by_the_decoder(name: str, token: int) -> None:
     with pytest.raises(ProtocolError):
         DECODER.decode(msgspec.msgpack.encode(SamplingParams(max_tokens=1, **{name: (token,)})))
 
@@ -56,8 +56,8 @@ def test_token_ids_beyond_int32_are_refused_on_arrival(name: str, token: int) ->
     [
         SamplingParams(1, 0.0, 1.0, 0, 0.0, 0, 0),
         SamplingParams(2**31 - 1, MAX_TEMPERATURE, 1e-9, 2**31 - 1, 1.0, 2**64 - 1, 2**31 - 1, (0,), (2**31 - 1,)),
-        SamplingParams(1, 1),  # an integer is a fine float
+        SamplingParams(1, 1),  # an integer is a valid float
     ],
 )  # fmt: skip
-def test_the_bounds_themselves_are_allowed(params: SamplingParams) -> None:
+def test_bounds_are_allowed(params: SamplingParams) -> None:
     assert DECODER.decode(msgspec.msgpack.encode(params)) == params

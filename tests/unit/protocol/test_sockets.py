@@ -1,4 +1,4 @@
-"""What is not delivered is an exception at somebody; what one peer does costs the others nothing."""
+"""Delivery: a frame that is not delivered raises an error, and one peer does not affect the others."""
 
 import time
 from collections.abc import Callable
@@ -26,12 +26,12 @@ def send_for_long(server: Server, peer: bytes) -> None:
         server.socket.poll(1)
 
 
-def test_a_peer_nobody_knows_is_gone(server: Server) -> None:
+def test_sending_to_an_unknown_peer_raises_peer_gone(server: Server) -> None:
     with pytest.raises(PeerGone, match="peer 6162 is not connected"):
         server.send(b"ab", Heartbeat(1, 1))
 
 
-def test_a_peer_that_left_is_gone_and_forgotten(server: Server) -> None:
+def test_peer_that_left_is_gone_and_removed(server: Server) -> None:
     client, peer = connect(server)
     other, other_peer = connect(server)
     client.close()
@@ -42,7 +42,7 @@ def test_a_peer_that_left_is_gone_and_forgotten(server: Server) -> None:
     other.close()
 
 
-def test_a_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Server) -> None:
+def test_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Server) -> None:
     client, peer = connect(server)
     other, other_peer = connect(server)
     sent: list[bytes] = []
@@ -50,21 +50,21 @@ def test_a_peer_that_does_not_read_is_slow_and_the_others_are_served(server: Ser
         flood(lambda text: server.send(peer, text), sent)
     assert len(sent) >= HIGH_WATER_MARK
     exchange(server, other, other_peer)
-    assert [client.receive(PATIENCE) for _ in sent] == sent  # what was accepted is delivered
+    assert [client.receive(PATIENCE) for _ in sent] == sent  # all accepted frames are delivered
     server.send(peer, Heartbeat(1, 1))
     assert client.receive(PATIENCE) == encode(Heartbeat(1, 1))
     client.close()
     other.close()
 
 
-def test_a_server_that_does_not_read_is_slow(server: Server) -> None:
+def test_server_that_does_not_read_is_slow(server: Server) -> None:
     client, _ = connect(server)
     with pytest.raises(PeerSlow, match="does not read"):
         flood(lambda text: client.send(text, wait=False), [])
     client.close()
 
 
-def test_an_oversized_message_costs_its_sender_the_connection_and_nobody_else_anything(
+def test_oversized_frame_closes_its_senders_connection_only(
     server: Server,
 ) -> None:
     good, peer = connect(server)
@@ -79,7 +79,7 @@ def test_an_oversized_message_costs_its_sender_the_connection_and_nobody_else_an
     good.close()
 
 
-def test_a_large_message_within_the_limit_arrives(server: Server) -> None:
+def test_large_frame_within_the_limit_arrives(server: Server) -> None:
     client, peer = connect(server)
     frame = bytes(MAX_MESSAGE_BYTES // 4)
     client.socket.send(frame)
@@ -88,7 +88,7 @@ def test_a_large_message_within_the_limit_arrives(server: Server) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b"", encode(Heartbeat(1, 1))], [b"a", b"b", b"c"]])
-def test_a_message_in_several_frames_is_counted_and_dropped(server: Server, frames: list[bytes]) -> None:
+def test_message_of_several_frames_is_counted_and_dropped(server: Server, frames: list[bytes]) -> None:
     client, peer = connect(server)
     client.socket.send_multipart(frames)
     exchange(server, client, peer)
@@ -107,7 +107,7 @@ def test_messages_keep_their_order(server: Server) -> None:
     client.close()
 
 
-def test_a_server_that_leaves_is_gone_after_its_last_message(endpoint: str) -> None:
+def test_server_is_gone_after_its_last_message_was_read(endpoint: str) -> None:
     server = Server(endpoint, {"worker"})
     client, peer = connect(server)
     server.send(peer, Heartbeat(1, 1))
@@ -122,14 +122,14 @@ def test_a_server_that_leaves_is_gone_after_its_last_message(endpoint: str) -> N
     client.close()
 
 
-def test_last_words_arrive_although_the_server_closes_at_once(endpoint: str) -> None:
+def test_queued_messages_arrive_although_the_server_closes_at_once(endpoint: str) -> None:
     server = Server(endpoint, {"worker"})
     client, peer = connect(server)
     for i in range(1000):
         server.send(peer, Heartbeat(1, i))
     server.close(1000 * int(PATIENCE))
     assert client.receive(PATIENCE) == encode(Heartbeat(1, 0))
-    client.send(Heartbeat(2, 1))  # who has not read the end does not hear of it elsewhere
+    client.send(Heartbeat(2, 1))  # no error before `receive` has raised it
     assert [client.receive(PATIENCE) for _ in range(999)] == [encode(Heartbeat(1, i)) for i in range(1, 1000)]
     with pytest.raises(PeerGone):
         client.receive(PATIENCE)
@@ -138,7 +138,7 @@ def test_last_words_arrive_although_the_server_closes_at_once(endpoint: str) -> 
     client.close()
 
 
-def test_a_server_that_comes_back_is_not_mistaken_for_the_one_that_left(endpoint: str) -> None:
+def test_client_does_not_reconnect_to_a_new_server(endpoint: str) -> None:
     first = Server(endpoint, {"worker"})
     client, _ = connect(first)
     first.close()
@@ -153,37 +153,37 @@ def test_a_server_that_comes_back_is_not_mistaken_for_the_one_that_left(endpoint
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
-def test_a_connection_lost_before_its_welcome_is_made_again(endpoint: str, read: bool) -> None:
-    """Whether the first server got the Hello or not, the second gets one."""
+def test_connection_lost_before_the_welcome_is_restored(endpoint: str, read: bool) -> None:
+    """The second server gets a Hello, whether or not the first server read one."""
     client = Client(endpoint)
-    client.greet("worker", "")
+    client.send_hello("worker", "")
     first = Server(endpoint, {"worker"})
-    assert first.socket.poll(1000 * PATIENCE)  # the Hello is there
+    assert first.socket.poll(1000 * PATIENCE)  # the Hello has arrived
     if read:
         first.socket.recv_multipart()
     first.close()
     second = Server(endpoint, {"worker"})
     while (received := second.receive()) is None:
-        client.take()
+        client.receive_now()
         second.socket.poll(100)
     answer = client.receive(PATIENCE)
     assert answer is not None
-    client.accept(answer)
+    client.check_welcome(answer)
     exchange(second, client, received[0])
     client.close()
     second.close()
 
 
-def test_a_second_hello_is_no_message(server: Server) -> None:
+def test_second_hello_is_ignored(server: Server) -> None:
     client, peer = connect(server)
-    client.greet("frontend", "other")
+    client.send_hello("frontend", "other")
     exchange(server, client, peer)
     assert server.peers[peer].role == "worker"
     assert not server.errors
     client.close()
 
 
-def test_receive_gives_up_when_told_to(server: Server) -> None:
+def test_receive_returns_none_after_its_timeout(server: Server) -> None:
     client, _ = connect(server)
     assert client.receive(0) is None
     assert client.receive(0.02) is None
@@ -191,15 +191,15 @@ def test_receive_gives_up_when_told_to(server: Server) -> None:
     client.close()
 
 
-def test_a_frame_that_is_no_message_is_the_shells_to_count(server: Server) -> None:
-    """The transport moves bytes; what they mean is decoded by those who know what may come."""
+def test_server_returns_frames_undecoded(server: Server) -> None:
+    """The service decodes frames and counts invalid ones."""
     client, peer = connect(server)
     client.socket.send(b"\xc1")
     assert arrived(server) == (peer, b"\xc1")
     client.close()
 
 
-def test_a_refused_client_that_goes_on_talking_is_refused_again(server: Server) -> None:
+def test_refused_client_that_keeps_sending_is_refused_again(server: Server) -> None:
     client, peer = connect(server)
     server.refuse(peer, "no")
     client.send(Heartbeat(1, 1))
