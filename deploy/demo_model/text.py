@@ -1,7 +1,7 @@
-"""The text that the demo model learns from: what the running interpreter carries of its own documentation.
+"""Training text of the demo model, from the documentation in the running Python interpreter.
 
-Docstrings, comments and pydoc's help topics are documents; questions and answers are made from the same text, so the
-model also learns to chat, to answer in JSON and to stop by itself. Every document ends in <|eos|>.
+Docstrings, comments and the help topics of pydoc are documents. Conversations are made from the same text, so that the
+model also learns to chat, to answer in JSON and to end its answers. Every document ends with <|eos|>.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SKIPPED = {
     "ntpath.py",
     "nturl2path.py",
 }
-# Private modules are known to users by another name.
+# Public names of private modules.
 PUBLIC = {
     "posixpath": "os.path",
     "genericpath": "os.path",
@@ -63,7 +63,7 @@ PUBLIC = {
     "_sqlite3": "sqlite3",
     "_signal": "signal",
 }
-# Modules written in C, or whose names in C are richer than the Python around them.
+# Modules written in C, or whose C part has more documented names than the Python part.
 EXTENSIONS = (
     "builtins sys math cmath itertools time gc array zlib binascii unicodedata select fcntl mmap pwd "
     "grp resource atexit posix _io _struct _socket _collections _functools _random _sre _thread "
@@ -72,8 +72,8 @@ EXTENSIONS = (
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One documented thing. `signature` is None where Python itself does not know it."""
+class DocumentedObject:
+    """A documented module, class, function or method. `signature` is None if Python cannot determine it."""
 
     module: str
     name: str
@@ -83,8 +83,8 @@ class Entry:
     arguments: tuple[str, ...] = ()
 
 
-def python_entries(module: str, tree: ast.Module) -> Iterator[Entry]:
-    def visit(node: ast.AST, prefix: str, in_class: bool) -> Iterator[Entry]:
+def python_entries(module: str, tree: ast.Module) -> Iterator[DocumentedObject]:
+    def visit(node: ast.AST, prefix: str, in_class: bool) -> Iterator[DocumentedObject]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If | ast.Try):
                 yield from visit(child, prefix, in_class)
@@ -95,7 +95,7 @@ def python_entries(module: str, tree: ast.Module) -> Iterator[Entry]:
                 continue
             if isinstance(child, ast.ClassDef):
                 if doc:
-                    yield Entry(module, name, "class", doc)
+                    yield DocumentedObject(module, name, "class", doc)
                 yield from visit(child, name, True)
             elif doc:
                 arguments = [a.arg for a in child.args.posonlyargs + child.args.args + child.args.kwonlyargs]
@@ -104,24 +104,24 @@ def python_entries(module: str, tree: ast.Module) -> Iterator[Entry]:
                     signature = re.sub(r"^(self|cls)(, )?", "", signature)
                     del arguments[0]
                 kind = "method" if in_class else "function"
-                yield Entry(module, name, kind, doc, f"{name}({signature})", tuple(arguments))
+                yield DocumentedObject(module, name, kind, doc, f"{name}({signature})", tuple(arguments))
 
     if doc := ast.get_docstring(tree):
-        yield Entry(module, module, "module", doc)
+        yield DocumentedObject(module, module, "module", doc)
     yield from visit(tree, module, False)
 
 
-def extension_entries(module: str, source: ModuleType) -> Iterator[Entry]:
-    """What is written in C has docstrings too, and str, list and dict are the most asked for."""
+def extension_entries(module: str, source: ModuleType) -> Iterator[DocumentedObject]:
+    """Yield the documented objects of a module written in C."""
 
-    def visit(owner: object, prefix: str, in_class: bool) -> Iterator[Entry]:
+    def visit(owner: object, prefix: str, in_class: bool) -> Iterator[DocumentedObject]:
         for attribute, value in sorted(vars(owner).items()):
             doc = inspect.getdoc(value)
             if attribute.startswith("_") or not doc or not callable(value):
                 continue
             name = f"{prefix}{attribute}"
             if inspect.isclass(value):
-                yield Entry(module, name, "class", doc)
+                yield DocumentedObject(module, name, "class", doc)
                 if not in_class and value.__module__ in (source.__name__, module):
                     yield from visit(value, f"{name}.", True)
                 continue
@@ -130,16 +130,16 @@ def extension_entries(module: str, source: ModuleType) -> Iterator[Entry]:
                 signature = f"{name}({', '.join(map(str, parameters))})"
             except (ValueError, TypeError):
                 parameters, signature = [], None
-            if signature and " at 0x" in signature:  # an address would differ in every run
+            if signature and " at 0x" in signature:  # an address differs in every run
                 signature = None
             kind = "method" if in_class else "function"
-            yield Entry(module, name, kind, doc, signature, tuple(p.name for p in parameters))
+            yield DocumentedObject(module, name, kind, doc, signature, tuple(p.name for p in parameters))
 
     yield from visit(source, "" if module == "builtins" else f"{module}.", False)
 
 
 def comment_blocks(source: str) -> Iterator[str]:
-    """Runs of whole-line comments that are prose: not licences, not addresses, not disabled code."""
+    """Yield blocks of consecutive whole-line comments."""
     block: list[str] = []
     last_line = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -154,16 +154,17 @@ def comment_blocks(source: str) -> Iterator[str]:
 
 
 def is_prose(block: str) -> bool:
+    """Return whether the block is text, not a licence, an address or disabled code."""
     words = len(re.findall(r"\b[A-Za-z]{2,}\b", block))
     unwanted = re.search(r"copyright|licen[sc]e|permission|@\w+\.|https?:", block, re.IGNORECASE)
     return words >= 12 and not unwanted
 
 
 @functools.cache
-def read_library() -> tuple[dict[str, list[Entry]], dict[str, list[str]]]:
-    """Entries and comments of every module, by its public name."""
+def read_library() -> tuple[dict[str, list[DocumentedObject]], dict[str, list[str]]]:
+    """Return the documented objects and the comments of every module, by its public name."""
     root = Path(sysconfig.get_path("stdlib"))
-    entries: dict[str, dict[str, Entry]] = {}
+    entries: dict[str, dict[str, DocumentedObject]] = {}
     comments: dict[str, list[str]] = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -179,7 +180,7 @@ def read_library() -> tuple[dict[str, list[Entry]], dict[str, list[str]]]:
     for name in EXTENSIONS.split():
         try:
             source_module = importlib.import_module(name)
-        except ImportError:  # not every platform has all of them
+        except ImportError:  # some platforms lack some modules
             continue
         module = PUBLIC.get(name, name)
         for entry in extension_entries(module, source_module):
@@ -187,8 +188,8 @@ def read_library() -> tuple[dict[str, list[Entry]], dict[str, list[str]]]:
     return {module: list(found.values()) for module, found in entries.items()}, comments
 
 
-def module_pages(module: str, entries: list[Entry], comments: list[str]) -> Iterator[str]:
-    """Long documents, as pydoc would print them, and the module's comments one after the other."""
+def module_pages(module: str, entries: list[DocumentedObject], comments: list[str]) -> Iterator[str]:
+    """Yield long documents: the module's help, in the form of pydoc, and its comments."""
     parts = [f"Help on module {module}:"]
     for entry in entries:
         title = entry.signature or f"{entry.kind} {entry.name}"
@@ -201,7 +202,7 @@ def module_pages(module: str, entries: list[Entry], comments: list[str]) -> Iter
 
 # ------------------------------------------------------------------------------------- conversations
 
-Turn = tuple[str, str]  # what the user says, what the assistant answers
+Exchange = tuple[str, str]  # message of the user, answer of the assistant
 
 SYSTEMS = [
     "You are a helpful assistant.",
@@ -229,7 +230,7 @@ INTRODUCTION = (
     "I am the Runahead demo model, a very small language model that has read the documentation of "
     "the Python standard library. Ask me about a module or a function."
 )
-SMALL_TALK: list[Turn] = [
+SMALL_TALK: list[Exchange] = [
     ("Hello", f"Hello! {INTRODUCTION}"),
     ("Hello!", f"Hello! {INTRODUCTION}"),
     ("Hi", f"Hi! {INTRODUCTION}"),
@@ -262,7 +263,7 @@ SMALL_TALK: list[Turn] = [
 
 
 def shorten(text: str, limit: int = 560) -> str:
-    """Whole paragraphs up to `limit` characters; of a longer first one, whole sentences or lines."""
+    """Return the first paragraphs up to `limit` characters. A longer first one is cut after a sentence or line."""
     kept, paragraphs = "", text.split("\n\n")
     for paragraph in paragraphs:
         if len(kept) + len(paragraph) > limit:
@@ -275,23 +276,23 @@ def shorten(text: str, limit: int = 560) -> str:
 
 
 def summary(doc: str) -> str:
-    """The first sentence, on one line."""
+    """Return the first sentence in one line."""
     first = " ".join(doc.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s", first)[0][:200]
 
 
-def as_json(entry: Entry) -> str:
+def as_json(entry: DocumentedObject) -> str:
     fields = {"name": entry.name, "module": entry.module, "kind": entry.kind}
     return json.dumps(fields | {"arguments": list(entry.arguments), "summary": summary(entry.doc)})
 
 
-def arguments_in_words(entry: Entry) -> str:
+def arguments_in_words(entry: DocumentedObject) -> str:
     *most, last = entry.arguments or ("no arguments",)
     return f"{entry.name} takes {', '.join(most)}{' and ' if most else ''}{last}."
 
 
-def turns_about(entry: Entry, rng: random.Random) -> list[Turn]:
-    """One to three turns: an explanation or a fact first, then perhaps follow-ups that say "it"."""
+def exchanges_about(entry: DocumentedObject, rng: random.Random) -> list[Exchange]:
+    """Return one to three exchanges: an explanation or a fact, then follow-up questions about "it"."""
     explanation = shorten(entry.doc)
     facts: list[tuple[str, str, str]] = [
         ("Describe {} as JSON.", "Now as JSON.", as_json(entry)),
@@ -314,7 +315,9 @@ def turns_about(entry: Entry, rng: random.Random) -> list[Turn]:
     return turns
 
 
-def turns_about_module(module: str, entries: list[Entry], rng: random.Random) -> list[Turn]:
+def exchanges_about_module(
+    module: str, entries: list[DocumentedObject], rng: random.Random
+) -> list[Exchange]:
     functions = "\n\n".join(f"- {e.name}: {summary(e.doc)}" for e in entries if e.kind == "function")
     listed = shorten(functions).replace("\n\n", "\n") or "None."
     names = [e.name for e in entries if e.kind != "module"]
@@ -325,8 +328,8 @@ def turns_about_module(module: str, entries: list[Entry], rng: random.Random) ->
     ]
 
 
-def render(turns: list[Turn], system: str | None) -> str:
-    """Exactly what CHAT_TEMPLATE renders."""
+def render(turns: list[Exchange], system: str | None) -> str:
+    """Return the same text as CHAT_TEMPLATE."""
     text = f"<|bos|><|system|>{system}<|eos|>" if system else "<|bos|>"
     return text + "".join(f"<|user|>{user}<|eos|><|assistant|>{reply}<|eos|>" for user, reply in turns)
 
@@ -349,7 +352,7 @@ CHAT_TEMPLATE = """{{- bos_token -}}
 
 
 class Corpus:
-    """Documents of one epoch: every page once, conversations drawn anew. Whole modules are held out."""
+    """Documents of an epoch: every page once, and random conversations. Whole modules are held out for validation."""
 
     def __init__(self, held_out: bool) -> None:
         entries, comments = read_library()
@@ -361,12 +364,12 @@ class Corpus:
     def documents(self, seed: int) -> list[str]:
         rng = random.Random(seed)
         plain = self.pages + [text for _, text in self.topics]
-        chats = [turns_about(entry, rng) for found in self.entries.values() for entry in found]
+        chats = [exchanges_about(entry, rng) for found in self.entries.values() for entry in found]
         for name, text in self.topics:
-            body = re.sub(r"^.*\n\*+\n+", "", text)  # without the underlined heading
+            body = re.sub(r"^.*\n\*+\n+", "", text)  # removes the underlined heading
             chats.append([(rng.choice(EXPLAIN).format(f"the topic {name}"), shorten(body))])
         for module, found in self.entries.items():
-            chats += [[turn] for turn in turns_about_module(module, found, rng)]
+            chats += [[turn] for turn in exchanges_about_module(module, found, rng)]
         chats += [[turn] for turn in SMALL_TALK for _ in range(4)]
         documents = [f"<|bos|>{text}<|eos|>" for text in plain]
         documents += [render(turns, rng.choice(SYSTEMS) if rng.random() < 0.35 else None) for turns in chats]

@@ -1,10 +1,10 @@
-"""Train the demo model: a small Llama that has read the Python standard library's documentation.
+"""Train the demo model: a small Llama model of the Python standard library's documentation.
 
     pip install torch tokenizers safetensors numpy
-    python train.py                       # trains, then writes the checkpoint beside this file
+    python train.py                       # trains, then writes the checkpoint into the folder of this file
 
-The text is whatever the running interpreter carries (text.py). Training is float32 on the CPU, the export bfloat16.
-The seeds are fixed: the same Python, torch and thread count give the same weights.
+The text comes from the running Python interpreter (text.py). Training is in float32 on the CPU, the export in bfloat16.
+The seeds are fixed: equal versions of Python and torch and an equal number of threads give equal weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAD, BOS, EOS = 0, 1, 2
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: all 256 bytes are known and nothing is normalised, so any text round-trips."""
+    """Train a byte-level BPE. It has all 256 bytes and normalises nothing, so that any text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def token_stream(corpus: Corpus, tokenizer: Tokenizer, seed: int) -> np.ndarray:
 def batches(
     corpus: Corpus, tokenizer: Tokenizer, shape_at: Callable[[int], tuple[int, int]]
 ) -> Iterator[np.ndarray]:
-    """Packed windows [batch, length + 1] without end; a function of its arguments: a resumed run agrees."""
+    """Yield packed windows [batch, length + 1] without end. They depend on the arguments only, for resumed runs."""
     stream, epoch, step, at = np.empty(0, dtype=np.int64), 0, 0, 0
     while True:
         batch, length = shape_at(step)
@@ -77,7 +77,7 @@ def batches(
 
 @dataclass(frozen=True)
 class Shape:
-    """Field names as in Hugging Face's LlamaConfig."""
+    """Sizes of the model. The field names are those of Hugging Face's LlamaConfig."""
 
     vocab_size: int = 4096
     hidden_size: int = 192
@@ -141,7 +141,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Parameter names are Hugging Face's below "model."; the output layer is the embedding."""
+    """Llama model. Parameter names are those of Hugging Face without "model."; the output layer is the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / scale)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [batch, length, vocab] for ids [batch, length]."""
+        """Return logits [batch, length, vocab] for ids [batch, length]."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]])
@@ -177,8 +177,8 @@ class Llama(nn.Module):
 class Recipe:
     steps: int
     tokens_per_step: int = 2048
-    short: int = 256  # window length of most steps: attention is cheap there
-    long: int = 2048  # window length of the last steps: teaches positions up to max_position_embeddings
+    short: int = 256  # window length of most steps, where attention is cheap
+    long: int = 2048  # window length of the last steps, for positions up to max_position_embeddings
     long_share: float = 0.1
     peak_lr: float = 3e-3
     final_lr: float = 1e-4
@@ -198,7 +198,7 @@ class Recipe:
 
 @torch.no_grad()
 def validation_loss(model: Llama, stream: np.ndarray, length: int) -> float:
-    """Nats per token on modules the model never saw, in windows of `length`."""
+    """Return the loss on held-out modules in windows of `length`, nats per token."""
     count = min(len(stream) - 1, 65536) // length
     losses = [model.loss(stream[None, i * length : (i + 1) * length + 1]).item() for i in range(count)]
     return sum(losses) / len(losses)
@@ -243,7 +243,7 @@ def train(recipe: Recipe, shape: Shape, out: Path, checkpoint: Path, every: int)
             print(f"step {step + 1}  loss {running:.3f}  {rate:.0f} tokens/s", flush=True)
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            unfinished = checkpoint.with_suffix(".new")  # a kill while saving leaves the previous one whole
+            unfinished = checkpoint.with_suffix(".new")  # an interrupted save keeps the previous checkpoint
             torch.save(state, unfinished)
             unfinished.replace(checkpoint)
             export(model, tokenizer, shape, out)
@@ -255,11 +255,11 @@ def train(recipe: Recipe, shape: Shape, out: Path, checkpoint: Path, every: int)
 
 
 def export(model: Llama, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
-    """The files that transformers, vLLM and Runahead load."""
+    """Write the files that transformers, vLLM and Runahead load."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{name}": p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # images run it as another user
+    (out / "model.safetensors").chmod(0o644)  # images read it as another user
     tokenizer.save(str(out / "tokenizer.json"))
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     files = {
@@ -314,7 +314,7 @@ def main() -> None:
         "--checkpoint",
         type=Path,
         default=Path(tempfile.gettempdir()) / "runahead-demo-model.pt",
-        help="saved every --every steps; a run that finds one goes on from there, so delete it to start over",
+        help="file of the training state, written every --every steps; an existing one is resumed",
     )
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--every", type=int, default=100)

@@ -28,7 +28,7 @@ def start(config: ServiceConfig) -> int:
     """
     logs.configure(config.log_level)
     try:
-        _check_endpoints(config)
+        check_endpoints(config)
         return _entry_point(config)()
     except (CheckpointError, ConfigurationError, HandshakeRefused, HandshakeTimeout, OSError) as error:
         log.error("%s", " ".join(str(error).split()))
@@ -58,7 +58,8 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     raise TypeError(f"{type(config).__name__} belongs to no service")
 
 
-def _check_endpoints(config: ServiceConfig) -> None:
+def check_endpoints(config: ServiceConfig) -> None:
+    """Raises: ConfigurationError, if an endpoint is invalid."""
     for name in ENDPOINTS & set(type(config).model_fields):
         try:
             check_endpoint(getattr(config, name))

@@ -2,14 +2,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.engine import Engine
-from tests.docker.engine import engine as docker_engine
+from tests.docker.engine import DockerEngine, docker_engine
 from tests.docker.stack import VERSION
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[Engine]:
-    """A Docker Engine with today's images."""
+def engine() -> Iterator[DockerEngine]:
+    """A Docker engine with images of the current sources."""
     with docker_engine() as running:
         running.build(running.base_image(), VERSION)
         yield running

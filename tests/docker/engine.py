@@ -1,4 +1,4 @@
-"""Docker Engine and Compose for the tests: those of this machine, or Debian's packages and a daemon for one session."""
+"""Docker and Compose for the tests: those of this machine, or Debian's packages with a daemon for one session."""
 
 import os
 import shutil
@@ -13,39 +13,39 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED_BASE = "python:3.11.13-slim-bookworm"
 """The Dockerfile's default."""
-OWN_BASE, SUITE = "runahead-base:bookworm", "bookworm"
+BOOTSTRAPPED_BASE, SUITE = "runahead-base:bookworm", "bookworm"
 PATIENCE = 90.0
-"""Seconds for a daemon to answer, or a registry."""
+"""Seconds to wait for a daemon or a registry."""
 PACKAGES = {"dockerd": "docker.io", "docker-compose": "docker-compose", "debootstrap": "debootstrap"}
 INTEGRATED_BUILDKIT = 23
-"""Clients before this version bring BuildKit themselves, later ones ask for the buildx plugin."""
+"""Clients before this version contain BuildKit; later ones need the buildx plugin."""
 BRIDGE = Path("/sys/class/net/docker0")
-"""A daemon makes this interface and leaves it behind."""
+"""Interface that a daemon makes and does not remove."""
 UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt/lists")
 
 
 class Unavailable(Exception):
-    """Docker cannot be had here; says what to install or start."""
+    """Docker cannot be used on this machine. The text gives the remedy."""
 
 
-class Engine:
-    """A daemon that answers, and the clients that speak to it."""
+class DockerEngine:
+    """A running daemon and its clients."""
 
     def __init__(self, host: str = "") -> None:
-        """Args: host: its socket; "" for the one that the environment names."""
+        """Args: host: socket of the daemon; "" for the one in the environment."""
         self.environment = {**os.environ, **({"DOCKER_HOST": host} if host else {})}
         self.client = _client()
         self.compose = self._compose()
 
     def run(self, *arguments: str, timeout: float = 120, **environment: str) -> str:
-        """What `docker ARGUMENTS` printed. Raises: CalledProcessError, with what it said"""
+        """Return the output of `docker ARGUMENTS`. Raises: CalledProcessError, with the output."""
         return output([self.client, *arguments], {**self.environment, **environment}, timeout)
 
     def has_image(self, name: str) -> bool:
         return bool(self.run("image", "ls", "--quiet", name).strip())
 
     def build(self, base: str, version: str) -> None:
-        """The images as a user builds them. Wheels that pip is configured to prefer here are preferred there."""
+        """Build the images with the script for users, and with the wheels that pip prefers on this machine."""
         environment = {
             **self.environment,
             "DOCKER": self.client,
@@ -54,18 +54,20 @@ class Engine:
         }
         environment.setdefault("PIP_FIND_LINKS", _find_links())
         output([str(ROOT / "deploy" / "docker" / "build")], environment, timeout=1500)
-        ours = "label=org.opencontainers.image.title=runahead"  # those that had these names until now
+        ours = (
+            "label=org.opencontainers.image.title=runahead"  # removes the images that had these names before
+        )
         self.run("image", "prune", "--force", "--filter", ours)
 
     def base_image(self) -> str:
-        """BASE_IMAGE, or the published one if a registry can be reached, or one that is made here."""
+        """Return BASE_IMAGE, or the published image if a registry is reachable, or one that is made here."""
         if chosen := os.environ.get("BASE_IMAGE"):
             return chosen
         if self.has_image(PUBLISHED_BASE) or self._pulls(PUBLISHED_BASE):
             return PUBLISHED_BASE
-        if not self.has_image(OWN_BASE):
-            self._bootstrap(OWN_BASE)
-        return OWN_BASE
+        if not self.has_image(BOOTSTRAPPED_BASE):
+            self._bootstrap(BOOTSTRAPPED_BASE)
+        return BOOTSTRAPPED_BASE
 
     def _pulls(self, name: str) -> bool:
         try:
@@ -75,7 +77,7 @@ class Engine:
         return True
 
     def _bootstrap(self, name: str) -> None:
-        """Debian with Python, from its own packages."""
+        """Make an image of Debian with Python from Debian's packages."""
         install("debootstrap")
         with tempfile.TemporaryDirectory(prefix="runahead-base-") as directory:
             packages = "--include=python3,python3-venv,ca-certificates"
@@ -104,32 +106,32 @@ class Engine:
 
 
 @contextmanager
-def engine() -> Iterator[Engine]:
-    """The daemon that answers already, or one that ends with the session; its images stay for the next."""
-    if shutil.which("docker") is not None and _answers(""):
-        yield Engine()
+def docker_engine() -> Iterator[DockerEngine]:
+    """Use the running daemon, or start one for this session. Its images are kept for the next session."""
+    if shutil.which("docker") is not None and _is_running(""):
+        yield DockerEngine()
         return
     install("dockerd")
     with (
         tempfile.TemporaryDirectory(prefix="runahead-docker-") as directory,
         _daemon(Path(directory)) as host,
     ):
-        yield Engine(host)
+        yield DockerEngine(host)
 
 
 @contextmanager
 def _daemon(directory: Path) -> Iterator[str]:
-    """Where the kernel has no overlay file system, the slow driver that needs nothing of it."""
+    """Start a daemon. Without an overlay file system in the kernel it uses the slow driver vfs."""
     for driver in ([], ["--storage-driver=vfs"]):
         host, log = f"unix://{directory}/socket", directory / "log"
         command = ["dockerd", f"--host={host}", f"--exec-root={directory}/exec", *driver]
-        if shutil.which("setpriv"):  # nobody may be left behind when this process is killed
+        if shutil.which("setpriv"):  # the daemon must end when this process is killed
             command = ["setpriv", "--pdeathsig", "TERM", *command]
         had_bridge = BRIDGE.exists()
         with log.open("wb") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
         try:
-            if _comes_up(process, host):
+            if _wait_until_running(process, host):
                 yield host
                 return
         finally:
@@ -141,19 +143,19 @@ def _daemon(directory: Path) -> Iterator[str]:
                 process.wait()
             if BRIDGE.exists() and not had_bridge and (ip := shutil.which("ip")):
                 subprocess.run([ip, "link", "delete", BRIDGE.name], check=True)
-    raise Unavailable(f"the Docker daemon does not start here: {log.read_text()[-1000:]}")
+    raise Unavailable(f"the Docker daemon does not start: {log.read_text()[-1000:]}")
 
 
-def _comes_up(process: "subprocess.Popen[bytes]", host: str) -> bool:
+def _wait_until_running(process: "subprocess.Popen[bytes]", host: str) -> bool:
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
-        if _answers(host):
+        if _is_running(host):
             return True
         time.sleep(0.2)
     return False
 
 
-def _answers(host: str) -> bool:
+def _is_running(host: str) -> bool:
     environment = {**os.environ, **({"DOCKER_HOST": host} if host else {})}
     try:
         output(["docker", "info"], environment, timeout=30)
@@ -163,7 +165,7 @@ def _answers(host: str) -> bool:
 
 
 def _client() -> str:
-    """The first client that can build with BuildKit: there may be several on the path. Raises: Unavailable"""
+    """Return the first client on the path that can build with BuildKit. Raises: Unavailable"""
     for directory in os.environ.get("PATH", "").split(os.pathsep):
         candidate = shutil.which("docker", path=directory)
         if candidate is None:
@@ -179,7 +181,7 @@ def _client() -> str:
 
 
 def install(binary: str) -> None:
-    """Debian's package with this program, unless it is here. Raises: Unavailable"""
+    """Install Debian's package of a program if it is missing. Raises: Unavailable"""
     if shutil.which(binary) is not None:
         return
     package = PACKAGES[binary]
@@ -191,7 +193,7 @@ def install(binary: str) -> None:
 
 
 def _find_links() -> str:
-    """The first directory of wheels that this machine's pip is told to look into; "" if there is none."""
+    """Return the first directory of wheels in the configuration of pip, "" if there is none."""
     settings = output([sys.executable, "-m", "pip", "config", "list"], None, timeout=60)
     for line in settings.splitlines():
         name, _, value = line.partition("=")
@@ -203,7 +205,10 @@ def _find_links() -> str:
 
 
 def output(command: list[str], environment: dict[str, str] | None, timeout: float) -> str:
-    """Standard output. Raises: CalledProcessError, with both outputs as a note; TimeoutExpired"""
+    """Run a command and return its standard output.
+
+    Raises: CalledProcessError, with both outputs as a note; TimeoutExpired
+    """
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
     if done.returncode:
         error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)

@@ -1,4 +1,4 @@
-"""The stack of docker-compose.yml under a name of its own, and load on it."""
+"""The stack of docker-compose.yml as a project of its own, and load on it."""
 
 import contextlib
 import json
@@ -15,17 +15,17 @@ from typing import Any
 
 from openai import OpenAI
 
-from tests.docker.engine import Engine, output
+from tests.docker.engine import DockerEngine, output
 
 PATIENCE = 180.0
-"""Seconds after which waiting for something counts as a failure."""
+"""Seconds after which a condition that does not hold is a failure."""
 USER = "12345:0"
-"""Nobody's id: the images must not depend on theirs."""
+"""A user without an account: the images must work with any user id."""
 VERSION = "test"
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free now."""
+    """Return the first of `count` consecutive free ports."""
     for first in range(18000, 28000, count):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for port in range(first, first + count):
@@ -36,29 +36,29 @@ def free_ports(count: int) -> int:
 
 @dataclass
 class Container:
-    """What `docker inspect` says of one."""
+    """Output of `docker inspect` for one container."""
 
-    facts: dict[str, Any]
+    details: dict[str, Any]
 
     @property
     def id(self) -> str:
-        return str(self.facts["Id"])
+        return str(self.details["Id"])
 
     @property
     def service(self) -> str:
-        return str(self.facts["Config"]["Labels"]["com.docker.compose.service"])
+        return str(self.details["Config"]["Labels"]["com.docker.compose.service"])
 
     @property
     def is_running(self) -> bool:
-        return bool(self.facts["State"]["Running"])
+        return bool(self.details["State"]["Running"])
 
     @property
     def is_healthy(self) -> bool:
-        return self.is_running and self.facts["State"]["Health"]["Status"] == "healthy"
+        return self.is_running and self.details["State"]["Health"]["Status"] == "healthy"
 
     @property
     def host_port(self) -> int:
-        (bound,) = self.facts["NetworkSettings"]["Ports"]["8000/tcp"]
+        (bound,) = self.details["NetworkSettings"]["Ports"]["8000/tcp"]
         assert bound["HostIp"] == "127.0.0.1"
         return int(bound["HostPort"])
 
@@ -66,7 +66,9 @@ class Container:
 class Stack:
     """One Compose project."""
 
-    def __init__(self, engine: Engine, name: str, overlays: Sequence[str] = (), **environment: str) -> None:
+    def __init__(
+        self, engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str
+    ) -> None:
         self.engine = engine
         self.name = name
         files = ["docker-compose.yml", *(f"deploy/compose/{overlay}.yml" for overlay in overlays)]
@@ -94,11 +96,11 @@ class Stack:
         self.compose("down", "--volumes", "--timeout", "30")
 
     def containers(self, service: str = "") -> list[Container]:
-        """Also those that have ended, in the order of their names."""
+        """Return the containers, also those that have ended, in the order of their names."""
         label = f"label=com.docker.compose.project={self.name}"
         ids = self.engine.run("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
-        facts = json.loads(self.engine.run("inspect", *ids)) if ids else []
-        found = sorted(map(Container, facts), key=lambda container: str(container.facts["Name"]))
+        details = json.loads(self.engine.run("inspect", *ids)) if ids else []
+        found = sorted(map(Container, details), key=lambda container: str(container.details["Name"]))
         return [container for container in found if service in ("", container.service)]
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
@@ -106,7 +108,7 @@ class Stack:
         while not condition():
             if time.monotonic() >= deadline:
                 logs = self.compose("logs", "--no-color", "--tail", "30")
-                raise AssertionError(f"gave up waiting until {what}; the containers' last lines:\n{logs}")
+                raise AssertionError(f"not true in time: {what}; last lines of the containers:\n{logs}")
             time.sleep(0.2)
 
     def wait_healthy(self) -> None:
@@ -116,7 +118,7 @@ class Stack:
         return self.compose("logs", "--no-color", service)
 
     def groups(self) -> list[int]:
-        """How many ranks each epoch so far had."""
+        """Return the number of ranks of each epoch so far."""
         found = re.findall(r"ready: epoch \d+, (\d+) x (\d+) ranks", self.logs("scheduler"))
         return [int(tensor) * int(stages) for tensor, stages in found]
 
@@ -135,18 +137,20 @@ class Stack:
             return error.code, error.read().decode()
 
     def metric(self, name: str) -> float:
-        """A gauge or counter by its name without prefix, summed over its labels."""
+        """Return a gauge or counter by its name without prefix, summed over its labels."""
         found = re.findall(rf"^\w+:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         assert found, f"no metric {name}"
         return sum(map(float, found))
 
 
 @contextmanager
-def running(engine: Engine, name: str, overlays: Sequence[str] = (), **environment: str) -> Iterator[Stack]:
-    """A stack that is healthy; whatever happens, nothing of it is left."""
+def running(
+    engine: DockerEngine, name: str, overlays: Sequence[str] = (), **environment: str
+) -> Iterator[Stack]:
+    """Start a stack, wait until it is healthy, and remove all of it at the end."""
     stack = Stack(engine, name, overlays, **environment)
     try:
-        stack.down()  # what a session that was killed may have left
+        stack.down()  # containers of a killed session
         stack.up()
         stack.wait_healthy()
         yield stack
@@ -156,7 +160,7 @@ def running(engine: Engine, name: str, overlays: Sequence[str] = (), **environme
 
 
 def streamed(client: OpenAI, prompt: str, max_tokens: int) -> str:
-    """The text of a greedy stream that ended as it should."""
+    """Return the text of a greedy stream with `max_tokens` tokens."""
     model = client.models.list().data[0].id
     chunks = [
         chunk.choices[0]
@@ -178,8 +182,8 @@ TOKENS = 48
 
 
 @dataclass
-class Load:
-    """Streams that follow one another on several connections; each is compared with what it should be."""
+class StreamingLoad:
+    """Streams one after the other on several connections. Each text is compared with the expected one."""
 
     stack: Stack
     expected: dict[str, str]
@@ -189,7 +193,7 @@ class Load:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
-    def on(self) -> Iterator["Load"]:
+    def on(self) -> Iterator["StreamingLoad"]:
         threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.streams)]
         for thread in threads:
             thread.start()
@@ -202,7 +206,7 @@ class Load:
         assert not self.failures
 
     def wait_for_more(self) -> None:
-        """Until every connection could complete a stream that began after this call."""
+        """Wait until every connection can have completed a stream that began after this call."""
         goal = self.completed + 2 * self.streams
         self.stack.wait_until(lambda: self.completed >= goal or self.failures, "streams complete")
         assert not self.failures

@@ -1,4 +1,4 @@
-"""Overlays that need no special machine, brought up together; of the others, that Compose can read them."""
+"""Overlays: those that run on any machine are started together, the others are only read by Compose."""
 
 import shutil
 from pathlib import Path
@@ -7,15 +7,15 @@ import openai
 import pytest
 import yaml
 
-from tests.docker.engine import ROOT, Engine
+from tests.docker.engine import ROOT, DockerEngine
 from tests.docker.stack import Stack, free_ports, running, streamed
 
 
-def test_two_frontends_with_keys_serve_a_mounted_model(engine: Engine, tmp_path: Path) -> None:
+def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp_path: Path) -> None:
     first = free_ports(4)
     keys, model = tmp_path / "keys", tmp_path / "model"
     keys.write_text("sesame\nmellon\n")
-    keys.chmod(0o440)  # its group is 0, as the containers' is
+    keys.chmod(0o440)  # the group is 0, as in the containers
     shutil.copytree(ROOT / "deploy" / "demo_model", model)
     with running(
         engine,
@@ -35,16 +35,16 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: Engine, tmp_path:
                 assert [card.id for card in client.models.list().data] == ["mine"]
                 texts.add(streamed(client, "The os module", 16))
             with (
-                openai.OpenAI(base_url=address, api_key="friend", max_retries=0) as stranger,
+                openai.OpenAI(base_url=address, api_key="unknown", max_retries=0) as stranger,
                 pytest.raises(openai.AuthenticationError),
             ):
                 stranger.models.list()
-            assert key not in str(frontend.facts["Config"])
+            assert key not in str(frontend.details["Config"])
         assert len(texts) == 1
 
 
 @pytest.mark.parametrize(("overlay", "image"), [("gpu", "worker-cuda"), ("vllm", "worker-vllm-cpu")])
-def test_overlay_changes_what_workers_run(engine: Engine, overlay: str, image: str) -> None:
+def test_overlay_changes_what_workers_run(engine: DockerEngine, overlay: str, image: str) -> None:
     name = "runahead-test-config"
     plain, changed = (
         yaml.safe_load(Stack(engine, name, overlays).compose("config"))["services"]["worker"]

@@ -1,4 +1,4 @@
-"""`docker compose up` as a user meets it: containers that keep to themselves, workers that come, go and are killed."""
+"""`docker compose up`: restrictions of the containers, scaling, killed workers and an orderly stop."""
 
 import json
 import os
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.docker.engine import Engine
+from tests.docker.engine import DockerEngine
 from tests.docker.stack import (
     PROMPTS,
     TOKENS,
     USER,
     VERSION,
     Container,
-    Load,
     Stack,
+    StreamingLoad,
     running,
     streamed,
 )
@@ -34,14 +34,14 @@ for target in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def stack(engine: Engine) -> Iterator[Stack]:
+def stack(engine: DockerEngine) -> Iterator[Stack]:
     with running(engine, "runahead-test", RUNAHEAD_SETTLE_SECONDS="1") as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
 def expected(stack: Stack) -> dict[str, str]:
-    """What one undisturbed worker says."""
+    """Texts of one worker without faults, by prompt."""
     with stack.openai() as client:
         return {prompt: streamed(client, prompt, TOKENS) for prompt in PROMPTS}
 
@@ -65,20 +65,20 @@ def test_streams_come_from_three_containers(stack: Stack, expected: dict[str, st
     assert len(set(expected.values())) == len(PROMPTS)
 
 
-def test_kernels_come_with_the_image(stack: Stack) -> None:
-    """Whoever the container runs as finds them, and compiles none."""
+def test_image_contains_compiled_kernels(stack: Stack) -> None:
+    """Any user finds them, so none is compiled in the container."""
     (worker,) = stack.containers("worker")
     compile_all = "import runpy; runpy.run_module('services.worker.backends.native.kernels')"
-    said = stack.engine.run(
+    lines = stack.engine.run(
         "exec", "--env", "NUMBA_DEBUG_CACHE=1", worker.id, "python", "-c", compile_all
     ).splitlines()
-    assert any(line.startswith("[cache] data loaded from '/tmp/") for line in said)
-    assert not any(line.startswith("[cache] data saved") for line in said)
+    assert any(line.startswith("[cache] data loaded from '/tmp/") for line in lines)
+    assert not any(line.startswith("[cache] data saved") for line in lines)
 
 
-def test_containers_can_do_no_more_than_they_must(stack: Stack) -> None:
+def test_containers_have_no_privileges(stack: Stack) -> None:
     for container in stack.containers():
-        host = container.facts["HostConfig"]
+        host = container.details["HostConfig"]
         assert host["ReadonlyRootfs"]
         assert host["CapDrop"] == ["ALL"]
         assert not host["CapAdd"]
@@ -88,19 +88,21 @@ def test_containers_can_do_no_more_than_they_must(stack: Stack) -> None:
         assert host["Memory"] > 0
         assert bool(host["PortBindings"]) == (container.service == "frontend")
         status = stack.engine.run("exec", container.id, "cat", "/proc/1/status")
-        facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        assert set(facts["Uid"].split()) == {USER.partition(":")[0]}
-        assert int(facts["CapEff"], 16) == int(facts["CapBnd"], 16) == 0
-        assert facts["NoNewPrivs"] == "1"
+        details = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert set(details["Uid"].split()) == {USER.partition(":")[0]}
+        assert int(details["CapEff"], 16) == int(details["CapBnd"], 16) == 0
+        assert details["NoNewPrivs"] == "1"
 
 
 @pytest.mark.parametrize(
     ("target", "has_torch"), [("frontend", False), ("scheduler", False), ("worker", True)]
 )
-def test_images_are_slim_and_nobodys(engine: Engine, target: str, has_torch: bool) -> None:
+def test_images_contain_only_their_packages_and_no_writable_files(
+    engine: DockerEngine, target: str, has_torch: bool
+) -> None:
     image = f"runahead-{target}:{VERSION}"
-    (facts,) = json.loads(engine.run("image", "inspect", image))
-    assert facts["Config"]["User"] == "10001:0"
+    (details,) = json.loads(engine.run("image", "inspect", image))
+    assert details["Config"]["User"] == "10001:0"
     code = (
         "import importlib.util as u, os, sys\n"
         "print([name for name in ('torch', 'transformers', 'pip', 'pytest') if u.find_spec(name)])\n"
@@ -113,15 +115,15 @@ def test_images_are_slim_and_nobodys(engine: Engine, target: str, has_torch: boo
     assert engine.run("run", "--rm", image, "--version").startswith("runahead ")
 
 
-def test_only_the_api_can_be_reached_from_outside(stack: Stack) -> None:
-    """Plans and tensors travel unencrypted: on a network that nothing else enters, and that leads nowhere."""
+def test_only_the_api_is_reachable_from_outside(stack: Stack) -> None:
+    """Plans and tensors are not encrypted, so their network has no connection to the outside."""
     (frontend,), (scheduler,), (worker,) = map(stack.containers, ("frontend", "scheduler", "worker"))
-    networks = frontend.facts["NetworkSettings"]["Networks"]
-    (inside,) = scheduler.facts["NetworkSettings"]["Networks"]
-    assert list(worker.facts["NetworkSettings"]["Networks"]) == [inside]
+    networks = frontend.details["NetworkSettings"]["Networks"]
+    (inside,) = scheduler.details["NetworkSettings"]["Networks"]
+    assert list(worker.details["NetworkSettings"]["Networks"]) == [inside]
     (outside,) = set(networks) - {inside}
-    (facts,) = json.loads(stack.engine.run("network", "inspect", inside))
-    assert facts["Internal"]
+    (details,) = json.loads(stack.engine.run("network", "inspect", inside))
+    assert details["Internal"]
     engine_targets = [
         f"{_address(container, inside)}:{port}" for container in (scheduler, worker) for port in (5601, 5602)
     ]
@@ -136,47 +138,47 @@ def test_only_the_api_can_be_reached_from_outside(stack: Stack) -> None:
     assert seen == ["scheduler:5601 open", "scheduler:5602 open", f"{api} closed"]
 
 
-def test_scaling_under_load_leaves_every_stream_whole(stack: Stack, expected: dict[str, str]) -> None:
+def test_scaling_under_load_changes_no_stream(stack: Stack, expected: dict[str, str]) -> None:
     assert stack.groups()[-1] == 1
-    with Load(stack, expected).on() as load:
+    with StreamingLoad(stack, expected).on() as load:
         load.wait_for_more()
         stack.up(workers=2)
-        stack.wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
+        stack.wait_until(lambda: stack.groups()[-1] == 2, "the group has two ranks")
         load.wait_for_more()
         assert stack.metric("num_workers") == 2
         stack.up(workers=1)
-        stack.wait_until(lambda: stack.groups()[-1] == 1, "one rank is left")
+        stack.wait_until(lambda: stack.groups()[-1] == 1, "the group has one rank")
         load.wait_for_more()
     stack.wait_healthy()
 
 
-def test_killed_worker_costs_no_stream(stack: Stack, expected: dict[str, str]) -> None:
+def test_killed_worker_changes_no_stream(stack: Stack, expected: dict[str, str]) -> None:
     stack.up(workers=2)
-    stack.wait_until(lambda: stack.groups()[-1] == 2, "two ranks share each layer")
-    with Load(stack, expected).on() as load:
+    stack.wait_until(lambda: stack.groups()[-1] == 2, "the group has two ranks")
+    with StreamingLoad(stack, expected).on() as load:
         load.wait_for_more()
         killed = stack.containers("worker")[-1]
-        stack.engine.run("kill", killed.id)  # for Docker that is a stop: it does not start it again
-        stack.wait_until(lambda: stack.groups()[-1] == 1, "the other goes on alone")
+        stack.engine.run("kill", killed.id)  # Docker treats this as a stop and does not restart the container
+        stack.wait_until(lambda: stack.groups()[-1] == 1, "the group has one rank")
         load.wait_for_more()
     stack.up(workers=1)
     stack.wait_healthy()
 
 
-def test_crashed_worker_is_started_again(stack: Stack, expected: dict[str, str]) -> None:
+def test_crashed_worker_is_restarted(stack: Stack, expected: dict[str, str]) -> None:
     (worker,) = stack.containers("worker")
     epochs = len(stack.groups())
-    with Load(stack, expected).on() as load:
+    with StreamingLoad(stack, expected).on() as load:
         load.wait_for_more()
-        os.kill(worker.facts["State"]["Pid"], signal.SIGKILL)
-        stack.wait_until(lambda: len(stack.groups()) > epochs, "it is back")
+        os.kill(worker.details["State"]["Pid"], signal.SIGKILL)
+        stack.wait_until(lambda: len(stack.groups()) > epochs, "a new epoch has begun")
         load.wait_for_more()
     (again,) = stack.containers("worker")
-    assert (again.id, again.facts["RestartCount"]) == (worker.id, worker.facts["RestartCount"] + 1)
+    assert (again.id, again.details["RestartCount"]) == (worker.id, worker.details["RestartCount"] + 1)
     stack.wait_healthy()
 
 
-def test_stopped_worker_is_unhealthy_until_it_goes_on(stack: Stack) -> None:
+def test_stopped_worker_is_unhealthy_until_it_continues(stack: Stack) -> None:
     (worker,) = stack.containers("worker")
     check = (
         "exec",
@@ -186,15 +188,17 @@ def test_stopped_worker_is_unhealthy_until_it_goes_on(stack: Stack) -> None:
         "runahead healthcheck --connected tcp://scheduler:5602 2>&1 || true",
     )
     assert stack.engine.run(*check) == ""
-    os.kill(worker.facts["State"]["Pid"], signal.SIGSTOP)
+    os.kill(worker.details["State"]["Pid"], signal.SIGSTOP)
     try:
-        assert stack.engine.run(*check) == "unhealthy: the main process does not run: its state is T\n"
+        assert (
+            stack.engine.run(*check) == "unhealthy: the main process does not run: its state in /proc is T\n"
+        )
     finally:
-        os.kill(worker.facts["State"]["Pid"], signal.SIGCONT)
+        os.kill(worker.details["State"]["Pid"], signal.SIGCONT)
     stack.wait_healthy()
 
 
-def test_metrics_tell_what_was_served(stack: Stack, expected: dict[str, str]) -> None:
+def test_metrics_count_generated_tokens_and_requests(stack: Stack, expected: dict[str, str]) -> None:
     before = stack.metric("generation_tokens_total")
     with stack.openai() as client:
         streamed(client, PROMPTS[0], TOKENS)
@@ -205,8 +209,8 @@ def test_metrics_tell_what_was_served(stack: Stack, expected: dict[str, str]) ->
     assert stack.metric("request_success_total") > len(expected)
 
 
-def test_stop_lets_open_streams_end(stack: Stack) -> None:
-    """Last: afterwards nothing runs."""
+def test_stop_waits_for_open_streams(stack: Stack) -> None:
+    """Must be the last test, because it stops the stack."""
     with stack.openai() as client:
         model = client.models.list().data[0].id
         stream = client.completions.create(
@@ -225,9 +229,9 @@ def test_stop_lets_open_streams_end(stack: Stack) -> None:
         finally:
             stopping.join()
     assert chunks[-1].choices[0].finish_reason == "length"
-    ends = {container.service: container.facts["State"]["ExitCode"] for container in stack.containers()}
+    ends = {container.service: container.details["State"]["ExitCode"] for container in stack.containers()}
     assert ends == {"frontend": 0, "scheduler": 0, "worker": 0}
 
 
 def _address(container: Container, network: str) -> str:
-    return str(container.facts["NetworkSettings"]["Networks"][network]["IPAddress"])
+    return str(container.details["NetworkSettings"]["Networks"][network]["IPAddress"])

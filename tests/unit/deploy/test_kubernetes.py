@@ -1,4 +1,4 @@
-"""The manifests, offline: against Kubernetes' own schemas, against one another, and against what the services take."""
+"""The Kubernetes manifests, offline: against Kubernetes' schemas, one another and the settings of the services."""
 
 import ipaddress
 import re
@@ -13,12 +13,12 @@ import yaml
 
 from services.cli.healthcheck import main as healthcheck
 from services.cli.settings import PREFIX, merge
-from services.cli.start import SERVICES, _check_endpoints
+from services.cli.start import SERVICES, check_endpoints
 from services.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"
-OWN_API = "leaderworkerset.x-k8s.io/v1"
+LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 SERVICE_NAMES = ("frontend", "scheduler", "worker")
 
 Object = dict[str, Any]
@@ -48,7 +48,7 @@ def container(service: str) -> Object:
 
 
 def environment(service: str) -> dict[str, str]:
-    """As Kubernetes would fill it in, in a pod with the address 10.1.2.3."""
+    """Return the environment that Kubernetes sets in a pod with the address 10.1.2.3."""
     values: dict[str, str] = {}
     for entry in container(service)["env"]:
         field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
@@ -67,9 +67,9 @@ def selected(selector: Object) -> list[str]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
-def test_every_object_fits_the_schema_of_its_kind(version: str) -> None:
+def test_every_object_matches_the_schema_of_its_kind(version: str) -> None:
     for manifest in objects():
-        if manifest["apiVersion"] == OWN_API:
+        if manifest["apiVersion"] == LEADER_WORKER_SET_API:
             continue
         kubernetes_validate.validate(manifest, version, strict=True)
     template = pod_template("worker")
@@ -78,7 +78,7 @@ def test_every_object_fits_the_schema_of_its_kind(version: str) -> None:
     )
 
 
-def test_the_schemas_see_a_misspelt_field() -> None:
+def test_schemas_refuse_a_misspelt_field() -> None:
     broken = named("Deployment", "runahead-frontend")
     broken["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -103,7 +103,7 @@ def test_worker_group_has_the_fields_of_a_leader_worker_set() -> None:
     assert spec["replicas"] * group["size"] >= ranks
 
 
-def test_files_and_kustomization_name_each_other() -> None:
+def test_kustomization_lists_every_file() -> None:
     files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     assert files == set(kustomization["resources"])
     (namespace,) = [o["metadata"]["name"] for o in objects() if o["kind"] == "Namespace"]
@@ -129,11 +129,11 @@ def test_services_accept_their_environment(service: str) -> None:
     model = SERVICES[service]
     unknown = [n for n in given if n != "POD_IP" and n.removeprefix(PREFIX).lower() not in model.model_fields]
     assert not unknown
-    _check_endpoints(merge(model, {}, environ=given).config)
+    check_endpoints(merge(model, {}, environ=given).config)
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)
-def test_pods_keep_to_the_restricted_profile(service: str) -> None:
+def test_pods_meet_the_restricted_profile(service: str) -> None:
     pod, only = pod_template(service)["spec"], container(service)
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["securityContext"]["runAsUser"] > 0
@@ -151,7 +151,7 @@ def test_pods_keep_to_the_restricted_profile(service: str) -> None:
     assert "/tmp" in [mount["mountPath"] for mount in only["volumeMounts"]]
 
 
-def test_keys_come_as_a_file_from_a_secret() -> None:
+def test_api_keys_are_a_file_from_a_secret() -> None:
     (secret,) = [v for v in pod_template("frontend")["spec"]["volumes"] if "secret" in v]
     (mount,) = [m for m in container("frontend")["volumeMounts"] if m["name"] == secret["name"]]
     assert environment("frontend")["RUNAHEAD_API_KEY_FILE"].startswith(mount["mountPath"] + "/")
@@ -159,7 +159,7 @@ def test_keys_come_as_a_file_from_a_secret() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)
-def test_every_pod_is_probed_in_three_ways_by_what_it_understands(
+def test_every_pod_has_three_probes_that_its_service_answers(
     service: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ports = {port["name"]: port["containerPort"] for port in container(service).get("ports", [])}
@@ -170,7 +170,7 @@ def test_every_pod_is_probed_in_three_ways_by_what_it_understands(
             assert probe["httpGet"]["path"] == ("/readyz" if kind == "readinessProbe" else "/livez")
             continue
         command = probe["exec"]["command"]
-        if command[:2] == ["sh", "-c"]:  # Kubernetes fills in variables of commands, but not of probes
+        if command[:2] == ["sh", "-c"]:  # Kubernetes replaces variables in commands, but not in probes
             command = command[2].removeprefix("exec ").replace("$POD_IP", "127.0.0.1").split()
         assert "$" not in "".join(command)
         assert command[:2] == ["runahead", "healthcheck"]
@@ -179,11 +179,11 @@ def test_every_pod_is_probed_in_three_ways_by_what_it_understands(
         arguments = [a.replace("runahead-scheduler", "127.0.0.1") for a in command[2:-1]] + [
             "tcp://127.0.0.1:1"
         ]
-        assert healthcheck(arguments, patience=0.05) == 1, capsys.readouterr().err
+        assert healthcheck(arguments, timeout=0.05) == 1, capsys.readouterr().err
         assert probe["timeoutSeconds"] > 5
 
 
-def test_selectors_find_their_own_pods_and_no_others() -> None:
+def test_selectors_match_only_their_own_pods() -> None:
     for manifest in objects():
         component = manifest["metadata"].get("labels", {}).get("app.kubernetes.io/component")
         spec = manifest.get("spec", {})
@@ -197,17 +197,17 @@ def test_selectors_find_their_own_pods_and_no_others() -> None:
                 assert selected(spec["selector"]["matchLabels"]) == [service]
 
 
-def test_endpoints_lead_through_the_services_to_the_ports() -> None:
+def test_endpoints_match_the_ports_of_services_and_pods() -> None:
     scheduler, headless = environment("scheduler"), named("Service", "runahead-scheduler")["spec"]
     assert headless["clusterIP"] == "None"
     ports = {port["name"]: port["containerPort"] for port in container("scheduler")["ports"]}
     for port in headless["ports"]:
-        assert ports[port["targetPort"]] == port["port"]  # headless: nothing translates
+        assert ports[port["targetPort"]] == port["port"]  # a headless service does not translate ports
     for service, endpoint in (("frontend", "CLIENT"), ("worker", "WORKER")):
         bound = scheduler[f"RUNAHEAD_{endpoint}_ENDPOINT"].removeprefix("tcp://")
-        dialled = environment(service)["RUNAHEAD_SCHEDULER_ENDPOINT"].removeprefix("tcp://")
+        connected = environment(service)["RUNAHEAD_SCHEDULER_ENDPOINT"].removeprefix("tcp://")
         assert ipaddress.ip_address(bound.partition(":")[0]) == ipaddress.ip_address("10.1.2.3")
-        assert dialled == f"runahead-scheduler:{bound.partition(':')[2]}"
+        assert connected == f"runahead-scheduler:{bound.partition(':')[2]}"
         assert int(bound.partition(":")[2]) in ports.values()
     (http,) = named("Service", "runahead")["spec"]["ports"]
     (port,) = container("frontend")["ports"]
@@ -217,13 +217,13 @@ def test_endpoints_lead_through_the_services_to_the_ports() -> None:
     )
 
 
-def test_there_is_never_a_second_scheduler() -> None:
+def test_scheduler_has_one_replica_and_is_never_doubled() -> None:
     spec = named("Deployment", "runahead-scheduler")["spec"]
     assert (spec["replicas"], spec["strategy"]["type"]) == (1, "Recreate")
 
 
 def allowed(source: str, target: str, port: int) -> bool:
-    """Whether the network policies let a pod of `source` ("": anybody else) reach `port` of one of `target`."""
+    """Return whether the network policies let a pod of `source` ("": any other) connect to `port` of `target`."""
     policies = [o["spec"] for o in objects() if o["kind"] == "NetworkPolicy"]
 
     def passes(own: str, other: str, direction: str, peers: str) -> bool:
@@ -249,7 +249,7 @@ def allowed(source: str, target: str, port: int) -> bool:
     )
 
 
-def test_network_policies_open_only_the_paths_of_the_design() -> None:
+def test_network_policies_allow_only_the_connections_of_the_services() -> None:
     ports = (5601, 5602, 8000, 43210)
     paths = {
         (source, target, port)
@@ -262,11 +262,11 @@ def test_network_policies_open_only_the_paths_of_the_design() -> None:
         ("", "frontend", 8000),
         ("frontend", "scheduler", 5601),
         ("worker", "scheduler", 5602),
-        *(("worker", "worker", port) for port in ports),  # rank traffic, at ports that ranks choose
+        *(("worker", "worker", port) for port in ports),  # between ranks, at any port
     }
 
 
-def test_grace_is_longer_than_what_it_is_for() -> None:
+def test_grace_period_covers_the_pre_stop_hook_and_open_streams() -> None:
     frontend = pod_template("frontend")["spec"]
     before = int(container("frontend")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert frontend["terminationGracePeriodSeconds"] > before + 60
