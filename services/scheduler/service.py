@@ -16,7 +16,7 @@ import zmq
 
 from protocol.codec import ProtocolError
 from protocol.handshake import Hello
-from protocol.membership import Loaded, Shutdown, WorkerMessage
+from protocol.membership import Loaded, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
@@ -27,7 +27,7 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
@@ -41,9 +41,16 @@ from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.io.workers import WorkerConnections
-from services.scheduler.membership.group import Ended, Refuse, Send, Started, WorkerGroup
-from services.scheduler.membership.sizes import GroupError
-from services.scheduler.membership.step_watch import StepWatch
+from services.scheduler.membership import (
+    Ended,
+    FailRequests,
+    GroupStatus,
+    News,
+    Refuse,
+    Send,
+    Started,
+    WorkerGroup,
+)
 from services.scheduler.policies import make_policy
 from services.scheduler.request_log import RequestLog
 from services.scheduler.subscriptions import Subscriptions
@@ -71,13 +78,10 @@ class Service:
         """The workers of the epoch in effect; empty: no step may be dispatched."""
         self._limits: Limits | None = None
         self._loaded: Loaded | None = None
-        self._watch = StepWatch(config.step_timeout_seconds)
-        self._lost_at: float | None = None
-        """When the last epoch ended, until the next one is in effect."""
         self._worker_seconds = {"idle": 0.0, "busy": 0.0}
         self._draining = False
         self._stop_now = False
-        self._reported: tuple[EnginePhase, str, float, int] | None = None
+        self._reported: GroupStatus | None = None
         self._next_report = 0.0
         self._was_busy = False
         self.subscriptions = Subscriptions(StepTrace(config.step_trace) if config.step_trace else None)
@@ -104,10 +108,12 @@ class Service:
                     self._watch_workers()
                     self._read_grammars()
                     self._send()
-            self._tell_workers(Shutdown("the scheduler is stopping"))
+            if self.group.failed:
+                log.error("%s", self.group.status.detail)
+                return EXIT_WORKER_LOST
+            self.group.shut_down("the scheduler is stopping")
+            self._act()
             return 0
-        except (GroupError, StallError) as error:
-            return self._fail(str(error))
         finally:
             if self.compiler is not None:
                 self.compiler.close()
@@ -119,25 +125,16 @@ class Service:
         """Idle it sleeps for long: only the workers' silence needs a look."""
         if self.workers.probing or self.subscriptions.pending:
             return PROBE_MS
-        return 200 if self.group.forming or (self.engine is not None and self.engine.has_requests) else 1000
+        return 200 if self.group.settling or (self.engine is not None and self.engine.has_requests) else 1000
 
     def _finished(self) -> bool:
         idle = self.engine is None or not (self.engine.requests or self.engine.queue)
-        return self._stop_now or (self._draining and idle)
+        return self._stop_now or self.group.failed or (self._draining and idle)
 
     def _on_signal(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)
         self._stop_now, self._draining = self._draining, True
         log.info("stopping now" if self._stop_now else "draining: open requests finish, new ones are refused")
-
-    def _fail(self, error: str) -> int:
-        """The workers cannot serve: every open request ends with an error, then the process."""
-        log.error("%s", error)
-        self.group.phase, self.group.detail = EnginePhase.FAILED, error
-        self._fail_requests()
-        self._report_state()
-        self._tell_workers(Shutdown(error))
-        return EXIT_WORKER_LOST
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -153,14 +150,14 @@ class Service:
     ) -> None:
         match message:
             case Hello():
-                self.frontends.tell(client, self._state())
+                self.frontends.send_if_connected(client, self._state())
             case Subscribe(steps=subscribed):
                 self.subscriptions.set(client, subscribed)
                 self._attach()
             case GenerateRequest() if self.engine is None or self._draining:
                 why = "the engine is shutting down" if self._draining else "the engine is not ready"
                 finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
-                self._send_to_client(client, RequestOutputs(b"", b"", b"", [finish]))
+                self.frontends.send(client, RequestOutputs(b"", b"", b"", [finish]))
             case GenerateRequest() if self.engine is not None:
                 self.engine.add(client, message)
             case AbortRequest() if self.engine is not None:
@@ -177,24 +174,22 @@ class Service:
             case ModelRunnerOutput():
                 if self.engine is None:
                     return
+                self.group.on_result(message.epoch, message.step_id, now)
                 if message.epoch == self.group.epoch:
                     self._add_times(worker, message)
-                    self._watch.on_result(message.step_id, now)
-                    self.group.on_step()
                     self._worker_seconds["idle"] += message.times.idle
                     self._worker_seconds["busy"] += message.times.sampled - message.times.forward_began
                 try:
                     self.engine.on_result(message)
                 except UnknownResult as error:  # scheduler and worker have lost each other
-                    self.workers.refuse(worker, str(error))
-                    self.group.on_gone(worker, f"sent a result that cannot be: {error}", now)
+                    self.group.on_impossible_result(worker, str(error), now)
             case StepReport():
                 self._add_times(worker, message)
-            case StepFault(epoch=epoch):
-                if epoch == self.group.epoch:
-                    self.group.on_gone(worker, f"failed in step {message.step_id}: {message.error}", now)
             case _:
-                self.group.on_message(worker, message, now)
+                try:
+                    self.group.on_message(worker, message, now)
+                except ProtocolError as error:
+                    self.workers.count_error(worker, error)
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
@@ -202,23 +197,15 @@ class Service:
                 self.engine.on_grammar(ticket, grammar)
 
     def _watch_workers(self) -> None:
-        """What only time and broken connections say."""
+        """Pass broken connections and the time to the group."""
         now = time.monotonic()
-        for worker in self.workers.take_gone(list(self.group.members)):
+        for worker in self.workers.take_gone():
             self.group.on_gone(worker, "is gone: its connection broke", now)
         self.group.check(now)
-        if self._ranks and (problem := self._watch.overdue(now)) is not None:
-            self.group.on_hang(problem, now)
         self._act()
-        if self._lost_at is not None and now - self._lost_at > self.config.recovery_timeout_seconds:
-            self._lost_at = None
-            self.group.phase = EnginePhase.WAITING_FOR_WORKERS
-            self._fail_requests()
 
     def _act(self) -> None:
-        """Does what the group wants done."""
-        while self.group.news:
-            log.info("%s", self.group.news.pop(0))
+        """Carry out the group's actions."""
         for action in self.group.take_actions():
             match action:
                 case Send(peer, message, everywhere):
@@ -227,22 +214,27 @@ class Service:
                     self.workers.refuse(peer, reason)
                 case Started():
                     self._start(action)
-                case Ended(reason):
-                    log.warning("epoch %d has ended: %s", self.group.epoch, reason)
-                    self._ranks, self._lost_at = [], time.monotonic()
-                    self._watch.reset()
+                case Ended(epoch, reason):
+                    log.warning("epoch %d has ended: %s", epoch, reason)
+                    self._ranks = []
                     if self.engine is not None:
                         self.engine.end_epoch()
+                case FailRequests(error):
+                    if self.engine is not None:
+                        self.engine.fail_all(error)
+                        self._publish()
+                case News(text):
+                    log.info("%s", text)
 
     def _start(self, started: Started) -> None:
         c, limits = self.config, started.limits
         self._ranks, self._limits, self._loaded = started.peers, limits, started.loaded
-        self._lost_at = None
         self.subscriptions.start_epoch(len(started.peers), started.epoch)
         try:
             policy = make_policy(c, limits)
         except ValueError as error:
-            raise GroupError(str(error)) from None
+            self.group.fail(str(error), time.monotonic())
+            return
         log.info(
             "ready: epoch %d, %d x %d ranks, %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
             started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
@@ -269,29 +261,36 @@ class Service:
         gc.collect()
         gc.freeze()
 
-    def _fail_requests(self) -> None:
-        if self.engine is not None:
-            self.engine.fail_all("the model workers were lost; the request was not completed")
-            self._publish()
-
     # -- out -----------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         if self.engine is not None:
             if self._ranks:
-                self._dispatch(self.engine)
+                try:
+                    self._dispatch(self.engine)
+                except StallError as error:
+                    self.group.fail(str(error), time.monotonic())
+                    self._act()
             self._publish()
         self._send_records()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         due = busy and time.monotonic() >= self._next_report
-        if due or self._was_busy > busy or self._reported != self._visible():
+        if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
             self._report_state()
         self._was_busy = busy
+        for frontend in self.frontends.take_gone():
+            self._drop_frontend(frontend)
+
+    def _drop_frontend(self, frontend: int) -> None:
+        if self.engine is not None:
+            self.engine.drop_client(frontend)
+        self.subscriptions.set(frontend, subscribed=False)
+        self._attach()
 
     def _dispatch(self, engine: EngineCore) -> None:
         for message in engine.dispatch():
             if isinstance(message, SchedulerOutput):
-                self._watch.on_dispatch(message.step_id, time.monotonic())
+                self.group.on_dispatch(message.step_id, time.monotonic())
             if not self.workers.broadcast(self._ranks, message):
                 self._watch_workers()
                 return
@@ -300,18 +299,12 @@ class Service:
         if self.engine is None:
             return
         for client, outputs in self.engine.take_outputs():
-            self._send_to_client(client, outputs)
-
-    def _send_to_client(self, client: int, outputs: RequestOutputs) -> None:
-        if not self.frontends.send(client, outputs) and self.engine is not None:
-            self.engine.drop_client(client)
-            self.subscriptions.set(client, subscribed=False)
-            self._attach()
+            self.frontends.send(client, outputs)
 
     def _state(self) -> EngineState:
         loaded, limits = self._loaded, self._limits
         return EngineState(
-            *self._visible()[:3],
+            *self._status()[:3],
             limits.max_model_len if limits else 0,
             loaded.vocab_size if loaded else 0,
             limits.num_blocks if limits else 0,
@@ -329,41 +322,32 @@ class Service:
         if c.speculative_config is not None:
             info["speculative_method"] = c.speculative_config.method
         if self._limits is not None and self.group.backend:
-            stages = self._limits.stages
+            size = self.group.size
             info |= {
                 "backend": self.group.backend,
-                "tensor_parallel_size": str(self.group.tensor_parallel_size),
-                "pipeline_parallel_size": str(stages),
+                "tensor_parallel_size": str(size.tensor_parallel if size else 0),
+                "pipeline_parallel_size": str(self._limits.stages),
             }
         return info
 
     def _stats(self) -> dict[str, float]:
         if self.engine is None:
             return {}
-        group = {
-            "epoch": self.group.epoch,
-            "epochs_lost_total": self.group.epochs_lost,
-            "num_workers": len(self.group.members),
-        }
         seconds = {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
         grammars = self.compiler.stats() if self.compiler is not None else {}
-        return self.engine.stats() | seconds | group | grammars
+        return self.engine.stats() | seconds | self.group.stats() | grammars
 
-    def _visible(self) -> tuple[EnginePhase, str, float, int]:
-        """What frontends are told at once when it changes."""
-        group = self.group
-        draining = self._draining and group.phase is EnginePhase.READY
-        phase = EnginePhase.DRAINING if draining else group.phase
-        return phase, group.detail, group.progress, len(group.members)
+    def _status(self) -> GroupStatus:
+        """What frontends are sent at once when it changes."""
+        status = self.group.status
+        if self._draining and status.phase is EnginePhase.READY:
+            return status._replace(phase=EnginePhase.DRAINING)
+        return status
 
     def _report_state(self) -> None:
-        state, self._reported = self._state(), self._visible()
+        state, self._reported = self._state(), self._status()
         self._next_report = time.monotonic() + STATE_INTERVAL
-        self.frontends.tell_all(state)
-
-    def _tell_workers(self, message: Shutdown) -> None:
-        for worker in list(self.group.members):
-            self.workers.send(worker, message, everywhere=True)
+        self.frontends.send_state_to_all(state)
 
     # -- step records --------------------------------------------------------------------------------------------
 
@@ -383,7 +367,7 @@ class Service:
         if (taken := self.subscriptions.take(now)) is not None:
             records, frontends = taken
             for frontend in frontends:
-                self.frontends.tell(frontend, records)
+                self.frontends.send_if_connected(frontend, records)
 
 
 def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:

@@ -1,8 +1,9 @@
-"""The client socket: which frontends there are, by number. It knows messages, no rules."""
+"""The client socket: the connected frontends by number. It has no rules."""
 
+import itertools
 import logging
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 import zmq
 
@@ -14,51 +15,101 @@ from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
 
+SWEEP_SECONDS = 1.0
+"""Seconds from a broken connection to the sweep: libzmq drops a peer a little later than it reports it."""
+
 
 class FrontendConnections:
+    """A frontend keeps its number while it is connected; no number is used twice."""
+
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"frontend"})
         self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
-        self._peers: list[bytes] = []
-        """By number."""
+        self._peers: dict[int, bytes] = {}
+        """By number, in the order of arrival."""
+        self._unused = itertools.count()
+        self._gone: list[int] = []
+        self._broke_at = 0.0
+        """When a connection was last seen to break."""
+        self._sweep_at: float | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint that frontends connect to."""
+        return self._server.endpoint
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
-        """`receive` has something to do when it is readable."""
+        """`receive` is to be called when it is readable."""
         return self._server.socket
 
+    def __len__(self) -> int:
+        """Number of frontends that are not known to be gone."""
+        return len(self._peers)
+
     def receive(self) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest | Subscribe]]:
-        """What has arrived, each message with the number of its frontend; a `Hello` is a new one's."""
+        """Yield what has arrived, each message with the number of its frontend; a new frontend's first is a `Hello`."""
         for peer, message in self._server.messages(self._decoder):
             if peer not in self._numbers:
-                self._numbers[peer] = len(self._peers)
-                self._peers.append(peer)
+                self._numbers[peer] = number = next(self._unused)
+                self._peers[number] = peer
             yield self._numbers[peer], message
+        if self._server.take_disconnected():
+            self._broke_at = time.monotonic()
+            self._sweep_at = self._sweep_at or self._broke_at + SWEEP_SECONDS
+
+    @property
+    def sweep_due(self) -> bool:
+        """Whether `send_state_to_all` is due, to find which connection broke."""
+        return self._sweep_at is not None and time.monotonic() >= self._sweep_at
+
+    def take_gone(self) -> list[int]:
+        """Return the frontends that were found to be gone since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def count_error(self, frontend: int, error: Exception) -> None:
-        """A message that decodes may still be a bad one."""
-        self._server.count_error(self._peers[frontend], error)
+        """Count and log a message that decodes, but is not valid."""
+        self._server.count_error(self._peers.get(frontend, b""), error)
 
-    def send(self, frontend: int, outputs: RequestOutputs) -> bool:
-        """False: the frontend is lost, and turned away should it still be there."""
-        peer = self._peers[frontend]
+    def send(self, frontend: int, outputs: RequestOutputs) -> None:
+        """A frontend that cannot be reached is in the next `take_gone`; one that does not read is turned away."""
+        peer = self._peers.get(frontend)
+        if peer is None:
+            return
         try:
             self._server.send(peer, outputs)
-        except (PeerGone, PeerSlow) as error:
-            log.warning("frontend %d is lost, its requests are aborted: %s", frontend, error)
+        except PeerGone as error:
+            self._lose(frontend, error)
+        except PeerSlow as error:
             self._server.refuse(peer, "this frontend did not read; its requests were aborted")
-            return False
-        return True
+            self._lose(frontend, error)
 
-    def tell(self, frontend: int, message: EngineState | StepRecords) -> None:
-        """Send what may be lost: a frontend that is gone is found when there are outputs for it."""
-        with suppress(PeerGone, PeerSlow):
-            self._server.send(self._peers[frontend], message)
+    def send_if_connected(self, frontend: int, message: EngineState | StepRecords) -> None:
+        """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
+        peer = self._peers.get(frontend)
+        if peer is None:
+            return
+        try:
+            self._server.send(peer, message)
+        except PeerGone as error:
+            self._lose(frontend, error)
+        except PeerSlow:
+            pass
 
-    def tell_all(self, state: EngineState) -> None:
-        for frontend in range(len(self._peers)):
-            self.tell(frontend, state)
+    def send_state_to_all(self, state: EngineState) -> None:
+        now = time.monotonic()
+        for frontend in list(self._peers):
+            self.send_if_connected(frontend, state)
+        if self.sweep_due:
+            again = now - self._broke_at < SWEEP_SECONDS
+            self._sweep_at = now + SWEEP_SECONDS if again else None
+
+    def _lose(self, frontend: int, error: Exception) -> None:
+        log.warning("frontend %d is gone, its requests are aborted: %s", frontend, error)
+        del self._numbers[self._peers.pop(frontend)]
+        self._gone.append(frontend)
 
     def close(self, linger_ms: int) -> None:
         self._server.close(linger_ms)

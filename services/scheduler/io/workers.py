@@ -1,4 +1,4 @@
-"""The worker socket: which connections belong to which worker, and who is gone. It knows messages, no rules."""
+"""The worker socket: which connections belong to which worker, and which workers are gone. It has no rules."""
 
 import logging
 import time
@@ -16,11 +16,11 @@ from services.scheduler.io.clock_offset import ClockOffset
 log = logging.getLogger("runahead.scheduler")
 
 PROBE_SECONDS = 1.0
-"""After a connection broke workers are pinged for so long: libzmq forgets a peer a little later than it says so."""
+"""Seconds for which peers are pinged after a connection broke: libzmq drops a peer a little after it reports it."""
 
 
 class WorkerConnections:
-    """A worker has two connections under one name: "worker", by which it is known here, and "worker-results"."""
+    """A worker has two connections under one name: "worker", which identifies it, and "worker-results"."""
 
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"worker", "worker-results"})
@@ -37,16 +37,16 @@ class WorkerConnections:
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """`receive` has something to do when one of them is readable."""
+        """`receive` is to be called when one of them is readable."""
         return self._server.socket, self._server.events
 
     @property
     def probing(self) -> bool:
-        """Whether `take_gone` must be called again soon."""
+        """Whether `take_gone` is to be called again soon."""
         return time.monotonic() < self._probe_until
 
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:
-        """What has arrived, each message with the worker it is from."""
+        """Yield what has arrived, each message with its worker."""
         for peer, message in self._server.messages(self._decoder):
             if isinstance(message, Hello):
                 self._greet(peer, message)
@@ -59,7 +59,7 @@ class WorkerConnections:
     def _greet(self, peer: bytes, hello: Hello) -> None:
         if hello.role == "worker":
             if (before := self._by_name.get(hello.name)) is not None:
-                self._forget(before)  # restarted, under the same name
+                self._lose(before)  # restarted, under the same name
             self._by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
         elif (worker := self._by_name.get(hello.name)) is not None:
             self._results[worker], self._owner[peer] = peer, worker
@@ -74,16 +74,16 @@ class WorkerConnections:
         return self._clocks[worker].seconds if worker in self._clocks else 0.0
 
     def send(self, worker: bytes, message: GroupMessage, everywhere: bool = False) -> None:
-        """Who cannot be reached is found in `take_gone`. `everywhere`: on both connections."""
+        """A worker that cannot be reached is in the next `take_gone`. `everywhere`: on both connections."""
         frame = encode(message)
         if everywhere and (results := self._results.get(worker)) is not None:
             self._send_frame(results, worker, frame)
         self._send_frame(worker, worker, frame)
 
     def broadcast(self, workers: Iterable[bytes], message: StepMessage) -> bool:
-        """One encoding, one send to each. False: someone is gone."""
+        """Encode once, send to each. False: a worker is gone; the others have been sent the message."""
         frame = encode(message)
-        sent = [self._send_frame(worker, worker, frame) for worker in workers]  # whoever is left needs it
+        sent = [self._send_frame(worker, worker, frame) for worker in workers]
         return all(sent)
 
     def _send_frame(self, peer: bytes, worker: bytes, frame: bytes) -> bool:
@@ -91,25 +91,40 @@ class WorkerConnections:
             self._server.send_frame(peer, frame)
         except (PeerGone, PeerSlow) as error:
             log.debug("%s", error)
-            self._forget(worker)
+            self._lose(worker)
             return False
         return True
 
     def refuse(self, worker: bytes, reason: str) -> None:
+        """Turn a worker away for good."""
         self._server.refuse(worker, reason)
+        self._drop(worker)
 
-    def take_gone(self, workers: Iterable[bytes]) -> list[bytes]:
-        """Workers whose connection turned out to be broken since the last call; `workers` are tried if any broke."""
+    def count_error(self, worker: bytes, error: Exception) -> None:
+        """Count and log a message that decodes, but that the worker may not send now."""
+        self._server.count_error(worker, error)
+
+    def take_gone(self) -> list[bytes]:
+        """Return the workers whose connection turned out to be broken since the last call.
+
+        If any connection broke, all connections are tried, those of workers that were refused or never registered too.
+        """
         if self._server.take_disconnected():
             self._probe_until = time.monotonic() + PROBE_SECONDS
         if self.probing:
-            self.ping(workers)
+            ping = encode(Ping(time.monotonic()))
+            for peer in list(self._server.peers):
+                self._send_frame(peer, self._owner.get(peer, peer), ping)
         gone, self._gone = self._gone, []
         return gone
 
-    def _forget(self, worker: bytes) -> None:
+    def _lose(self, worker: bytes) -> None:
         if worker not in self._gone:
             self._gone.append(worker)
+        self._drop(worker)
+
+    def _drop(self, worker: bytes) -> None:
+        """Remove all that is known of a worker."""
         self._clocks.pop(worker, None)
         self._owner.pop(self._results.pop(worker, b""), None)
         self._by_name = {name: peer for name, peer in self._by_name.items() if peer != worker}

@@ -1,11 +1,11 @@
-"""How long steps take, and how long one may take before the workers count as hung."""
+"""The time that steps take, and the time after which the workers count as hung."""
 
 from collections import deque
 
 FACTOR = 10
-"""A step may take so many times the longest of the recent ones."""
+"""A step may take this many times the longest of the recent steps."""
 RECENT = 256
-"""Steps that count as recent."""
+"""Number of steps that count as recent."""
 
 
 class StepWatch:
@@ -26,18 +26,19 @@ class StepWatch:
             self._last_end = now
 
     def reset(self) -> None:
-        """Nothing is in flight any more."""
+        """No step is in flight any more."""
         self._dispatched.clear()
 
     def overdue(self, now: float) -> str | None:
-        """What hangs and since when, or None. A step counts from its dispatch or the end of the one before."""
+        """Return which step takes too long and since when, or None.
+
+        A step's time runs from its dispatch or from the end of the step before it, whichever is later.
+        """
         if not self._dispatched:
             return None
         step_id, began = self._dispatched[0]
         limit = max(self._least, FACTOR * max(self._recent, default=0.0))
         took = now - max(began, self._last_end)
-        return (
-            f"step {step_id} has not ended after {took:.1f} s (--step-timeout-seconds)"
-            if took > limit
-            else None
-        )
+        if took <= limit:
+            return None
+        return f"step {step_id} has not ended after {took:.1f} s (--step-timeout-seconds)"

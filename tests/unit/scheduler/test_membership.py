@@ -1,8 +1,9 @@
-"""The group's life by scenario; random ones are in tests/simulation."""
+"""The worker group by scenario; random scenarios are in tests/simulation, the tables in test_membership_tables.py."""
 
 import msgspec
 import pytest
 
+from protocol.codec import ProtocolError
 from protocol.membership import (
     Assignment,
     EndEpoch,
@@ -15,23 +16,26 @@ from protocol.membership import (
     Ready,
     Register,
     Shard,
+    Shutdown,
+    WorkerMessage,
 )
 from protocol.requests import EnginePhase
+from protocol.steps import StepFault
 from services.config import SchedulerConfig
-from services.scheduler.membership.group import (
-    LOAD_SILENCE,
-    MAX_FUTILE_EPOCHS,
-    RETURN_TIMEOUT,
-    TAKE_TIMEOUT,
+from services.scheduler.membership import (
     Action,
     Ended,
+    FailRequests,
+    News,
     Refuse,
     Send,
     Started,
-    State,
     WorkerGroup,
 )
-from services.scheduler.membership.sizes import GroupError
+from services.scheduler.membership.group_states import GroupState
+from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
+from services.scheduler.membership.member_states import MemberState
+from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
 
 WORKER = Register(
     "sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2, 4), max_pipeline_parallel_size=4
@@ -39,35 +43,56 @@ WORKER = Register(
 LOADED = Loaded("hash", 100, 512, 64, 1000)
 
 
-class Group(WorkerGroup):
-    """With shorthands; workers are named by one letter."""
+class ScriptedGroup(WorkerGroup):
+    """A group whose workers are named by one letter, with shorthands for messages of several workers."""
 
     def register(self, *names: str, at: float = 0.0, **changes: object) -> list[Action]:
         for name in names:
             message = msgspec.structs.replace(WORKER, rendezvous=f"{name}:1", **changes)
             self.on_message(name.encode(), message, at)
-        return list(self.take_actions())
+        return self.actions()
 
-    def say(self, names: str, message: object, at: float = 0.0) -> list[Action]:
+    def send(self, names: str, message: WorkerMessage | StepFault, at: float = 0.0) -> list[Action]:
         for name in names:
-            self.on_message(name.encode(), message, at)  # type: ignore[arg-type]
-        return list(self.take_actions())
+            self.on_message(name.encode(), message, at)
+        return self.actions()
+
+    def lose(self, name: str, at: float) -> list[Action]:
+        self.on_gone(name.encode(), "is gone", at)
+        return self.actions()
+
+    def check_at(self, now: float) -> list[Action]:
+        self.check(now)
+        return self.actions()
+
+    def actions(self) -> list[Action]:
+        """All but the news."""
+        return [action for action in self.take_actions() if not isinstance(action, News)]
 
     def serve(self, *names: str, at: float = 0.0) -> Started:
         """From registration to the epoch in effect."""
         self.register(*names, at=at)
-        return self.go_on(at)
+        return self.start(at)
 
-    def go_on(self, at: float = 0.0) -> Started:
-        members = "".join(m.peer.decode() for m in self._ranks())
-        self.say(members, msgspec.structs.replace(LOADED, epoch=self.epoch), at)
-        *_, started = self.say(members, Ready(self.epoch), at)
+    def start(self, at: float = 0.0) -> Started:
+        """From the assignment to the epoch in effect."""
+        ranks = "".join(member.peer.decode() for member in self.roster.ranks)
+        self.send(ranks, msgspec.structs.replace(LOADED, epoch=self.epoch), at)
+        *_, started = self.send(ranks, Ready(self.epoch), at)
         assert isinstance(started, Started)
         return started
 
+    @property
+    def names(self) -> str:
+        """The registered workers."""
+        return "".join(member.peer.decode() for member in self.roster)
 
-def group(**config: object) -> Group:
-    return Group(SchedulerConfig.model_validate(config))
+    def member_state(self, name: str) -> MemberState:
+        return self.roster.state_of(name.encode())
+
+
+def group(**config: object) -> ScriptedGroup:
+    return ScriptedGroup(SchedulerConfig.model_validate(config))
 
 
 def sent(actions: list[Action], kind: type) -> dict[str, object]:
@@ -79,7 +104,7 @@ def sent(actions: list[Action], kind: type) -> dict[str, object]:
 def test_ranks_are_handed_out_when_the_last_one_needed_has_come() -> None:
     g = group(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert g.register("a", "b", "c") == []
-    assert g.detail == "waiting for workers: 3 of 4 have registered"
+    assert g.status.detail == "waiting for workers: 3 of 4 have registered"
     assignments = sent(g.register("d"), Assignment)
     assert {n: (a.rank, a.world_size, a.epoch, a.rendezvous) for n, a in assignments.items()} == {
         name: (rank, 4, 1, "a:1") for rank, name in enumerate("abcd")
@@ -91,15 +116,19 @@ def test_ranks_are_handed_out_when_the_last_one_needed_has_come() -> None:
 def test_all_get_the_least_that_any_can_hold_and_serve_when_all_are_ready() -> None:
     g = group(tensor_parallel_size=2)
     g.register("a", "b")
-    assert g.say("a", replace_blocks(700, 1)) == []
-    assert sent(g.say("b", replace_blocks(300, 1)), InitializeCache) == {
+    assert g.send("a", replace_blocks(700, 1)) == []
+    assert sent(g.send("b", replace_blocks(300, 1)), InitializeCache) == {
         "a": InitializeCache(300, 512),
         "b": InitializeCache(300, 512),
     }
-    assert g.say("a", Ready(1)) == []
-    (started,) = g.say("b", Ready(1))
+    assert g.send("a", Ready(1)) == []
+    (started,) = g.send("b", Ready(1))
     assert isinstance(started, Started)
-    assert (started.peers, started.limits.num_blocks, g.phase) == ([b"a", b"b"], 300, EnginePhase.READY)
+    assert (started.peers, started.limits.num_blocks, g.status.phase) == (
+        [b"a", b"b"],
+        300,
+        EnginePhase.READY,
+    )
 
 
 def replace_blocks(blocks: int, epoch: int) -> Loaded:
@@ -110,38 +139,33 @@ def test_lost_rank_ends_the_epoch_and_a_spare_takes_its_place_at_once() -> None:
     g = group(tensor_parallel_size=2)
     g.serve("a", "b")
     assert g.register("c") == []  # a spare
-    ends = sent(actions := [*g_gone(g, "b", 1.0)], EndEpoch)
+    ends = sent(actions := g.lose("b", 1.0), EndEpoch)
     assert ends == {"a": EndEpoch(1, "worker host:1 is gone")}
-    assert Ended("worker host:1 is gone") in actions
-    assert g.phase is EnginePhase.RECOVERING
+    assert Ended(1, "worker host:1 is gone") in actions
+    assert g.status.phase is EnginePhase.RECOVERING
     assignments = sent(g.register("a", at=1.1, epoch=1, shard=Shard(0, 2)), Assignment)
     assert {n: (a.rank, a.epoch) for n, a in assignments.items()} == {"a": (0, 2), "c": (1, 2)}
-    assert g.go_on(1.2).epoch == 2
+    assert g.start(1.2).epoch == 2
 
 
-def g_gone(g: Group, name: str, at: float) -> list[Action]:
-    g.on_gone(name.encode(), "is gone", at)
-    return list(g.take_actions())
-
-
-def test_who_comes_and_who_is_lost_is_told_spares_too() -> None:
+def test_each_worker_that_comes_or_is_lost_is_news() -> None:
     g = group()
-    g.serve("a")
-    g.register("b")
-    g.register("b", at=1.0)  # again, as after an epoch: no news
-    g_gone(g, "b", 2.0)
-    assert g.news == [
+    g.on_message(b"a", WORKER, 0.0)
+    g.on_message(b"b", WORKER, 0.0)
+    g.on_message(b"b", WORKER, 1.0)  # again, as after an epoch: no news
+    g.on_gone(b"b", "is gone", 2.0)
+    assert [action.text for action in g.take_actions() if isinstance(action, News)] == [
         "worker host:1 has registered; there are 1 workers",
         "worker host:1 has registered; there are 2 workers",
         "worker host:1 is gone; there are 1 workers",
     ]
 
 
-def test_who_has_a_rank_s_weights_gets_that_rank_again() -> None:
+def test_a_worker_with_a_rank_s_weights_gets_that_rank_again() -> None:
     g = group(tensor_parallel_size=2)
     g.serve("a", "b")
     g.register("c")
-    g_gone(g, "a", 1.0)
+    g.lose("a", 1.0)
     assignments = sent(g.register("b", at=1.1, epoch=1, shard=Shard(1, 2)), Assignment)
     assert {n: a.rank for n, a in assignments.items()} == {"b": 1, "c": 0}
 
@@ -149,32 +173,30 @@ def test_who_has_a_rank_s_weights_gets_that_rank_again() -> None:
 def test_rank_that_lost_another_is_well_and_only_the_epoch_ends() -> None:
     g = group(tensor_parallel_size=2)
     g.serve("a", "b")
-    g.say("b", RankLost(1, "connection reset"), 1.0)
-    assert {m.state for m in g.members.values()} == {State.RETURNING}
+    g.send("b", RankLost(1, "connection reset"), 1.0)
+    assert {member.state for member in g.roster} == {MemberState.RETURNING}
     g.register("a", "b", at=1.1)
-    assert g.go_on(1.2).epoch == 2
+    assert g.start(1.2).epoch == 2
 
 
-def test_what_belongs_to_an_old_epoch_changes_nothing() -> None:
+def test_messages_of_an_old_epoch_change_nothing() -> None:
     g = group()
     g.serve("a")
     g.register("a", at=1.0)
     assert g.epoch == 2
-    for message in (Ready(1), replace_blocks(1000, 1), RankLost(1, "late")):
-        assert g.say("a", message, 1.1) == []
-    assert g.members[b"a"].state is State.LOADING
+    for message in (Ready(1), replace_blocks(1000, 1), RankLost(1, "late"), StepFault(1, 3, "late")):
+        assert g.send("a", message, 1.1) == []
+    assert g.member_state("a") is MemberState.ASSIGNED
 
 
 def test_silent_worker_is_lost_and_may_come_back() -> None:
     g = group(heartbeat_timeout_seconds=5)
     g.serve("a")
-    g.say("a", Heartbeat(1, 7), 10.0)
+    g.send("a", Heartbeat(1, 7), 10.0)
     g.check(14.9)
-    assert g.phase is EnginePhase.READY
-    g.check(15.1)
-    actions = list(g.take_actions())
-    assert [type(a) for a in actions] == [Ended, Send]
-    assert not g.members
+    assert g.status.phase is EnginePhase.READY
+    assert [type(a) for a in g.check_at(15.1)] == [Ended, Send]
+    assert not g.names
     assert sent(g.register("a", at=40.0, epoch=1), Assignment)["a"].epoch == 2
 
 
@@ -182,58 +204,58 @@ def test_loading_excuses_a_longer_silence() -> None:
     g = group(heartbeat_timeout_seconds=5)
     g.register("a")
     g.check(LOAD_SILENCE - 1)
-    assert g.members
+    assert g.names
     g.check(LOAD_SILENCE + 1)
-    assert not g.members
+    assert not g.names
 
 
 def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
-    g = group(tensor_parallel_size=2)
+    g = group(tensor_parallel_size=2, step_timeout_seconds=1.0)
     g.serve("a", "b")
-    g.on_hang("step 9 hangs", 1.0)
+    g.on_dispatch(9, 0.0)
+    assert g.check_at(0.9) == []
+    assert Ended(1, "step 9 has not ended after 1.1 s (--step-timeout-seconds)") in g.check_at(1.1)
     g.register("b", at=1.1)
-    g.say("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
-    g.check(1.1 + RETURN_TIMEOUT)
-    assert list(g.members) == [b"b"]
+    g.send("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
+    g.check(1.2 + RETURN_TIMEOUT)
+    assert g.names == "b"
 
 
 def test_a_spare_that_hangs_is_given_up_and_the_next_one_takes_its_rank() -> None:
-    """Its heart beats, but not in the epoch that it was assigned to."""
+    """Its heartbeats arrive, but do not carry the epoch that it was assigned to."""
     g = group(tensor_parallel_size=2)
     g.serve("a", "b")
     g.register("c", "d", at=1.0)
-    assert sent(g_gone(g, "b", 2.0), Assignment).keys() == {"c", "d"}
+    assert sent(g.lose("b", 2.0), Assignment).keys() == {"c", "d"}
     g.register("a", at=2.1)
-    g.say("a", Heartbeat(0, 0), 2.0 + TAKE_TIMEOUT)
-    g.say("c", Heartbeat(0, 0), 2.0 + TAKE_TIMEOUT)
-    g.say("d", Heartbeat(2, 0), 2.0 + TAKE_TIMEOUT)
-    g.check(2.0 + TAKE_TIMEOUT)
-    assert list(g.take_actions()) == []
-    g.say("c", Heartbeat(0, 0), 2.1 + TAKE_TIMEOUT)
-    g.check(2.1 + TAKE_TIMEOUT)
-    assert sent(list(g.take_actions()), EndEpoch).keys() == {"c", "d"}
-    assert sent(g.register("d", at=2.2 + TAKE_TIMEOUT), Assignment).keys() == {"a", "d"}
+    g.send("a", Heartbeat(0, 0), 2.0 + ASSIGN_TIMEOUT)
+    g.send("c", Heartbeat(0, 0), 2.0 + ASSIGN_TIMEOUT)
+    g.send("d", Heartbeat(2, 0), 2.0 + ASSIGN_TIMEOUT)
+    assert g.check_at(2.0 + ASSIGN_TIMEOUT) == []
+    g.send("c", Heartbeat(0, 0), 2.1 + ASSIGN_TIMEOUT)
+    assert sent(g.check_at(2.1 + ASSIGN_TIMEOUT), EndEpoch).keys() == {"c", "d"}
+    assert sent(g.register("d", at=2.2 + ASSIGN_TIMEOUT), Assignment).keys() == {"a", "d"}
 
 
-@pytest.mark.parametrize("word", [Heartbeat(1, 0), LoadProgress("weights", 0.5)])
-def test_loading_may_take_long_once_it_has_begun(word: object) -> None:
+@pytest.mark.parametrize("message", [Heartbeat(1, 0), LoadProgress("weights", 0.5)])
+def test_loading_may_take_long_once_it_has_begun(message: WorkerMessage) -> None:
     g = group()
     g.register("a")
-    g.say("a", word, 1.0)
-    g.say("a", Heartbeat(1, 0), 10 * TAKE_TIMEOUT)
-    g.check(10 * TAKE_TIMEOUT)
-    assert g.go_on(10 * TAKE_TIMEOUT).epoch == 1
+    g.send("a", message, 1.0)
+    g.send("a", Heartbeat(1, 0), 10 * ASSIGN_TIMEOUT)
+    g.check(10 * ASSIGN_TIMEOUT)
+    assert g.start(10 * ASSIGN_TIMEOUT).epoch == 1
 
 
-def test_silence_before_it_takes_its_rank_is_the_silence_of_loading() -> None:
-    """An import may hold up the heartbeat too."""
+def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as_one_that_loads() -> None:
+    """Imports can hold up its heartbeat thread."""
     g = group()
     g.register("a")
-    g.say("a", Heartbeat(0, 0), 0.5)
+    g.send("a", Heartbeat(0, 0), 0.5)
     g.check(LOAD_SILENCE)
-    g.say("a", Heartbeat(1, 0), LOAD_SILENCE)
+    g.send("a", Heartbeat(1, 0), LOAD_SILENCE)
     g.check(LOAD_SILENCE)
-    assert g.go_on(LOAD_SILENCE).epoch == 1
+    assert g.start(LOAD_SILENCE).epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -254,7 +276,7 @@ def test_worker_that_does_not_fit_is_refused_with_both_values(
     (refusal,) = g.register("b", **changes)
     assert isinstance(refusal, Refuse)
     assert reason in refusal.reason
-    assert list(g.members) == [b"a"]
+    assert g.names == "a"
 
 
 def test_spares_have_a_bound() -> None:
@@ -270,68 +292,70 @@ def test_auto_waits_until_membership_settles_and_takes_the_largest_size_allowed(
     g = group(tensor_parallel_size="auto", settle_seconds=5)
     g.register("a", "b", at=0.0)
     g.register("c", at=3.0)
-    g.check(7.9)
-    assert list(g.take_actions()) == []
-    g.check(8.0)
-    assert {a.world_size for a in sent(list(g.take_actions()), Assignment).values()} == {2}
-    assert g.go_on(8.1).epoch == 1
+    assert g.check_at(7.9) == []
+    assert {a.world_size for a in sent(g.check_at(8.0), Assignment).values()} == {2}
+    assert g.start(8.1).epoch == 1
 
 
 def test_auto_forms_the_group_anew_when_workers_come_and_when_they_go() -> None:
     g = group(tensor_parallel_size="auto", settle_seconds=5)
     g.register("a", at=0.0)
     g.check(5.0)
-    assert g.go_on(5.1).peers == [b"a"]
+    assert g.start(5.1).peers == [b"a"]
     g.register("b", at=10.0)
-    g.say("ab", Heartbeat(1, 0), 14.0)
-    g.check(15.0)
-    actions = list(g.take_actions())
-    assert [type(a) for a in actions] == [Send, Ended]
-    assert g.epochs_lost == 0, "this is no fault"
+    g.send("ab", Heartbeat(1, 0), 14.0)
+    assert [type(a) for a in g.check_at(15.0)] == [Send, Ended]
+    assert g.losses.total == 0, "this is not a fault"
     g.register("a", at=15.1)
-    assert len(g.go_on(15.2).peers) == 2
-    g_gone(g, "b", 20.0)
+    assert len(g.start(15.2).peers) == 2
+    g.lose("b", 20.0)
     g.register("a", at=20.1)
     g.check(24.9)
-    assert g.phase is EnginePhase.RECOVERING
-    g.say("a", Heartbeat(2, 0), 24.9)
+    assert g.status.phase is EnginePhase.RECOVERING
+    g.send("a", Heartbeat(2, 0), 24.9)
     g.check(25.0)
-    assert g.go_on(25.1).peers == [b"a"]
+    assert g.start(25.1).peers == [b"a"]
 
 
 def test_worker_that_cannot_load_ends_the_epoch_and_says_why() -> None:
     g = group(tensor_parallel_size=2)
     g.register("a", "b")
-    g.say("b", LoadFailed("tensor x is missing"))
-    assert "tensor x is missing" in g.detail
-    assert list(g.members) == [b"a"]
+    g.send("b", LoadFailed("tensor x is missing"))
+    assert "tensor x is missing" in g.status.detail
+    assert g.names == "a"
 
 
 def test_groups_that_never_serve_are_not_formed_for_ever() -> None:
     g = group()
     for _ in range(MAX_FUTILE_EPOCHS - 1):
         g.serve("a")
-        g_gone(g, "a", 1.0)
+        g.lose("a", 1.0)
     g.serve("a")
-    with pytest.raises(GroupError, match="in a row were lost before they served"):
-        g_gone(g, "a", 1.0)
+    assert [type(a) for a in g.lose("a", 1.0)] == [Ended, FailRequests]
+    assert g.failed
     assert g.epoch == MAX_FUTILE_EPOCHS
+    assert (
+        g.status.detail == "5 groups of workers in a row were lost before they served: worker host:1 is gone"
+    )
 
 
-def test_a_finished_step_makes_an_epoch_worth_its_while() -> None:
+def test_an_epoch_that_finished_a_step_is_not_futile() -> None:
     g = group()
     for _ in range(3 * MAX_FUTILE_EPOCHS):
         g.serve("a")
-        g.on_step()
-        g_gone(g, "a", 1.0)
-    assert g.epochs_lost == 3 * MAX_FUTILE_EPOCHS
+        g.on_dispatch(1, 0.0)
+        g.on_result(g.epoch, 1, 0.5)
+        g.lose("a", 1.0)
+    assert g.losses.total == 3 * MAX_FUTILE_EPOCHS
 
 
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g = group(num_gpu_blocks_override=2000)
     g.register("a")
-    with pytest.raises(GroupError, match="--num-gpu-blocks-override 2000: the workers can hold 1000 blocks"):
-        g.say("a", replace_blocks(1000, 1))
+    actions = g.send("a", replace_blocks(1000, 1))
+    error = "--num-gpu-blocks-override 2000: the workers can hold 1000 blocks"
+    assert sent(actions, Shutdown) == {"a": Shutdown(error)}
+    assert g.status[:2] == (EnginePhase.FAILED, error)
 
 
 @pytest.mark.parametrize(
@@ -346,16 +370,173 @@ def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
 def test_a_drafter_with_keys_and_values_of_its_own_has_room_for_drafts(
     drafter: dict[str, str], lookahead: int
 ) -> None:
-    """Also one that comes without a name, as the demo model's head does."""
+    """A head without a name, as the demo model's, included."""
     speculative = drafter | {"num_speculative_tokens": 3}
-    group = Group(SchedulerConfig(speculative_config=speculative))  # type: ignore[arg-type]
-    (assigned,) = (a.message for a in group.register("a") if isinstance(a, Send))
+    config = SchedulerConfig.model_validate({"speculative_config": speculative})
+    g = ScriptedGroup(config)
+    (assigned,) = (a.message for a in g.register("a") if isinstance(a, Send))
     assert isinstance(assigned, Assignment)
     assert assigned.speculation is not None
     assert (assigned.speculation.method, assigned.speculation.num_speculative_tokens) == (
         drafter["method"],
         3,
     )
-    limits = group.go_on().limits
+    limits = g.start().limits
     assert limits.lookahead == lookahead
-    assert limits.drafts_in_flight == 3 * group.config.depth
+    assert limits.drafts_in_flight == 3 * config.depth
+
+
+# -- the group's own timeouts and failures -----------------------------------------------------------------------------
+
+
+def test_open_requests_fail_when_no_group_comes_in_time_and_the_group_goes_on() -> None:
+    g = group(recovery_timeout_seconds=20)
+    g.serve("a")
+    g.lose("a", 10.0)
+    assert g.check_at(30.0) == []
+    (action,) = g.check_at(30.1)
+    assert isinstance(action, FailRequests)
+    assert g.status.phase is EnginePhase.WAITING_FOR_WORKERS
+    assert g.check_at(60.0) == [], "once only"
+    assert g.serve("b", at=61.0).epoch == 2
+
+
+def test_the_recovery_timeout_goes_on_while_the_next_group_loads() -> None:
+    g = group(recovery_timeout_seconds=20)
+    g.serve("a")
+    g.lose("a", 10.0)
+    g.register("b", at=25.0)
+    assert g.status.phase is EnginePhase.RECOVERING
+    (action,) = g.check_at(30.1)
+    assert isinstance(action, FailRequests)
+    assert g.status.phase is EnginePhase.LOADING
+    assert g.start(31.0).epoch == 2
+
+
+def test_the_recovery_timeout_begins_anew_with_each_epoch_in_effect() -> None:
+    g = group(recovery_timeout_seconds=20)
+    g.serve("a")
+    g.lose("a", 10.0)
+    g.serve("b", at=25.0)
+    g.send("b", Heartbeat(2, 0), 39.0)
+    assert g.check_at(40.0) == []
+    g.lose("b", 41.0)
+    assert g.check_at(60.0) == []
+    assert [type(a) for a in g.check_at(61.1)] == [FailRequests]
+
+
+def test_a_group_none_of_whose_ranks_makes_progress_is_given_up() -> None:
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+    g.send("ab", Heartbeat(1, 0), 1.0)
+    g.send("a", LoadProgress("weights", 0.5), 100.0)
+    g.send("ab", Heartbeat(1, 0), 100.0 + LOAD_STALL)
+    assert g.check_at(100.0 + LOAD_STALL) == []
+    ends = sent(g.check_at(100.1 + LOAD_STALL), EndEpoch)
+    assert ends == {name: EndEpoch(1, "no rank made progress for 1800 s: weights") for name in "ab"}
+
+
+def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
+    g = group(step_timeout_seconds=1.0)
+    g.serve("a")
+    g.on_dispatch(1, 0.0)
+    g.on_result(1, 1, 0.9)
+    g.on_dispatch(2, 1.0)
+    g.send("a", Heartbeat(1, 1), 9.0)
+    assert g.check_at(9.9) == []
+    assert [type(a) for a in g.check_at(10.1)] == [Send, Ended]
+
+
+def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> None:
+    g = group(step_timeout_seconds=1.0)
+    g.serve("a")
+    g.lose("a", 1.0)
+    g.on_result(1, 1, 1.1)
+    g.serve("b", at=2.0)
+    g.on_dispatch(1, 2.0)
+    g.on_result(1, 1, 2.5)
+    assert g.losses.futile == 1
+    assert [type(a) for a in g.check_at(3.1)] == [Send, Ended]
+
+
+def test_a_worker_that_failed_in_a_step_is_lost() -> None:
+    g = group()
+    g.serve("a")
+    assert g.send("a", StepFault(1, 7, "out of memory")) == [
+        Ended(1, "worker host:1 failed in step 7: out of memory")
+    ]
+    assert g.names == ""
+
+
+def test_a_worker_whose_result_contradicts_its_plan_is_turned_away() -> None:
+    g = group()
+    g.serve("a")
+    g.on_impossible_result(b"a", "step 7 has other rows", 1.0)
+    assert g.actions() == [
+        Refuse(b"a", "step 7 has other rows"),
+        Ended(1, "worker host:1 sent an impossible result: step 7 has other rows"),
+    ]
+
+
+def test_a_rank_that_registers_again_by_itself_ends_the_epoch_for_the_others() -> None:
+    g = group(tensor_parallel_size=2)
+    g.serve("a", "b")
+    assert sent(g.register("a", at=1.0), EndEpoch) == {"b": EndEpoch(1, "worker host:1 registered again")}
+    assert sent(g.register("b", at=1.1), Assignment).keys() == {"a", "b"}
+
+
+def test_a_member_that_registers_as_something_else_is_lost_and_refused() -> None:
+    g = group(tensor_parallel_size=2)
+    g.serve("a", "b")
+    actions = g.register("a", at=1.0, dtype="bfloat16")
+    assert [type(a) for a in actions] == [Send, Ended, Refuse]
+    assert g.names == "b"
+
+
+def test_a_worker_that_fails_before_it_registers_is_shown() -> None:
+    g = group()
+    g.send("a", LoadFailed("tensor x is missing"))
+    g.check(0.0)
+    assert g.status.detail == "waiting for a worker to register (a worker cannot serve: tensor x is missing)"
+
+
+def test_a_message_out_of_place_is_refused_by_name_and_changes_nothing() -> None:
+    g = group()
+    g.register("a")
+    with pytest.raises(ProtocolError, match="Ready has no place while worker host:1 is ASSIGNED"):
+        g.send("a", Ready(1), 5.0)
+    assert g.member_state("a") is MemberState.ASSIGNED
+    assert g.roster[b"a"].last_seen == 0.0
+    assert g.start(6.0).epoch == 1
+
+
+def test_a_group_that_failed_takes_no_events() -> None:
+    g = group()
+    g.serve("a")
+    g.fail("no policy fits", 1.0)
+    assert [type(a) for a in g.actions()] == [Ended, FailRequests, Send]
+    assert g.state is GroupState.FAILED
+    assert g.register("b", at=2.0) == g.lose("a", 3.0) == g.check_at(1000.0) == []
+    g.fail("again", 1001.0)
+    assert g.actions() == []
+    assert g.status.detail == "no policy fits"
+
+
+def test_all_workers_are_sent_away_when_the_scheduler_ends() -> None:
+    g = group()
+    g.serve("a")
+    g.register("b")
+    g.shut_down("the scheduler is stopping")
+    assert g.actions() == [
+        Send(name, Shutdown("the scheduler is stopping"), everywhere=True) for name in (b"a", b"b")
+    ]
+
+
+def test_only_auto_has_a_group_that_forms_by_the_passing_of_time() -> None:
+    explicit, auto = group(), group(tensor_parallel_size="auto", settle_seconds=5)
+    for g in (explicit, auto):
+        assert not g.settling
+        g.register("a")
+    assert (explicit.settling, auto.settling) == (False, True)
+    auto.check_at(5.0)
+    assert not auto.settling

@@ -1,0 +1,61 @@
+"""What the group makes its service do, in the order of `WorkerGroup.take_actions`."""
+
+from dataclasses import dataclass
+
+from protocol.membership import GroupMessage, Loaded
+from services.scheduler.core.limits import Limits
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a worker.
+
+    `everywhere`: on all connections of the worker, because its executing thread may hang.
+    """
+
+    peer: bytes
+    message: GroupMessage
+    everywhere: bool = False
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Turn a worker away for good."""
+
+    peer: bytes
+    reason: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """An epoch is in effect: steps may be dispatched to `peers`, which are in the order of their ranks."""
+
+    epoch: int
+    peers: list[bytes]
+    limits: Limits
+    loaded: Loaded
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The epoch that was in effect is over: nothing in flight will return."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class FailRequests:
+    """End all open requests with this error."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class News:
+    """A worker came or was lost: a line for the log."""
+
+    text: str
+
+
+Action = Send | Refuse | Started | Ended | FailRequests | News

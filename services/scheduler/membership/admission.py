@@ -1,0 +1,48 @@
+"""Which workers fit the group."""
+
+from protocol.membership import Register
+from services.config import SchedulerConfig
+from services.scheduler.capabilities import Combination, refusal
+
+
+def objection(
+    register: Register, model: Register | None, num_others: int | None, config: SchedulerConfig
+) -> str | None:
+    """Return why a worker cannot be used, with the values that contradict one another, or None.
+
+    Args:
+        model: what the other workers registered; None: there are none.
+        num_others: workers in the group, for a new worker; None: it is in the group already.
+    """
+    if model is not None and (mismatch := _mismatch(register, model)) is not None:
+        return mismatch
+    if (reason := refusal(Combination.of(config, register.backend))) is not None:
+        return reason
+    tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    sizes, most_stages = register.tensor_parallel_sizes, register.max_pipeline_parallel_size
+    if tp != "auto" and tp not in sizes:
+        return f"--tensor-parallel-size {tp}: the model can be cut into {', '.join(map(str, sizes))}"
+    if pp > most_stages:
+        return f"--pipeline-parallel-size {pp}: the model can be cut into at most {most_stages} stages"
+    ranks = (max(sizes) if tp == "auto" else tp) * pp
+    if num_others is not None and num_others >= ranks + config.max_spare_workers:
+        return (
+            f"the group has {num_others} workers: {ranks} ranks and {config.max_spare_workers} spares "
+            f"(--max-spare-workers) are the maximum"
+        )
+    return None
+
+
+def _mismatch(register: Register, model: Register) -> str | None:
+    values = (
+        ("backend", register.backend, model.backend),
+        ("model hash", register.model_hash, model.model_hash),
+        ("dtype", register.dtype, model.dtype),
+    )
+    for name, theirs, ours in values:
+        if theirs != ours:
+            return (
+                f"{name} mismatch: this worker has {theirs!r}, the group {ours!r} "
+                f"(model {register.model or 'demo'!r} and {model.model or 'demo'!r})"
+            )
+    return None

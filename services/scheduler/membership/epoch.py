@@ -1,0 +1,71 @@
+"""The current epoch: its number, its size, and what its ranks are sent."""
+
+from protocol.membership import EndEpoch, InitializeCache, Loaded, Register
+from services.config import SchedulerConfig
+from services.scheduler.core.limits import Limits
+from services.scheduler.membership.actions import Action, Send, Started
+from services.scheduler.membership.assignment import make_assignment
+from services.scheduler.membership.formation import GroupSize, assign_ranks
+from services.scheduler.membership.member_states import MemberEvent, MemberState
+from services.scheduler.membership.roster import Roster
+from services.scheduler.membership.sizes import fit
+
+
+class Epoch:
+    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+        self._config = config
+        self._roster = roster
+        self.number = 0
+        """The current epoch's, or the last one's if there is none."""
+        self.size: GroupSize | None = None
+        """None: there is no epoch."""
+        self.model: Register | None = None
+        """What rank 0 of the first epoch registered; the frontends' tokenizer belongs to its model."""
+
+    def begin(self, size: GroupSize, now: float) -> list[Action]:
+        """Make ranks of spares: send each its assignment."""
+        self.number, self.size = self.number + 1, size
+        ranks = assign_ranks(self._roster.spares, size)
+        self.model = self.model or ranks[0].register
+        rendezvous = ranks[0].register.rendezvous if len(ranks) > 1 else ""
+        for rank, member in enumerate(ranks):
+            member.rank, member.loaded = rank, None
+            self._roster.apply(member.peer, MemberEvent.ASSIGN, now)
+        return [
+            Send(member.peer, make_assignment(self._config, size, self.number, rank, rendezvous))
+            for rank, member in enumerate(ranks)
+        ]
+
+    def all_are(self, state: MemberState) -> bool:
+        """Whether there is an epoch all of whose ranks are in this state."""
+        return self.size is not None and all(member.state is state for member in self._roster.ranks)
+
+    def limits(self) -> Limits:
+        """Return the engine's sizes for what the ranks have loaded.
+
+        Raises: GroupError
+        """
+        return fit(self._config, self._loaded())
+
+    def initialize(self, now: float) -> list[Action]:
+        """All ranks have loaded: send each the size of its cache."""
+        limits, ranks = self.limits(), self._roster.ranks
+        for member in ranks:
+            self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
+        return [Send(m.peer, InitializeCache(limits.num_blocks, limits.max_model_len)) for m in ranks]
+
+    def start(self) -> Started:
+        """All ranks are ready."""
+        peers = [member.peer for member in self._roster.ranks]
+        return Started(self.number, peers, self.limits(), self._loaded()[0])
+
+    def end(self, reason: str, now: float) -> list[Action]:
+        """Send all ranks that are left back to registration."""
+        ranks, self.size = self._roster.ranks, None
+        for member in ranks:
+            self._roster.apply(member.peer, MemberEvent.END, now)
+        return [Send(m.peer, EndEpoch(self.number, reason), everywhere=True) for m in ranks]
+
+    def _loaded(self) -> list[Loaded]:
+        """In the order of ranks."""
+        return [member.loaded for member in self._roster.ranks if member.loaded is not None]

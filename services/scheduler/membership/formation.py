@@ -1,0 +1,75 @@
+"""The size of a group, when it may form, and which worker gets which rank."""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from protocol.membership import Shard
+from services.config import SchedulerConfig
+from services.scheduler.membership.member import Member
+
+
+class GroupSize(NamedTuple):
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class Formation:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._tensor_parallel = config.tensor_parallel_size
+        self._pipeline_parallel = config.pipeline_parallel_size
+        self._settle_seconds = config.settle_seconds
+        self._changed_at = 0.0
+        """When a worker last came or went."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the size follows the number of workers."""
+        return self._tensor_parallel == "auto"
+
+    def on_change(self, now: float) -> None:
+        """A worker came or went."""
+        self._changed_at = now
+
+    def settled(self, now: float) -> bool:
+        """Whether a group may form: under `auto` when no worker has come or gone for some time, else at once."""
+        return not self.is_auto or now - self._changed_at >= self._settle_seconds
+
+    def best_size(self, members: Collection[Member]) -> GroupSize | None:
+        """Return the size of the group that these workers should form, or None if they are too few."""
+        stages = self._pipeline_parallel
+        if self._tensor_parallel != "auto":
+            size = GroupSize(self._tensor_parallel, stages)
+            return size if len(members) >= size.world else None
+        allowed = [set(member.register.tensor_parallel_sizes) for member in members]
+        sizes = set.intersection(*allowed) if allowed else set()
+        fitting = [size for size in sizes if size * stages <= len(members)]
+        return GroupSize(max(fitting), stages) if fitting else None
+
+    def waits_for(self, num_members: int) -> str:
+        """Return what a group that cannot form yet waits for, for people."""
+        if not num_members:
+            return "waiting for a worker to register"
+        if self._tensor_parallel == "auto":
+            return f"{num_members} workers have registered; waiting {self._settle_seconds:g} s for more"
+        needed = GroupSize(self._tensor_parallel, self._pipeline_parallel).world
+        return f"waiting for workers: {num_members} of {needed} have registered"
+
+
+def assign_ranks(spares: Collection[Member], size: GroupSize) -> list[Member]:
+    """Return a worker for each rank. A worker that has a rank's weights in memory gets that rank again."""
+    tp, pp = size
+    ranks: list[Member | None] = [None] * size.world
+    others = []
+    for member in spares:
+        shard = member.register.shard
+        rank = -1 if shard is None else shard.pp_rank * tp + shard.tp_rank
+        if shard == Shard(rank % tp, tp, rank // tp, pp) and ranks[rank] is None:
+            ranks[rank] = member
+        else:
+            others.append(member)
+    return [member or others.pop(0) for member in ranks]

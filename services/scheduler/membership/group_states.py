@@ -1,0 +1,136 @@
+"""States of the worker group: the rules first, then the table.
+
+An epoch is one life of the group: the time from the assignment of ranks until one of them is lost. At most one epoch
+exists at a time, and at most one is in effect: steps are dispatched in READY only.
+
+    WAITING     no epoch, and no request waits for one: the group has not served yet, or recovery took too long
+    LOADING     an epoch has begun: its ranks load, connect to one another and run the canary step
+    READY       the epoch is in effect
+    RECOVERING  an epoch that was in effect has ended; open requests wait for the next one
+    RELOADING   the next epoch has begun; open requests wait for it
+    FAILED      terminal: the group cannot serve, every open request has ended with an error
+
+                                                  READY
+    WAITING ──FORM──► LOADING ─────────────────────────────────────────────► READY
+       ▲  ◄──BREAK,──    ▲                                                   ▲   │ BREAK, RESIZE
+       │     RESIZE      │ TOO_LATE                                    READY │   ▼
+       │                 └──────────────────────────── RELOADING ────────────┘ RECOVERING
+       │                                                 │   ▲  ◄──────FORM────── │ ▲ │
+       │                                                 │   └────────────────────┘ │ │
+       │ TOO_LATE                                        └──BREAK, RESIZE───────────┘ │
+       └──────────────────────────────────────────────────────────────────────────────┘
+
+    FAIL leads from every state but FAILED to FAILED.
+
+Rules:
+
+1. When an epoch ends, each rank is sent `EndEpoch` on all of its connections and must register again. What was in
+   flight in an epoch that was in effect is void (the epoch void, docs/invariants.md).
+2. An epoch ends by a fault (BREAK) or because another size fits the workers better (RESIZE). Faults are counted: after
+   `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
+3. The recovery timeout runs from the end of an epoch that was in effect to the next one that is. When it expires, open
+   requests end with an error; the group goes on without them.
+4. An event for which the table has no row is a bug: `IllegalTransition`, and nothing changes. A group that has failed
+   takes no events any more.
+"""
+
+import enum
+
+from protocol.requests import EnginePhase
+from services.scheduler.core.request import IllegalTransition
+
+
+class GroupState(enum.Enum):
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    READY = enum.auto()
+    RECOVERING = enum.auto()
+    RELOADING = enum.auto()
+    FAILED = enum.auto()
+
+
+class GroupEvent(enum.Enum):
+    FORM = enum.auto()
+    """Enough workers are spare for an epoch."""
+    LOADED = enum.auto()
+    """All ranks have loaded their weights."""
+    READY = enum.auto()
+    """All ranks have run the canary step."""
+    BREAK = enum.auto()
+    """A rank is lost, or none comes further."""
+    RESIZE = enum.auto()
+    """`--tensor-parallel-size auto`: another size fits the workers better."""
+    TOO_LATE = enum.auto()
+    """The recovery timeout has expired."""
+    FAIL = enum.auto()
+    """The group cannot serve with this configuration, or no epoch lasts."""
+
+
+class GroupAction(enum.Enum):
+    ASSIGN = enum.auto()
+    """Begin an epoch: send each rank its assignment."""
+    INITIALIZE = enum.auto()
+    """Send each rank the size of its cache."""
+    START = enum.auto()
+    """Put the epoch in effect."""
+    END = enum.auto()
+    """Send each rank the end of the epoch."""
+    VOID = enum.auto()
+    """The epoch was in effect: make its steps void and start the recovery timeout."""
+    COUNT = enum.auto()
+    """Count the fault."""
+    END_REQUESTS = enum.auto()
+    """End open requests with an error and stop the recovery timeout."""
+    SHUT_DOWN = enum.auto()
+    """Send all workers away."""
+
+
+FORMING = (GroupState.LOADING, GroupState.RELOADING)
+"""An epoch has begun and is not in effect yet."""
+
+_S, _E, _A = GroupState, GroupEvent, GroupAction
+
+GROUP_TABLE: dict[tuple[GroupState, GroupEvent], tuple[GroupState, tuple[GroupAction, ...]]] = {
+    # an epoch begins
+    (_S.WAITING, _E.FORM): (_S.LOADING, (_A.ASSIGN,)),
+    (_S.RECOVERING, _E.FORM): (_S.RELOADING, (_A.ASSIGN,)),
+    (_S.LOADING, _E.LOADED): (_S.LOADING, (_A.INITIALIZE,)),
+    (_S.RELOADING, _E.LOADED): (_S.RELOADING, (_A.INITIALIZE,)),
+    (_S.LOADING, _E.READY): (_S.READY, (_A.START,)),
+    (_S.RELOADING, _E.READY): (_S.READY, (_A.START,)),
+    # an epoch ends
+    (_S.LOADING, _E.BREAK): (_S.WAITING, (_A.END, _A.COUNT)),
+    (_S.LOADING, _E.RESIZE): (_S.WAITING, (_A.END,)),
+    (_S.READY, _E.BREAK): (_S.RECOVERING, (_A.END, _A.VOID, _A.COUNT)),
+    (_S.READY, _E.RESIZE): (_S.RECOVERING, (_A.END, _A.VOID)),
+    (_S.RELOADING, _E.BREAK): (_S.RECOVERING, (_A.END, _A.COUNT)),
+    (_S.RELOADING, _E.RESIZE): (_S.RECOVERING, (_A.END,)),
+    # recovery takes too long
+    (_S.RECOVERING, _E.TOO_LATE): (_S.WAITING, (_A.END_REQUESTS,)),
+    (_S.RELOADING, _E.TOO_LATE): (_S.LOADING, (_A.END_REQUESTS,)),
+    # the group cannot serve
+    (_S.WAITING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
+    (_S.LOADING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
+    (_S.READY, _E.FAIL): (_S.FAILED, (_A.VOID, _A.END_REQUESTS, _A.SHUT_DOWN)),
+    (_S.RECOVERING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
+    (_S.RELOADING, _E.FAIL): (_S.FAILED, (_A.END_REQUESTS, _A.SHUT_DOWN)),
+}
+"""(state, event) -> (next state, actions in order)."""
+
+PHASES: dict[GroupState, EnginePhase] = {
+    GroupState.WAITING: EnginePhase.WAITING_FOR_WORKERS,
+    GroupState.LOADING: EnginePhase.LOADING,
+    GroupState.READY: EnginePhase.READY,
+    GroupState.RECOVERING: EnginePhase.RECOVERING,
+    GroupState.RELOADING: EnginePhase.RECOVERING,
+    GroupState.FAILED: EnginePhase.FAILED,
+}
+"""State -> what frontends are sent."""
+
+
+def group_transition(state: GroupState, event: GroupEvent) -> tuple[GroupState, tuple[GroupAction, ...]]:
+    """Return the next state and the actions. Raises: IllegalTransition"""
+    row = GROUP_TABLE.get((state, event))
+    if row is None:
+        raise IllegalTransition(f"{event.name} has no place while the group is {state.name}")
+    return row

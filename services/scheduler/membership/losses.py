@@ -1,0 +1,40 @@
+"""Epochs that were lost, and the limit on those that brought nothing."""
+
+MAX_FUTILE_EPOCHS = 5
+"""Epochs in a row that may end by a fault without having finished a step."""
+PROVEN_AFTER = 60.0
+"""Seconds in effect after which an epoch counts as useful even if no step was requested."""
+
+
+class Losses:
+    def __init__(self) -> None:
+        self.total = 0
+        """Epochs that ended by a fault."""
+        self.futile = 0
+        """Such epochs since the last useful one."""
+        self.last = ""
+        """The last fault; "" once an epoch is in effect."""
+        self._started_at = 0.0
+
+    @property
+    def hopeless(self) -> bool:
+        return self.futile >= MAX_FUTILE_EPOCHS
+
+    def on_start(self, now: float) -> None:
+        """An epoch is in effect."""
+        self._started_at, self.last = now, ""
+
+    def on_step(self) -> None:
+        """A step was finished: this epoch is useful."""
+        self.futile = 0
+
+    def on_end(self, now: float) -> None:
+        """An epoch that was in effect has ended, for whatever reason."""
+        if now - self._started_at >= PROVEN_AFTER:
+            self.futile = 0
+
+    def on_fault(self, reason: str) -> None:
+        """An epoch has ended by a fault, after `on_end` if it was in effect."""
+        self.last = reason
+        self.total += 1
+        self.futile += 1

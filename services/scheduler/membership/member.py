@@ -1,0 +1,31 @@
+"""One registered worker."""
+
+from dataclasses import dataclass
+
+from protocol.membership import Loaded, LoadProgress, Register
+from services.scheduler.membership.member_states import IN_EPOCH, MemberState
+
+
+@dataclass
+class Member:
+    peer: bytes
+    register: Register
+    state: MemberState
+    since: float
+    """When it entered its state, or last made progress in it."""
+    last_seen: float
+    """When its last message arrived."""
+    rank: int = -1
+    progress: LoadProgress | None = None
+    loaded: Loaded | None = None
+    """What it has loaded for the current epoch."""
+
+    @property
+    def name(self) -> str:
+        """For logs and errors."""
+        return f"{self.register.hostname or 'worker'}:{self.register.pid}"
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether it is a rank of the current epoch."""
+        return self.state in IN_EPOCH

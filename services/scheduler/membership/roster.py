@@ -1,0 +1,92 @@
+"""The registered workers, each in a state of `member_states`."""
+
+from collections.abc import Iterator
+
+from protocol.codec import ProtocolError
+from protocol.membership import Loaded, LoadProgress, Register, WorkerMessage
+from protocol.steps import StepFault
+from services.scheduler.membership.member import Member
+from services.scheduler.membership.member_states import (
+    MEMBER_TABLE,
+    MemberAction,
+    MemberEvent,
+    MemberState,
+    event_of,
+    member_transition,
+)
+
+
+class Roster:
+    """A peer that is not in it is UNKNOWN."""
+
+    def __init__(self) -> None:
+        self._members: dict[bytes, Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        """In the order of registration; the roster may change meanwhile."""
+        return iter(list(self._members.values()))
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self._members
+
+    def __getitem__(self, peer: bytes) -> Member:
+        return self._members[peer]
+
+    def state_of(self, peer: bytes) -> MemberState:
+        member = self._members.get(peer)
+        return MemberState.UNKNOWN if member is None else member.state
+
+    def named(self, peer: bytes, text: str) -> str:
+        """Return `text` after the name of the worker."""
+        member = self._members.get(peer)
+        return f"a worker {text}" if member is None else f"worker {member.name} {text}"
+
+    @property
+    def spares(self) -> list[Member]:
+        return [member for member in self if member.state is MemberState.SPARE]
+
+    @property
+    def ranks(self) -> list[Member]:
+        """The workers of the current epoch, in the order of their ranks."""
+        return sorted((member for member in self if member.in_epoch), key=lambda member: member.rank)
+
+    def add(self, peer: bytes, register: Register, now: float) -> None:
+        """Store what a worker registered, with the state that it had before. `apply` of REGISTER is to follow."""
+        self._members[peer] = Member(peer, register, self.state_of(peer), now, now)
+
+    def receive(
+        self, peer: bytes, message: WorkerMessage | StepFault, epoch: int, now: float
+    ) -> MemberEvent | None:
+        """Store the content of a message, and return its event, or None if it does not belong to `epoch`.
+
+        Raises: ProtocolError, with nothing changed, for a message that the worker may not send in its state
+        """
+        event, state = event_of(message, epoch), self.state_of(peer)
+        if event is not None and (state, event) not in MEMBER_TABLE:
+            worker = self.named(peer, f"is {state.name}")
+            raise ProtocolError(f"{type(message).__name__} has no place while {worker}")
+        member = self._members.get(peer)
+        if member is not None:
+            member.last_seen = now
+            match message:
+                case LoadProgress():
+                    member.progress = message
+                case Loaded() if event is not None:
+                    member.loaded = message
+        return event
+
+    def apply(self, peer: bytes, event: MemberEvent, now: float) -> tuple[MemberAction, ...]:
+        """Move a worker by the table, and return the actions of the row.
+
+        Raises: IllegalTransition, with nothing changed
+        """
+        member, before = self._members.get(peer), self.state_of(peer)
+        after, actions = member_transition(before, event)
+        if member is not None and after is not before:
+            member.state, member.since = after, now
+        if after is MemberState.UNKNOWN:
+            self._members.pop(peer, None)
+        return actions

@@ -1,0 +1,42 @@
+"""How long a worker may be silent, load and return."""
+
+from collections.abc import Iterable
+
+from services.scheduler.membership.member import Member
+from services.scheduler.membership.member_states import MemberState
+
+LOAD_SILENCE = 30.0
+"""Seconds of silence that are excused at least while a worker does not serve: imports and compilation can hold up even
+its heartbeat thread."""
+RETURN_TIMEOUT = 15.0
+"""Seconds until a worker whose epoch has ended must have registered again."""
+ASSIGN_TIMEOUT = 15.0
+"""Seconds until a worker's heartbeats must carry its assigned epoch. One whose heartbeats do not is hung."""
+LOAD_STALL = 1800.0
+"""Seconds within which at least one rank of a forming epoch must make progress: a rank may hang although its heartbeat
+thread runs."""
+
+
+def overdue(member: Member, now: float, heartbeat_timeout: float) -> str | None:
+    """Return why the worker is given up, or None. `heartbeat_timeout`: seconds, for a worker that serves."""
+    if member.state is MemberState.RETURNING:
+        late = now - member.since > RETURN_TIMEOUT
+        return "did not register again after its epoch ended" if late else None
+    silence = now - member.last_seen
+    if silence > patience(member, heartbeat_timeout):
+        return f"was silent for {silence:.1f} s"
+    if member.state is MemberState.ASSIGNED and member.last_seen - member.since > ASSIGN_TIMEOUT:
+        return f"is alive, but did not take up rank {member.rank}"
+    return None
+
+
+def patience(member: Member, heartbeat_timeout: float) -> float:
+    """Return the seconds that the worker may be silent."""
+    return heartbeat_timeout if member.state is MemberState.READY else max(heartbeat_timeout, LOAD_SILENCE)
+
+
+def stalled(ranks: Iterable[Member], now: float) -> str | None:
+    """Return why a forming epoch is given up, or None."""
+    if now - max(member.since for member in ranks) <= LOAD_STALL:
+        return None
+    return f"no rank made progress for {LOAD_STALL:.0f} s"
