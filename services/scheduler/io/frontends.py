@@ -35,11 +35,6 @@ class FrontendConnections:
         self._sweep_at: float | None = None
 
     @property
-    def endpoint(self) -> str:
-        """The endpoint that frontends connect to."""
-        return self._server.endpoint
-
-    @property
     def socket(self) -> zmq.Socket[bytes]:
         """`receive` is to be called when it is readable."""
         return self._server.socket

@@ -35,6 +35,10 @@ class WorkerConnections:
         self._gone: list[bytes] = []
         self._probe_until = 0.0
 
+    def __len__(self) -> int:
+        """Number of workers that are not known to be gone."""
+        return len(self._by_name)
+
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """`receive` is to be called when one of them is readable."""

@@ -125,8 +125,9 @@ class WorkerGroup:
 
     def on_impossible_result(self, peer: bytes, error: str, now: float) -> None:
         """A result contradicts its plan: worker and scheduler disagree about the batch, so the worker must leave."""
-        self._actions.append(Refuse(peer, error))
-        self.on_gone(peer, f"sent an impossible result: {error}", now)
+        if not self.failed:
+            self._actions.append(Refuse(peer, error))
+            self.on_gone(peer, f"sent an impossible result: {error}", now)
 
     def on_dispatch(self, step_id: int, now: float) -> None:
         """A step of the epoch in effect is being sent to its ranks."""

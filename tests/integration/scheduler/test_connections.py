@@ -1,0 +1,208 @@
+"""Frontends and workers that leave, over real sockets: nothing is kept of them."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import pack
+from protocol.handshake import Hello
+from protocol.membership import EndEpoch, Heartbeat, Register
+from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOutputs
+from protocol.transport import Client, HandshakeRefused
+from protocol.transport import server as transport
+from services.scheduler.io import frontends as frontend_connections
+from services.scheduler.io.frontends import FrontendConnections
+from services.scheduler.io.workers import WorkerConnections
+
+PATIENCE = 30.0
+STATE = EngineState(EnginePhase.READY)
+OUTPUTS = RequestOutputs(pack([1]), pack([0]), pack([5]), [])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+class Frontends:
+    """The scheduler's side, driven as by its service."""
+
+    def __init__(self, directory: Path) -> None:
+        self.endpoint = f"ipc://{directory}/c"
+        self.connections = FrontendConnections(self.endpoint)
+        self.received: list[tuple[int, object]] = []
+        self.gone: list[int] = []
+
+    def pump(self) -> None:
+        self.received += self.connections.receive()
+        if self.connections.sweep_due:
+            self.connections.send_state_to_all(STATE)
+        self.gone += self.connections.take_gone()
+
+    def connect(self) -> Client:
+        client = Client(self.endpoint)
+        client.greet("frontend", "test")
+        answer: list[bytes] = []
+
+        def answered() -> bool:
+            self.pump()
+            answer.extend(frame for frame in [client.take()] if frame is not None)
+            return bool(answer)
+
+        until(answered)
+        client.accept(answer[0])
+        return client
+
+    def has_lost(self, *numbers: int) -> bool:
+        self.pump()
+        return self.gone == list(numbers)
+
+
+@pytest.fixture
+def frontends(tmp_path: Path) -> Iterator[Frontends]:
+    frontends = Frontends(tmp_path)
+    yield frontends
+    frontends.connections.close(0)
+
+
+def test_a_frontend_that_left_is_found_although_nothing_is_sent_to_it(frontends: Frontends) -> None:
+    first, second = frontends.connect(), frontends.connect()
+    assert [number for number, message in frontends.received if isinstance(message, Hello)] == [0, 1]
+    first.close()
+    until(lambda: frontends.has_lost(0))
+    assert len(frontends.connections) == 1
+    assert not frontends.connections.sweep_due
+    second.send(AbortRequest([7]))
+    until(lambda: (frontends.pump(), (1, AbortRequest([7])) in frontends.received)[1])
+    second.close()
+
+
+def test_a_frontend_that_left_is_found_by_its_outputs(frontends: Frontends) -> None:
+    frontends.connect().close()
+
+    def sent() -> bool:
+        frontends.connections.send(0, OUTPUTS)
+        return frontends.connections.take_gone() == [0]
+
+    until(sent)
+    frontends.connections.send(0, OUTPUTS)
+    frontends.connections.send_state(0, STATE)
+    frontends.connections.count_error(0, ValueError("late"))
+    assert frontends.connections.take_gone() == [], "once only"
+
+
+def test_a_frontend_that_comes_back_gets_a_new_number(frontends: Frontends) -> None:
+    frontends.connect().close()
+    client = frontends.connect()
+    until(lambda: frontends.has_lost(0))
+    assert [number for number, message in frontends.received if isinstance(message, Hello)] == [0, 1]
+    client.close()
+
+
+def test_frontends_that_left_use_up_no_room(frontends: Frontends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_PEERS", 2)
+    monkeypatch.setattr(frontend_connections, "SWEEP_SECONDS", 0.1)
+    for number in range(4):
+        frontends.connect().close()
+        until(lambda n=number: frontends.has_lost(*range(n + 1)))  # type: ignore[misc]
+        assert len(frontends.connections) == 0
+
+
+class Workers:
+    """The scheduler's side, driven as by its service."""
+
+    def __init__(self, directory: Path) -> None:
+        self.endpoint = f"ipc://{directory}/w"
+        self.connections = WorkerConnections(self.endpoint)
+        self.received: list[tuple[bytes, object]] = []
+        self.gone: list[bytes] = []
+
+    def pump(self) -> None:
+        self.received += self.connections.receive()
+        self.gone += self.connections.take_gone()
+
+    def connect(self, name: str) -> tuple[Client, Client]:
+        """The two connections of a worker."""
+        clients = Client(self.endpoint), Client(self.endpoint)
+        for client, role in zip(clients, ("worker", "worker-results"), strict=True):
+            client.greet(role, name)
+            until(lambda c=client: (self.pump(), self._is_welcome(c))[1])  # type: ignore[misc]
+        return clients
+
+    @staticmethod
+    def _is_welcome(client: Client) -> bool:
+        frame = client.take()
+        if frame is not None:
+            client.accept(frame)
+        return frame is not None
+
+    def register(self, name: str) -> tuple[bytes, tuple[Client, Client]]:
+        """A worker's identity and its connections, both of which it has used."""
+        clients, before = self.connect(name), len(self.received)
+        clients[0].send(Register("sim", "m"))
+        clients[1].send(Heartbeat(0, 0))
+        until(lambda: (self.pump(), len(self.received) == before + 2)[1])
+        peers = {peer for peer, _ in self.received[before:]}
+        assert len(peers) == 1, "both connections belong to one worker"
+        return peers.pop(), clients
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    workers = Workers(tmp_path)
+    yield workers
+    workers.connections.close(0)
+
+
+def close(clients: tuple[Client, Client]) -> None:
+    for client in clients:
+        client.close()
+
+
+def test_a_worker_is_gone_when_either_connection_breaks(workers: Workers) -> None:
+    for index in (0, 1):
+        peer, clients = workers.register(f"host:{index}")
+        clients[index].close()
+        until(lambda p=peer: (workers.pump(), p in workers.gone)[1])  # type: ignore[misc]
+        clients[1 - index].close()
+    until(lambda: (workers.pump(), not workers.connections.probing)[1])
+    assert len(workers.connections) == 0
+
+
+def test_a_worker_that_was_refused_is_turned_away_and_dropped(workers: Workers) -> None:
+    peer, clients = workers.register("host:1")
+    workers.connections.refuse(peer, "another model")
+    assert len(workers.connections) == 0
+    with pytest.raises(HandshakeRefused, match="another model"):
+        until(lambda: clients[0].take() is not None)
+    close(clients)
+
+
+def test_the_end_of_an_epoch_is_sent_on_both_connections(workers: Workers) -> None:
+    peer, clients = workers.register("host:1")
+    workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
+    for client in clients:
+        until(lambda c=client: c.take() is not None)  # type: ignore[misc]
+    close(clients)
+
+
+@pytest.mark.parametrize("how", ["refused", "registered", "connected"])
+def test_workers_that_left_use_up_no_room(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A worker has two connections: room for four is room for two workers."""
+    monkeypatch.setattr(transport, "MAX_PEERS", 4)
+    for number in range(5):
+        if how == "connected":
+            clients = workers.connect(f"host:{number}")
+        else:
+            peer, clients = workers.register(f"host:{number}")
+            if how == "refused":
+                workers.connections.refuse(peer, "another model")
+        close(clients)
+        until(lambda: (workers.pump(), workers.connections.probing)[1])
+        until(lambda: (workers.pump(), len(workers.connections) == 0)[1])
