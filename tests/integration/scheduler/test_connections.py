@@ -45,16 +45,16 @@ class Frontends:
 
     def connect(self) -> Client:
         client = Client(self.endpoint)
-        client.greet("frontend", "test")
+        client.send_hello("frontend", "test")
         answer: list[bytes] = []
 
         def answered() -> bool:
             self.pump()
-            answer.extend(frame for frame in [client.take()] if frame is not None)
+            answer.extend(frame for frame in [client.receive_now()] if frame is not None)
             return bool(answer)
 
         until(answered)
-        client.accept(answer[0])
+        client.check_welcome(answer[0])
         return client
 
     def has_lost(self, *numbers: int) -> bool:
@@ -90,7 +90,7 @@ def test_a_frontend_that_left_is_found_by_its_outputs(frontends: Frontends) -> N
 
     until(sent)
     frontends.connections.send(0, OUTPUTS)
-    frontends.connections.send_state(0, STATE)
+    frontends.connections.send_if_connected(0, STATE)
     frontends.connections.count_error(0, ValueError("late"))
     assert frontends.connections.take_gone() == [], "once only"
 
@@ -129,15 +129,15 @@ class Workers:
         """The two connections of a worker."""
         clients = Client(self.endpoint), Client(self.endpoint)
         for client, role in zip(clients, ("worker", "worker-results"), strict=True):
-            client.greet(role, name)
+            client.send_hello(role, name)
             until(lambda c=client: (self.pump(), self._is_welcome(c))[1])  # type: ignore[misc]
         return clients
 
     @staticmethod
     def _is_welcome(client: Client) -> bool:
-        frame = client.take()
+        frame = client.receive_now()
         if frame is not None:
-            client.accept(frame)
+            client.check_welcome(frame)
         return frame is not None
 
     def register(self, name: str) -> tuple[bytes, tuple[Client, Client]]:
@@ -178,7 +178,7 @@ def test_a_worker_that_was_refused_is_turned_away_and_dropped(workers: Workers) 
     workers.connections.refuse(peer, "another model")
     assert len(workers.connections) == 0
     with pytest.raises(HandshakeRefused, match="another model"):
-        until(lambda: clients[0].take() is not None)
+        until(lambda: clients[0].receive_now() is not None)
     close(clients)
 
 
@@ -186,7 +186,7 @@ def test_the_end_of_an_epoch_is_sent_on_both_connections(workers: Workers) -> No
     peer, clients = workers.register("host:1")
     workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
     for client in clients:
-        until(lambda c=client: c.take() is not None)  # type: ignore[misc]
+        until(lambda c=client: c.receive_now() is not None)  # type: ignore[misc]
     close(clients)
 
 
