@@ -1,4 +1,4 @@
-"""OpenAI's error body, and the exception that becomes one."""
+"""Errors for clients, with OpenAI's body."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 RETRY_AFTER = {"retry-after": "1"}
-"""Seconds, for 429 and 503."""
+"""Header of 429 and 503, in seconds."""
 GONE = 499
-"""The client left; nobody reads this status but the metrics."""
+"""Status of a request whose client left; only metrics and logs show it."""
 
 
 class APIError(Exception):
-    """Ends one request with `status` and a message fit for the client."""
+    """Ends one request with a status and a message for the client."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: vLLM's names, labels and buckets with our prefix."""
+"""Metrics for Prometheus: vLLM's names, labels and buckets, with the prefix "runahead:"."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ _GAUGES = {
 _LABELS = ("model_name", "engine")
 
 
-class _Engine(Collector):
-    """What the scheduler last reported."""
+class _EngineStatistics(Collector):
+    """Statistics that the scheduler reported last."""
 
     def __init__(self, engine: EngineClient, labels: tuple[str, str]) -> None:
         self._engine = engine
@@ -51,11 +51,13 @@ class _Engine(Collector):
         yield from families.values()
         if info := self._engine.state.info:
             named = dict(zip(_LABELS, self._labels, strict=True)) | info
-            yield InfoMetricFamily("runahead:engine", "what is combined in this engine", value=named)
+            yield InfoMetricFamily(
+                "runahead:engine", "features that are combined in this engine", value=named
+            )
 
 
 class Seconds(Collector):
-    """A histogram that one thread fills. prometheus_client's own takes locks: as much time as all else of a token."""
+    """Histogram without locks, for one thread. With prometheus_client's own, the locks double the cost of a token."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, str]) -> None:
         self._name = name
@@ -77,11 +79,19 @@ class Seconds(Collector):
         yield family
 
 
+def outcome_of(status: int) -> str:
+    """Return in one word how an HTTP request for an answer ended."""
+    outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
+    return outcomes.get(status, "failed" if status >= 500 else "invalid")
+
+
 class Metrics:
+    """The frontend's metrics, and the last statistics that the scheduler reported."""
+
     def __init__(self, engine: EngineClient, model: str) -> None:
         self._registry = CollectorRegistry()
         labels = (model, "0")
-        self._registry.register(_Engine(engine, labels))
+        self._registry.register(_EngineStatistics(engine, labels))
 
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"runahead:{name}", text, (*_LABELS, *more), registry=self._registry)
@@ -92,25 +102,25 @@ class Metrics:
             return histogram
 
         self._labels = labels
-        self._success = counter("request_success", "answers that ended well", "finished_reason")
+        self._success = counter("request_success", "answers that completed", "finished_reason")
         self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
-        self._duplicates = counter("duplicate_tokens_dropped", "tokens that were delivered before")
+        self._duplicates = counter(
+            "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
+        )
         self.ttft = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         self.itl = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.e2e = seconds("e2e_request_latency", "seconds from a request to its end", _E2E)
 
     def on_answer(self, finish: str, seconds: float, duplicates: int) -> None:
-        """One choice has ended by itself."""
+        """Count a choice that ended by itself."""
         self._success.labels(*self._labels, finish).inc()
         self.e2e.observe(seconds)
         if duplicates:
             self._duplicates.labels(*self._labels).inc(duplicates)
 
-    def on_request(self, code: int) -> None:
-        """An HTTP request for an answer has ended; `code` is what was, or in a stream would have been, its status."""
-        outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
-        outcome = outcomes.get(code, "failed" if code >= 500 else "invalid")
-        self._requests.labels(*self._labels, outcome, str(code)).inc()
+    def on_request(self, status: int) -> None:
+        """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
+        self._requests.labels(*self._labels, outcome_of(status), str(status)).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

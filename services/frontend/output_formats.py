@@ -1,11 +1,11 @@
-"""In which forms the served model writes calls and reasoning."""
+"""The formats in which the served model writes tool calls and reasoning."""
 
 import logging
 from dataclasses import dataclass
 
 from services.config import FrontendConfig
 from services.frontend.reasoning import formats as reasoning_formats
-from services.frontend.reasoning.think import CLOSING, OPENING, Begins
+from services.frontend.reasoning.think import CLOSING, OPENING, ReasoningStart
 from services.frontend.text.tokenizer import Tokenizer
 from services.frontend.tools import formats as tool_formats
 from services.frontend.tools.parser import ToolParser
@@ -14,23 +14,23 @@ log = logging.getLogger("runahead.frontend")
 
 
 @dataclass(frozen=True)
-class AnswerForms:
+class OutputFormats:
     tools: type[ToolParser] | None = None
     auto_tool_choice: bool = False
     tools_are_special: bool = False
-    """Whether special tokens, which are otherwise left out of the text, stand around calls."""
-    reasoning: Begins | None = None
-    """Where an answer begins when its prompt does not tell; None: the model does not reason."""
+    """Whether the markers around calls are special tokens, which the text lacks by default."""
+    reasoning: ReasoningStart | None = None
+    """Where an answer begins if its prompt does not determine it; None: the model does not reason."""
     reasoning_end: tuple[int, ...] = ()
-    """Tokens of the closing tag."""
+    """Token ids of the closing tag."""
     reasoning_is_special: bool = False
 
     @classmethod
-    def of(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "AnswerForms":
+    def from_config(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "OutputFormats":
         reasoning_end = tuple(tokenizer.encode_rendered(CLOSING)) if config.reasoning_parser else ()
         if len(reasoning_end) > 1:
             log.warning(
-                "%s is %d tokens here: structured output begins after reasoning only if the model writes just these",
+                "%s is %d tokens: structured output begins after reasoning only if the model writes exactly these",
                 CLOSING,
                 len(reasoning_end),
             )
@@ -39,13 +39,14 @@ class AnswerForms:
         return cls(
             tools,
             config.enable_auto_tool_choice,
-            tools is not None and any(_is_hidden(mark, tokenizer) for mark in tools.marks),
+            tools is not None and any(_is_hidden(marker, tokenizer) for marker in tools.markers),
             reasoning,
             reasoning_end,
             reasoning is not None and any(_is_hidden(tag, tokenizer) for tag in (OPENING, CLOSING)),
         )
 
 
-def _is_hidden(mark: str, tokenizer: Tokenizer) -> bool:
-    ids = tokenizer.encode_rendered(mark)
+def _is_hidden(marker: str, tokenizer: Tokenizer) -> bool:
+    """Return whether the text lacks `marker` by default, because a special token stands for it."""
+    ids = tokenizer.encode_rendered(marker)
     return tokenizer.decode(ids) != tokenizer.decode_all(ids)

@@ -26,23 +26,25 @@ log = logging.getLogger("runahead.frontend")
 EXIT_MODEL = 3
 EXIT_REFUSED = 4
 MAX_HEAD_BYTES = 65_536
-"""Of a request line and its headers."""
+"""Maximum size of a request line with its headers."""
 KEEP_ALIVE_SECONDS = 5
-"""An idle connection stays open for this long."""
+"""Time until an idle connection is closed."""
 DRAIN_INTERVAL = 0.05
-"""Seconds between two looks at whether answers are still open."""
+"""Seconds between checks for open requests while draining."""
 GC_THRESHOLD = 20_000
-"""New objects from one look for circular garbage to the next: a step of many streams makes thousands that are none."""
+"""Allocations between searches for reference cycles; a step of many streams makes thousands without a cycle."""
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours."""
+        """Leave signals to `FrontendService`."""
         yield
 
 
-class Service:
+class FrontendService:
+    """Owns the HTTP server and the connection to the scheduler; handles signals."""
+
     def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket) -> None:
         self._listener = listener
         self.engine = EngineClient(config.scheduler_endpoint, config.max_open_requests)
@@ -65,7 +67,7 @@ class Service:
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Serves until told to stop. Returns the exit status."""
+        """Serve until stopped. Return the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
@@ -86,7 +88,7 @@ class Service:
         return 0
 
     def on_signal(self) -> None:
-        """The first signal drains: not ready at once, open answers finish. The second ends them."""
+        """Drain on the first signal: open requests finish, new ones are refused. Stop on the second."""
         if self._drain is None:
             log.info("draining: %d open requests finish, new ones are refused", self.engine.num_open)
             self.engine.draining = True
@@ -97,14 +99,14 @@ class Service:
         self.server.should_exit = self.server.force_exit = True
 
     async def _exit_when_drained(self) -> None:
-        """Meanwhile the port stays open: probes and new requests are told that this server is leaving."""
-        while self.engine.num_open:  # noqa: ASYNC110  only now, so that a request's end need not tell anyone
+        """Stop when no request is open. Until then the port stays open: probes and new requests get a 503."""
+        while self.engine.num_open:  # noqa: ASYNC110  polled, so that the end of a request costs nothing
             await asyncio.sleep(DRAIN_INTERVAL)
-        self.server.should_exit = True  # it waits for the last bytes of each answer
+        self.server.should_exit = True  # the server still writes the last bytes of each response
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises: OSError, naming the address"""
+    """Open the listening socket. Raises: OSError, naming the address"""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -117,10 +119,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(config: FrontendConfig) -> int:
-    """One frontend until it is told to stop. Returns the exit status: 0, 3 for a model that cannot be served, 4 when
-    the scheduler refused it.
+    """Run a frontend until it is stopped.
 
-    Raises: OSError, when the port is taken.
+    Returns: the exit status: 0, 3 if the model cannot be served, 4 if the scheduler refused this frontend.
+
+    Raises: OSError, if the port is taken
     """
     try:
         model = ServedModel.load(config)
@@ -128,10 +131,10 @@ def run(config: FrontendConfig) -> int:
         log.error("%s", error)
         return EXIT_MODEL
     gc.collect()
-    gc.freeze()  # what is loaded stays, and need not be looked at again
+    gc.freeze()  # loaded objects stay alive; garbage collection need not visit them
     gc.set_threshold(GC_THRESHOLD)
     with (
         listen(config.host, config.port) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(Service(config, model, listener).run())
+        return runner.run(FrontendService(config, model, listener).run())

@@ -58,7 +58,7 @@ TEXT = (
     "each has its index.\n\n* It costs 3.5 ms, or 12 % of a core; “quoted”, naïve, 世界 and 😀 take several tokens.\n"
 )
 MARK = b"data: "
-WRITE_PER_TOKEN = "from services.frontend.engine import inbox\ninbox.MAX_TAKEN = 1\n"
+WRITE_PER_TOKEN = "from services.frontend.engine import streams\nstreams.MAX_TOKENS_PER_FLUSH = 1\n"
 
 CLOCK_TICK = 0.01
 """Seconds: what a process's own time is counted in; a short warm-up may take less."""

@@ -1,9 +1,10 @@
-"""The frontend's side of the scheduler's client socket: a step's tokens in, one stream per request out."""
+"""The frontend's connection to the scheduler, and the requests that are open on it."""
 
 import asyncio
 import itertools
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,26 +25,29 @@ from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
-from services.frontend.engine.inbox import Inbox, Likely, Turn
+from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
 from services.frontend.errors import APIError
 
 log = logging.getLogger("runahead.frontend")
 
 NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
 HANDSHAKE_TIMEOUT = 5.0
-"""Seconds until the scheduler is dialled afresh."""
-REDIAL_INTERVAL = 0.2
-"""Seconds after a lost connection."""
+"""Seconds to wait for the scheduler's answer before connecting again."""
+RECONNECT_INTERVAL = 0.2
+"""Seconds between the loss of a connection and the next attempt."""
 
 MAX_FRAMES = 64
-"""Messages read in one turn of the loop, then others have theirs."""
+"""Messages decoded before other tasks of the event loop run."""
 
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
 
 
 def failure(finish: Finish, param: str | None = None) -> APIError | None:
-    """What the client is told of a request that ended badly; None of others. `param`: what of the body is to blame
-    where the engine finds it invalid."""
+    """Return the error for the client if the request failed, else None.
+
+    Args:
+        param: the field of the body that the error names if the engine found the request invalid.
+    """
     if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     status = _STATUSES.get(finish.reason, 500)
@@ -51,38 +55,41 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     return APIError(status, message, param if status == 400 else None)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStream:
-    """An open request: where its events go."""
+@dataclass(frozen=True)
+class RequestContext:
+    """Fields that all engine requests of one HTTP request share."""
 
-    number: int
-    inbox: Inbox
-    choice: int
+    request_id: str = ""
+    """The HTTP request's id, for logs."""
+    priority: int = 0
+    cache_salt: str = ""
+    structured: StructuredOutputParams | None = None
+    pooling: Pooling = Pooling.NONE
 
 
 class EngineClient:
-    """One connection to the scheduler, and the requests that are open on it."""
+    """Sends requests to the scheduler and groups the rows of its messages by request."""
 
     def __init__(self, endpoint: str, max_open_requests: int) -> None:
         self._endpoint = endpoint
         self._max_open = max_open_requests
         self._client: AsyncClient | None = None
         self._streams: dict[int, RequestStream] = {}
+        """Open requests by number."""
         self._numbers = itertools.count(1)
-        self.turn = Turn()
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
+        self.flush_queue = FlushQueue()
         self.state = NOT_CONNECTED
         self.draining = False
-        self.bad_messages = 0
 
     @property
     def ready(self) -> bool:
-        """Whether tokens flow."""
-        return self._takes_requests and self.state.phase is EnginePhase.READY
+        """Whether requests are executed now."""
+        return self._accepts_requests and self.state.phase is EnginePhase.READY
 
     @property
-    def _takes_requests(self) -> bool:
-        """While lost workers are replaced new requests may queue."""
+    def _accepts_requests(self) -> bool:
+        """New requests may queue while lost workers are replaced."""
         open_phases = (EnginePhase.READY, EnginePhase.RECOVERING)
         return self._client is not None and self.state.phase in open_phases and not self.draining
 
@@ -94,12 +101,12 @@ class EngineClient:
         """Raises: APIError, with the reason"""
         if self.draining:
             raise APIError(503, "the server is stopping; no new requests are taken")
-        if not self._takes_requests:
+        if not self._accepts_requests:
             reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
             raise APIError(503, f"the engine is not ready: {reason}")
 
     async def run(self) -> None:
-        """Connects and reads until cancelled. A lost scheduler ends the open requests and is dialled again.
+        """Connect and read until cancelled. When the scheduler is lost, fail the open requests and connect again.
 
         Raises: HandshakeRefused
         """
@@ -111,11 +118,10 @@ class EngineClient:
                 for count in itertools.count(1):
                     self._on_frame(await client.receive())
                     if not count % MAX_FRAMES:
-                        await asyncio.sleep(0)  # `receive` does not give way while there is something to read
+                        await asyncio.sleep(0)  # `receive` does not yield while there is something to read
             except HandshakeTimeout:
                 continue
-            except ProtocolError as error:  # instead of a welcome
-                self.bad_messages += 1
+            except ProtocolError as error:  # in place of a welcome
                 log.warning("bad message from the scheduler: %s", error)
             except PeerGone as error:
                 log.warning("%s", error)
@@ -126,14 +132,15 @@ class EngineClient:
             finally:
                 self._client = None
                 client.close()
-            await asyncio.sleep(REDIAL_INTERVAL)
+            await asyncio.sleep(RECONNECT_INTERVAL)
 
     def fail_all(self, error: APIError) -> None:
-        """Ends every open request with `error`."""
+        """End every open request with `error`."""
         streams = list(self._streams.values())
         self.abort(streams)
         for stream in streams:
-            stream.inbox.put(stream.choice, error)
+            stream.end = error
+            stream.response.mark_due(stream)
 
     def _on_frame(self, frame: bytes) -> None:
         try:
@@ -142,25 +149,27 @@ class EngineClient:
                 self.state = message
                 return
             rows = OutputRows.from_message(message)
-            self._deliver_logprobs(message.logprobs)
+            self._group_logprobs(message.logprobs)
         except ProtocolError as error:
-            self.bad_messages += 1
             log.warning("bad message from the scheduler: %s", error)
             return
         streams = self._streams
         tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
         for number, token in zip(rows.numbers.tolist(), tokens, strict=True):
             if (stream := streams.get(number)) is not None:
-                stream.inbox.put(stream.choice, token)
+                stream.tokens.append(token)
+                if not stream.is_due:  # as `mark_due` would find, without a call per token
+                    stream.response.mark_due(stream)
         for embedding in message.embeddings:
             if (stream := streams.get(embedding.number)) is not None:
-                stream.inbox.put(stream.choice, embedding)
+                stream.add_embedding(embedding.values)
         for finish in message.finished:
             if (stream := streams.pop(finish.number, None)) is not None:
-                stream.inbox.put(stream.choice, finish)
+                stream.end = finish
+                stream.response.mark_due(stream)
 
-    def _deliver_logprobs(self, logprobs: Logprobs | None) -> None:
-        """Raises: ProtocolError, before anything was delivered"""
+    def _group_logprobs(self, logprobs: Logprobs | None) -> None:
+        """Raises: ProtocolError, before anything was stored"""
         if logprobs is None:
             return
         rows = LogprobRows.from_message(logprobs)
@@ -169,56 +178,50 @@ class EngineClient:
         for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
             end = begin + count
             if (stream := self._streams.get(number)) is not None:
-                row = Likely(position, rank, ids[begin:end], values[begin:end])
-                stream.inbox.put(stream.choice, row)
+                stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
+                stream.response.mark_due(stream)
             begin = end
 
     def submit(
-        self,
-        inbox: Inbox,
-        choice: int,
-        prompt: list[int],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        request_id: str,
-        structured: StructuredOutputParams | None = None,
-        pooling: Pooling = Pooling.NONE,
-    ) -> RequestStream:
-        """Sends a request; its events will arrive in `inbox` under `choice`, the last is its end.
+        self, stream: RequestStream, prompt: list[int], params: SamplingParams, context: RequestContext
+    ) -> None:
+        """Send a request; its outputs arrive in `stream`.
 
-        Raises: APIError, when the engine cannot take a request now.
+        Raises: APIError, when the engine cannot take a request now
         """
         self.check_ready()
         if self._client is None or len(self._streams) >= self._max_open:
             raise APIError(429, f"{self._max_open} requests are open already; try again later")
-        stream = RequestStream(self._next_number(), inbox, choice)
+        stream.number = self._next_number()
         message = GenerateRequest(
             stream.number,
             pack(prompt),
             len(prompt),
             params,
-            priority,
-            cache_salt,
-            request_id,
-            structured,
-            pooling,
+            context.priority,
+            context.cache_salt,
+            context.request_id,
+            context.structured,
+            context.pooling,
         )
         try:
             self._client.send(message)
         except (PeerGone, PeerSlow):
             raise APIError(503, "the engine does not answer; try again later") from None
         self._streams[stream.number] = stream
-        return stream
+        log.debug(
+            "request accepted: request_id=%s number=%d prompt_tokens=%d",
+            context.request_id, stream.number, len(prompt),
+        )  # fmt: skip
 
     def _next_number(self) -> int:
-        """uint32, and none that is still open after four billion others."""
+        """Return a uint32 that no open request has, also after the counter has wrapped around."""
         while (number := next(self._numbers) & 0xFFFFFFFF) in self._streams:
             pass
         return number
 
-    def abort(self, streams: list[RequestStream]) -> None:
-        """Whoever waited has left, or has all it wanted. What has ended already is ignored."""
+    def abort(self, streams: Iterable[RequestStream]) -> None:
+        """End requests whose outputs are no longer needed. Those that have ended are ignored."""
         numbers = [s.number for s in streams if self._streams.pop(s.number, None) is not None]
         if numbers and self._client is not None:
             try:

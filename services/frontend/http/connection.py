@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection, with the time limits it lacks. h11, because httptools has no limit on header size."""
+"""uvicorn's HTTP/1.1 connection with time limits. It uses h11, as httptools does not limit the size of headers."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,13 +12,16 @@ from uvicorn.server import ServerState
 from services.frontend.errors import invalid
 
 HEAD_SECONDS = 30.0
-"""A client may take this long to send the head of a request."""
+"""Time limit for a client to send the head of a request."""
 STALL_SECONDS = 30.0
-"""A client may leave its answer unread for this long, once buffers are full."""
+"""Time limit for a client to read, once the buffers of its response are full."""
 
 
 class Connection(H11Protocol):
-    """Ends clients that neither send nor read. An answer's buffer is bounded: whoever writes waits while it is full."""
+    """Closes connections whose clients neither send nor read.
+
+    The write buffer is bounded: writers wait while `is_full`.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
@@ -30,19 +33,19 @@ class Connection(H11Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Requests find this connection in their scope as `state.connection`."""
+        """Handlers find this connection in the ASGI scope as `state.connection`."""
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self.is_full = False
-        """Whoever writes should wait for `on_writable`, or find that the client has left."""
+        """Whether the write buffer is full; then writers wait for `on_writable`."""
         self.on_writable: Callable[[], None] | None = None
-        """Called when an answer's buffer has room again."""
+        """Called when the write buffer has room again."""
         self._is_lost = False
 
     def body_writer(self) -> Callable[[bytes], None]:
-        """Takes some bytes, not none, of the body of the answer whose head was sent and whose end was not.
+        """Return a function that writes bytes, at least one, of the body of the response in progress.
 
-        The same bytes on the wire as from ASGI's `send`, of which h11 knows nothing and need not: it keeps no count
-        of a chunked body. On the way through middlewares and h11 a token would cost twice as much.
+        It writes the same bytes as ASGI's `send`, past the middlewares and h11, which would double the cost of a token.
+        h11 does not count the bytes of a chunked body, so its state stays valid.
         """
         return self.write_chunk if self.conn.their_http_version == b"1.1" else self._write
 
@@ -79,7 +82,7 @@ class Connection(H11Protocol):
         super().resume_writing()
         self.is_full = False
         if self.on_writable is not None:
-            self.loop.call_soon(self.on_writable)
+            self.on_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
@@ -87,10 +90,10 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self.is_full = False
         self._is_lost = True
-        self.app_state.pop("connection", None)  # a circle that would keep all of it for a while
+        self.app_state.pop("connection", None)  # breaks a reference cycle
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP gets an error body of OpenAI's shape, then the connection ends."""
+        """Answer bytes that are not HTTP with an error body, then close the connection."""
         body = invalid("this is not a valid HTTP request").encoded()
         headers: list[tuple[bytes, bytes]] = [
             (b"content-type", b"application/json"),

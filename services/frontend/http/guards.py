@@ -1,7 +1,8 @@
-"""What stands before every route, as pure ASGI: keys, body size, request ids. Decided from the scope alone."""
+"""Checks before every route, as pure ASGI: API keys, body size, request ids."""
 
 import hashlib
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.frontend.errors import APIError
 
+log = logging.getLogger("runahead.frontend")
+
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
-"""Everything else needs a key where keys are configured."""
+"""Paths that need no key, even if keys are configured."""
 MAX_HEADERS = 100
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-"""What a client may call its request: printable, without spaces, for it goes into logs."""
+"""Valid ids from clients: printable and without spaces, as they are written to logs."""
 
 
 def _digest(text: bytes) -> bytes:
@@ -22,7 +25,7 @@ def _digest(text: bytes) -> bytes:
 
 
 class Guards:
-    """Sets `state.request_id`, and `state.tenant`: who presented the key, "" where no keys are configured."""
+    """Sets `state.request_id`, and `state.tenant`: a digest of the API key, "" if no keys are configured."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
@@ -30,7 +33,7 @@ class Guards:
         self._max_body = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # no websockets, no lifespan: nothing to guard, nothing to serve
+        if scope["type"] != "http":  # websockets and lifespan events are not served
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
@@ -45,6 +48,9 @@ class Guards:
         scope.setdefault("state", {}).update(request_id=request_id.decode(), tenant=tenant or "")
         refusal = self._refusal(scope, headers, tenant)
         if refusal is not None:
+            log.debug(
+                "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal
+            )
             await refusal.response()(scope, receive, send_with_id)
             return
         await self._app(scope, self._bounded(receive), send_with_id)
@@ -60,7 +66,7 @@ class Guards:
         return None
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
-        """Which key was presented; None for none of ours. Every key is compared, whichever matches."""
+        """Return a digest of the API key, None if it is not valid. All keys are compared, in constant time."""
         if not self._keys:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -72,7 +78,7 @@ class Guards:
         return APIError(413, f"the request body is larger than {self._max_body} bytes")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Counts the body while it is read; what a header promised does not matter."""
+        """Count the body's bytes while it is read, whatever its headers declare."""
         received = 0
 
         async def bounded() -> Message:

@@ -1,6 +1,5 @@
-"""/v1/embeddings: each input is a prompt that nothing is generated for."""
+"""/v1/embeddings: each input is an engine request that ends with an embedding."""
 
-import asyncio
 import base64
 import time
 from dataclasses import dataclass
@@ -9,53 +8,65 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from starlette.types import Receive
 
-from protocol.requests import Embedding, Finish
-from protocol.sampling import Pooling, SamplingParams
-from services.frontend.engine.client import EngineClient, RequestStream, failure
-from services.frontend.engine.inbox import Event, Inbox
+from protocol.requests import Finish
+from protocol.sampling import SamplingParams
+from services.frontend.engine.client import EngineClient, RequestContext, failure
+from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError, invalid
 from services.frontend.metrics import Metrics
 from services.frontend.openai.parameters.sampling import too_long
-from services.frontend.openai.prompts.encoder import Prompts, checked_ids, least_tokens, several_of
+from services.frontend.openai.prompts.encoder import (
+    PromptEncoder,
+    checked_ids,
+    least_tokens,
+    separate_prompts,
+)
 from services.frontend.openai.schemas.requests import EmbeddingRequest
 from services.frontend.text.tokenizer import Tokenizer
 
 MAX_OPEN = 64
-"""Inputs of one body that are in the engine at once: a long list is not in everybody's way."""
+"""Inputs of one body that are open in the engine at once, so that a long list does not delay other requests."""
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Form:
-    """How the client wants its embeddings."""
+class EmbeddingFormat:
+    """The form in which the client gets its embeddings."""
 
     dimensions: int
     as_base64: bool
 
     @classmethod
-    def of(cls, body: EmbeddingRequest, hidden_size: int) -> "Form":
+    def from_body(cls, body: EmbeddingRequest, hidden_size: int) -> "EmbeddingFormat":
         """Raises: APIError"""
         if not hidden_size:
             raise invalid("this server gives no embeddings; its backend computes none", "model")
-        wanted = body.dimensions or hidden_size
-        if wanted > hidden_size:
+        dimensions = body.dimensions or hidden_size
+        if dimensions > hidden_size:
             raise invalid(
-                f"dimensions is {wanted}, but this model's embeddings have {hidden_size}", "dimensions"
+                f"dimensions is {dimensions}, but this model's embeddings have {hidden_size}", "dimensions"
             )
-        return cls(wanted, body.encoding_format == "base64")
+        return cls(dimensions, body.encoding_format == "base64")
 
-    def encoded(self, index: int, values: NDArray[np.float32]) -> bytes:
-        """JSON of one entry of `data`; `values` float32[hidden size] as the model has them. Raises: APIError"""
+    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
+        """Return the JSON of one entry of `data`.
+
+        Args:
+            values: float32[hidden size], not normalised.
+
+        Raises: APIError
+        """
         unit = normalised(values[: self.dimensions])
         # little-endian, as the official client reads it
-        shown = base64.b64encode(unit.astype("<f4").tobytes()).decode() if self.as_base64 else unit.tolist()
-        return msgspec.json.encode({"object": "embedding", "index": index, "embedding": shown})
+        embedding = (
+            base64.b64encode(unit.astype("<f4").tobytes()).decode() if self.as_base64 else unit.tolist()
+        )
+        return msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding})
 
 
 def normalised(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 of length 1 in the sense of L2; zeros stay zeros. Raises: APIError, where a number is not finite"""
+    """Return float32 of L2 norm 1; zeros stay zeros. Raises: APIError, if a number is not finite"""
     exact = values.astype(np.float64)  # its square cannot overflow
     if not np.isfinite(exact).all():
         raise APIError(500, "the model gave an embedding that is no finite number")
@@ -64,22 +75,22 @@ def normalised(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 async def token_ids(
-    body: EmbeddingRequest, prompts: Prompts, tokenizer: Tokenizer, vocab_size: int, max_model_len: int
+    body: EmbeddingRequest, encoder: PromptEncoder, tokenizer: Tokenizer, vocab_size: int, max_model_len: int
 ) -> list[list[int]]:
-    """Of each input, at least one. Raises: APIError"""
-    several = several_of(body.input)
-    if not several or not all(several):
+    """Return the token ids of each input, at least one each. Raises: APIError"""
+    inputs = separate_prompts(body.input)
+    if not inputs or not all(inputs):
         raise invalid("an input is empty", "input")
-    longest = max_model_len - 1  # the engine counts a token more, as if one were to follow
+    longest = max_model_len - 1  # the engine reserves a position for an output token
     keep = longest if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
     if keep == 0:
         raise invalid("truncate_prompt_tokens leaves nothing of the input", "truncate_prompt_tokens")
     found = []
-    for given in several:
+    for given in inputs:
         if isinstance(given, str):
             if keep is None and (least := least_tokens(given, tokenizer)) > longest:
                 raise too_long(least, max_model_len, "input", at_least=True)
-            ids = await prompts.encode(given, body.add_special_tokens is not False)
+            ids = await encoder.encode(given, body.add_special_tokens is not False)
         else:
             ids = given
         checked_ids(ids, vocab_size, "input")
@@ -89,61 +100,93 @@ async def token_ids(
     return found
 
 
-class Embedder:
-    """The inputs of one HTTP request, until each has its embedding. Whoever makes one closes it."""
+class EmbeddingStream(RequestStream):
+    """One input."""
 
-    def __init__(self, engine: EngineClient, metrics: Metrics, pooling: Pooling, form: Form) -> None:
-        self._engine, self._metrics, self._pooling, self._form = engine, metrics, pooling, form
-        self._inbox = Inbox(engine.turn)
-        self._open: dict[int, RequestStream] = {}
-        self._watcher: asyncio.Task[None] | None = None
+    __slots__ = ("_embedder", "index", "values")
+
+    def __init__(self, response: ResponseStream, embedder: "Embedder", index: int) -> None:
+        super().__init__(response)
+        self._embedder = embedder
+        self.index = index
+        self.values: bytes | None = None
+        """float32[hidden size]"""
+
+    def add_logprobs(self, logprobs: RawLogprobs) -> None:
+        """Ignored: none are asked for."""
+
+    def add_embedding(self, values: bytes) -> None:
+        self.values = values
+        self.response.mark_due(self)
+
+    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+        if self.values is not None:
+            self._embedder.add(self.index, self.values)
+            self.values = None
+        if end is not None:
+            if (error := failure(end)) is not None:
+                raise error
+            self._embedder.on_end(self, now)
+            self.has_ended = True
+        return b""
+
+
+class Embedder:
+    """Submits the inputs of one HTTP request, at most `MAX_OPEN` at once. The caller must close it."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        format: EmbeddingFormat,
+        request: RequestContext,
+        prompts: list[list[int]],
+    ) -> None:
+        self.response = ResponseStream(engine.flush_queue)
+        self._engine = engine
+        self._metrics = metrics
+        self._format = format
+        self._request = request
+        self._prompts = prompts
+        self._entries: list[bytes | None] = [None] * len(prompts)
+        """JSON of each entry; None until it has arrived."""
+        self._open: dict[int, EmbeddingStream] = {}
+        self._num_submitted = 0
+        self._started = time.monotonic()
 
     def close(self) -> None:
-        """However it went, nothing of it stays open in the engine."""
-        self._engine.abort(list(self._open.values()))
-        if self._watcher is not None:
-            self._watcher.cancel()
+        """Abort the requests that are still open."""
+        self._engine.abort(self._open.values())
 
-    def watch(self, receive: Receive) -> None:
-        """From here on `run` raises when the client leaves."""
-        self._watcher = self._inbox.watch(receive)
+    async def run(self) -> list[bytes]:
+        """Return the JSON of each prompt's entry, in order. Raises: APIError"""
+        for _ in self._prompts[:MAX_OPEN]:
+            self._submit_next()
+        await self.response.last()
+        return [entry for entry in self._entries if entry is not None]
 
-    async def run(self, prompts: list[list[int]], priority: int, salt: str, name: str) -> list[bytes]:
-        """The JSON of each prompt's entry, in order. Raises: APIError"""
-        done: list[bytes] = [b""] * len(prompts)
-        started, following = time.monotonic(), 0
-        while following < len(prompts) or self._open:
-            while following < len(prompts) and len(self._open) < MAX_OPEN:
-                self._open[following] = self._engine.submit(
-                    self._inbox, following, prompts[following], _ONE_TOKEN, priority, salt, name,
-                    pooling=self._pooling,
-                )  # fmt: skip
-                following += 1
-            for index, event in await self._inbox.take():
-                entry = self._entry(index, event)
-                if entry is not None:
-                    done[index] = entry
-                elif isinstance(event, Finish):
-                    del self._open[index]
-                    if not done[index]:
-                        raise APIError(500, "the engine returned no embedding")
-                    self._metrics.on_answer("stop", time.monotonic() - started, 0)
-        return done
+    def _submit_next(self) -> None:
+        """Raises: APIError"""
+        index = self._num_submitted
+        stream = EmbeddingStream(self.response, self, index)
+        self._engine.submit(stream, self._prompts[index], _ONE_TOKEN, self._request)
+        self._open[index] = stream
+        self._num_submitted += 1
 
-    def _entry(self, index: int, event: Event) -> bytes | None:
-        """What an event says of the embedding; None at its end. Raises: APIError"""
-        match event:
-            case Embedding():
-                return self._form.encoded(index, np.frombuffer(event.values, np.float32))
-            case Finish() if (error := failure(event)) is not None:
-                raise error
-            case APIError():
-                raise event
-            case _:
-                return None
+    def add(self, index: int, values: bytes) -> None:
+        """Raises: APIError"""
+        self._entries[index] = self._format.encode(index, np.frombuffer(values, np.float32))
+
+    def on_end(self, stream: EmbeddingStream, now: float) -> None:
+        """Raises: APIError"""
+        del self._open[stream.index]
+        if self._entries[stream.index] is None:
+            raise APIError(500, "the engine returned no embedding")
+        self._metrics.on_answer("stop", now - self._started, 0)
+        if self._num_submitted < len(self._prompts):
+            self._submit_next()
 
 
-def answer(head: dict[str, Any], entries: list[bytes], prompt_tokens: int) -> bytes:
-    """JSON of the whole answer."""
+def embeddings_json(head: dict[str, Any], entries: list[bytes], prompt_tokens: int) -> bytes:
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
     return msgspec.json.encode({**head, "data": [*map(msgspec.Raw, entries)], "usage": usage})

@@ -1,10 +1,10 @@
-"""/tokenize and /detokenize: vLLM's bodies and answers. They need no engine."""
+"""/tokenize and /detokenize: vLLM's request and response bodies. They work without the engine."""
 
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.frontend.openai.prompts.encoder import Prompts, checked_ids, spoken
+from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
 from services.frontend.openai.schemas.requests import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
 from services.frontend.text.tokenizer import Tokenizer
 
@@ -18,8 +18,10 @@ class TokenizeCompletionRequest(BaseModel):
 
 
 class TokenizeChatRequest(ChatRequest):
-    """A conversation as /v1/chat/completions takes it. `add_special_tokens`: what the tokenizer puts around a prompt
-    besides, which a chat template has mostly written itself."""
+    """A conversation as for /v1/chat/completions.
+
+    `add_special_tokens` adds the tokenizer's own special tokens, which most chat templates have written already.
+    """
 
     return_token_strs: bool | None = False
 
@@ -32,22 +34,33 @@ class DetokenizeRequest(BaseModel):
 
 async def tokenize(
     body: TokenizeCompletionRequest | TokenizeChatRequest,
-    prompts: Prompts,
+    encoder: PromptEncoder,
     tokenizer: Tokenizer,
     max_model_len: int,
 ) -> dict[str, Any]:
-    """`max_model_len` 0: not known yet. Raises: APIError"""
+    """
+    Args:
+        max_model_len: 0 if the engine has not reported it.
+
+    Raises: APIError
+    """
     if isinstance(body, TokenizeChatRequest):
-        spoken(body)
-        ids = await prompts.encode(await prompts.rendered(body), bool(body.add_special_tokens))
+        answer_role(body)  # refuses contradictory fields
+        ids = await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens))
     else:
-        ids = await prompts.encode(body.prompt, body.add_special_tokens is not False)
+        ids = await encoder.encode(body.prompt, body.add_special_tokens is not False)
     names = [tokenizer.name(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": max_model_len or None, "tokens": ids, "token_strs": names}
 
 
-async def detokenize(body: DetokenizeRequest, prompts: Prompts, vocab_size: int) -> dict[str, Any]:
-    """Special tokens are shown. `vocab_size` 0: not known yet. Raises: APIError"""
+async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size: int) -> dict[str, Any]:
+    """Special tokens are shown.
+
+    Args:
+        vocab_size: 0 if the engine has not reported it.
+
+    Raises: APIError
+    """
     if vocab_size:
         checked_ids(body.tokens, vocab_size, "tokens")
-    return {"prompt": await prompts.decode(body.tokens, show_special=True)}
+    return {"prompt": await encoder.decode(body.tokens, show_special=True)}

@@ -1,4 +1,4 @@
-"""What parsers make of an answer's text."""
+"""Parts of an answer's text, as parsers return them."""
 
 from dataclasses import dataclass
 
@@ -12,27 +12,27 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text the model wrote for itself, without the tags around it."""
+    """Text of the model's reasoning, without the tags around it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool is called; the text of its arguments follows."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
-    """Of the call within its answer, from 0."""
+    """Index of the call within its answer, from 0."""
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next part of a call's arguments, which are the text of a JSON object."""
+    """Next part of a call's arguments, which are the text of a JSON object."""
 
     index: int
     text: str
 
 
-Event = Content | Reasoning | CallStart | Arguments
+ParsedEvent = Content | Reasoning | CallStart | Arguments

@@ -1,10 +1,10 @@
-"""JSON as it grows: strict, iterative, in linear time."""
+"""Parsers of JSON that grows: strict, iterative, in linear time."""
 
 import json
 import re
 from collections.abc import Sequence
 
-from services.frontend.parsing.text_buffer import Broken, Feed, Reading
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 
 MAX_DEPTH = 128
 MAX_NUMBER = 1024
@@ -16,120 +16,121 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"t": "true", "f": "false", "n": "null"}
 
 
-def read_word(feed: Feed, word: str) -> Reading[None]:
-    """Exactly these characters. Raises: Broken"""
+def read_word(buffer: TextBuffer, word: str) -> Parsing[None]:
+    """Read exactly these characters. Raises: ParseError"""
     for expected in word:
-        if (yield from feed.peek()) != expected:
-            raise Broken
-        feed.skip()
+        if (yield from buffer.peek()) != expected:
+            raise ParseError
+        buffer.skip()
 
 
-def read_one_of(feed: Feed, words: Sequence[str]) -> Reading[str]:
-    """One of `words`, none of which begins another. Raises: Broken"""
+def read_one_of(buffer: TextBuffer, words: Sequence[str]) -> Parsing[str]:
+    """Read one of `words`, none of which is the beginning of another. Raises: ParseError"""
     found = ""
     while found not in words:
-        char = yield from feed.peek()
+        char = yield from buffer.peek()
         words = [word for word in words if word.startswith(found + char)] if char else []
         if not words:
-            raise Broken
-        feed.skip()
+            raise ParseError
+        buffer.skip()
         found += char
     return found
 
 
-def read_string(feed: Feed, most: int | None = None) -> Reading[str]:
-    """A string, as it was written, quotes included; with more than `most` characters it is none. Raises: Broken"""
-    yield from read_word(feed, '"')
+def read_string(buffer: TextBuffer, max_chars: int | None = None) -> Parsing[str]:
+    """Read a string; return it as written, with quotes. Raises: ParseError, also for more than `max_chars`"""
+    yield from read_word(buffer, '"')
     parts, size = ['"'], 0
     while True:
-        char = yield from feed.peek()
+        char = yield from buffer.peek()
         if char == '"':
-            feed.skip()
+            buffer.skip()
             return "".join(parts) + '"'
         if char == "\\":
-            part = yield from _escape(feed)
+            part = yield from _escape(buffer)
         else:
-            part = feed.run(_PLAIN)
+            part = buffer.run(_PLAIN)
         size += len(part)
-        if not part or (most is not None and size > most):
-            raise Broken
+        if not part or (max_chars is not None and size > max_chars):
+            raise ParseError
         parts.append(part)
 
 
-def _escape(feed: Feed) -> Reading[str]:
-    feed.skip()
-    char = yield from feed.peek()
+def _escape(buffer: TextBuffer) -> Parsing[str]:
+    buffer.skip()
+    char = yield from buffer.peek()
     if not char or char not in '"\\/bfnrtu':
-        raise Broken
-    feed.skip()
+        raise ParseError
+    buffer.skip()
     text = "\\" + char
     for _ in range(4 if char == "u" else 0):
-        digit = yield from feed.peek()
+        digit = yield from buffer.peek()
         if not digit or digit not in "0123456789abcdefABCDEF":
-            raise Broken
-        feed.skip()
+            raise ParseError
+        buffer.skip()
         text += digit
     return text
 
 
 def decoded(string: str) -> str:
-    """Of a string as `read_string` gives it. Raises: Broken, where it holds halves of characters"""
+    """Return the value of a string that `read_string` returned. Raises: ParseError, if it has a lone surrogate"""
     text: str = json.loads(string)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Broken from None
+        raise ParseError from None
     return text
 
 
-def _read_number(feed: Feed) -> Reading[None]:
+def _read_number(buffer: TextBuffer) -> Parsing[None]:
     text = ""
-    while (char := (yield from feed.peek())) and char in "-+.0123456789eE":
-        text += feed.run(_NUMERAL)
+    while (char := (yield from buffer.peek())) and char in "-+.0123456789eE":
+        text += buffer.run(_NUMERAL)
         if len(text) > MAX_NUMBER:
-            raise Broken
+            raise ParseError
     if _NUMBER.fullmatch(text) is None:
-        raise Broken
+        raise ParseError
 
 
-def read_value(feed: Feed) -> Reading[None]:
-    """Past one JSON value. Raises: Broken"""
-    open_ones: list[str] = []
+def read_value(buffer: TextBuffer) -> Parsing[None]:
+    """Read one JSON value. Raises: ParseError"""
+    open_brackets: list[str] = []
+    """Closing brackets of the objects and arrays that are open."""
     while True:
-        char = yield from feed.past_space()
+        char = yield from buffer.past_space()
         if char == "{" or char == "[":
-            if len(open_ones) == MAX_DEPTH:
-                raise Broken
+            if len(open_brackets) == MAX_DEPTH:
+                raise ParseError
             closing = "}" if char == "{" else "]"
-            feed.skip()
-            if (yield from feed.past_space()) != closing:
-                open_ones.append(closing)
+            buffer.skip()
+            if (yield from buffer.past_space()) != closing:
+                open_brackets.append(closing)
                 if closing == "}":
-                    yield from _read_key(feed)
+                    yield from _read_key(buffer)
                 continue
-            feed.skip()
+            buffer.skip()
         elif char == '"':
-            yield from read_string(feed)
+            yield from read_string(buffer)
         elif char in _WORDS:
-            yield from read_word(feed, _WORDS[char])
+            yield from read_word(buffer, _WORDS[char])
         else:
-            yield from _read_number(feed)
-        while open_ones:  # the value was an item: what follows it?
-            char = yield from feed.past_space()
+            yield from _read_number(buffer)
+        while open_brackets:  # the value was an item of the innermost bracket
+            char = yield from buffer.past_space()
             if char == ",":
-                feed.skip()
-                if open_ones[-1] == "}":
-                    yield from _read_key(feed)
+                buffer.skip()
+                if open_brackets[-1] == "}":
+                    yield from _read_key(buffer)
                 break
-            if char != open_ones.pop():
-                raise Broken
-            feed.skip()
+            if char != open_brackets.pop():
+                raise ParseError
+            buffer.skip()
         else:
             return
 
 
-def _read_key(feed: Feed) -> Reading[None]:
-    yield from feed.past_space()
-    yield from read_string(feed)
-    yield from feed.past_space()
-    yield from read_word(feed, ":")
+def _read_key(buffer: TextBuffer) -> Parsing[None]:
+    yield from buffer.past_space()
+    yield from read_string(buffer)
+    yield from buffer.past_space()
+    yield from read_word(buffer, ":")

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for readers that are generators: they pause where there is no more yet.
+"""Text that arrives in chunks, for parsers written as generators: they yield while they need more text.
 
-However the text is cut, a reader sees the same characters and decides the same. Each character is looked at a bounded
-number of times.
+A parser sees the same characters and decides the same, however the text is cut into chunks. Each character is read a
+bounded number of times.
 """
 
 import re
@@ -9,20 +9,23 @@ from collections.abc import Generator
 from typing import TypeVar
 
 T = TypeVar("T")
-Reading = Generator[None, None, T]
+Parsing = Generator[None, None, T]
+"""A parser that returns T; it yields when the buffer is empty and not closed."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
 """JSON's white space."""
 
 
-class Broken(Exception):
-    """The text is not what a reader was made for. Where that is noticed is where others go on reading."""
+class ParseError(Exception):
+    """The text does not match the format. Parsing continues, as another format, where this was noticed."""
 
 
-class Feed:
+class TextBuffer:
+    """Unread text, and on request a copy of the text that was read."""
+
     def __init__(self) -> None:
         self._text = ""
-        """The newest piece; those before it have been read."""
+        """The last chunk, with the unread text of earlier ones."""
         self._at = 0
         self._closed = False
         self._kept: list[str] | None = None
@@ -36,13 +39,13 @@ class Feed:
         self._at = 0
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Mark the end of the text."""
         self._closed = True
 
-    def peek(self) -> Reading[str]:
-        """The next character, "" at the end of the text. Raises: Broken, when the budget is spent"""
+    def peek(self) -> Parsing[str]:
+        """Return the next character without reading it, "" at the end. Raises: ParseError, if the budget is used up"""
         if self._budget == 0:
-            raise Broken
+            raise ParseError
         while self._at == len(self._text):
             if self._closed:
                 return ""
@@ -50,7 +53,7 @@ class Feed:
         return self._text[self._at]
 
     def skip(self) -> None:
-        """Past the character that `peek` showed."""
+        """Read the character that `peek` returned."""
         self._advance(1)
 
     def _advance(self, size: int) -> None:
@@ -59,7 +62,7 @@ class Feed:
             self._budget -= size
 
     def run(self, allowed: re.Pattern[str]) -> str:
-        """What has come of the longest run that matches `allowed`, a repeated class of characters; perhaps ""."""
+        """Read the available part of the longest run that matches `allowed`, a repeated class of characters."""
         limit = len(self._text) if self._budget is None else min(len(self._text), self._at + self._budget)
         match = allowed.match(self._text, self._at, limit)
         found = match[0] if match else ""
@@ -67,39 +70,41 @@ class Feed:
         return found
 
     def until(self, char: str) -> str:
-        """What has come before `char`."""
+        """Read the available text before `char`."""
         found = self._text.find(char, self._at)
         start, self._at = self._at, len(self._text) if found < 0 else found
         return self._text[start : self._at]
 
     def rest(self) -> str:
-        """What has come."""
+        """Read all available text."""
         start, self._at = self._at, len(self._text)
         return self._text[start:]
 
-    def past_space(self) -> Reading[str]:
-        """The next character that is no white space, "" at the end. Raises: Broken"""
+    def past_space(self) -> Parsing[str]:
+        """Read white space; return the next character without reading it, "" at the end. Raises: ParseError"""
         while (char := (yield from self.peek())) and char in " \t\n\r":
             self.run(SPACE)
         return char
 
     def keep(self, budget: int | None = None) -> None:
-        """From here on, what is read can be had again; reading more than `budget` characters raises Broken."""
+        """Keep a copy of the text read from here on. Reading more than `budget` characters raises ParseError."""
         self._kept, self._kept_from, self._budget = [], self._at, budget
 
     def kept(self) -> str:
+        """Return the text that was read since `keep`."""
         assert self._kept is not None
         return "".join(self._kept) + self._text[self._kept_from : self._at]
 
     def lift_budget(self) -> None:
         self._budget = None
 
-    def forget(self) -> None:
+    def drop_kept(self) -> None:
+        """Stop keeping the text; lift the budget."""
         self._kept = self._budget = None
 
     @property
     def position(self) -> int:
-        """In the newest piece, for `since`."""
+        """Position in the last chunk, for `since`."""
         return self._at
 
     def since(self, position: int) -> str:

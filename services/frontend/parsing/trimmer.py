@@ -7,7 +7,11 @@ class Trimmer:
         self._held: list[str] = []
 
     def push(self, text: str, begun: bool) -> str:
-        """What is certain to be shown: up to the last character that is no space. `begun`: the space before it, too."""
+        """Return the text up to the last character that is not white space.
+
+        Args:
+            begun: text was shown before, so that white space before this text belongs to it.
+        """
         stripped = text.rstrip(self._space)
         if not stripped:
             self._held.append(text)
@@ -17,5 +21,6 @@ class Trimmer:
         return shown
 
     def flush(self) -> str:
+        """Return the white space that was held back."""
         held, self._held = "".join(self._held), []
         return held

@@ -1,18 +1,23 @@
-"""`--reasoning-parser`, by vLLM's names: where an answer begins when its prompt does not tell."""
+"""`--reasoning-parser`, by vLLM's names: where an answer begins if its prompt does not determine it."""
 
-from services.frontend.reasoning.think import CLOSING, OPENING, Begins
+from services.frontend.reasoning.think import CLOSING, OPENING, ReasoningStart
 
-FORMATS: dict[str, Begins] = {"deepseek_r1": Begins.INSIDE, "qwen3": Begins.PERHAPS}
+FORMATS: dict[str, ReasoningStart] = {
+    "deepseek_r1": ReasoningStart.INSIDE,
+    "qwen3": ReasoningStart.BY_TAG,
+}
 
 
-def begins(text_before: str, otherwise: Begins) -> Begins:
-    """Where an answer begins whose prompt ends with this text."""
-    end = text_before.rstrip()
+def start_in_prompt(text: str, default: ReasoningStart) -> ReasoningStart:
+    """Return where an answer begins whose prompt ends with `text`."""
+    end = text.rstrip()
     if end.endswith(OPENING):
-        return Begins.INSIDE
-    return Begins.OUTSIDE if end.endswith(CLOSING) else otherwise
+        return ReasoningStart.INSIDE
+    return ReasoningStart.OUTSIDE if end.endswith(CLOSING) else default
 
 
-def continues(message: str) -> Begins:
-    """Where an answer begins that goes on with this message."""
-    return Begins.INSIDE if message.rfind(OPENING) > message.rfind(CLOSING) else Begins.OUTSIDE
+def start_in_message(message: str) -> ReasoningStart:
+    """Return where an answer begins that continues `message`."""
+    return (
+        ReasoningStart.INSIDE if message.rfind(OPENING) > message.rfind(CLOSING) else ReasoningStart.OUTSIDE
+    )

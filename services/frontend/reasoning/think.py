@@ -3,98 +3,98 @@
 import enum
 from collections.abc import Generator
 
-from services.frontend.parsing.events import Content, Event, Reasoning
+from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
 from services.frontend.parsing.json_reader import read_one_of, read_word
-from services.frontend.parsing.text_buffer import Broken, Feed, Reading
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
-class Begins(enum.Enum):
-    """Where an answer begins."""
+class ReasoningStart(enum.Enum):
+    """Where an answer begins: inside or outside of the reasoning."""
 
     INSIDE = "inside"
     """The prompt has opened the reasoning, or the model always reasons."""
     OUTSIDE = "outside"
     """The prompt has closed the reasoning."""
-    PERHAPS = "perhaps"
-    """Inside, if the opening tag comes first."""
+    BY_TAG = "by tag"
+    """Inside if the answer begins with the opening tag, else outside."""
 
 
 class ThinkParser:
-    """Of one answer. Line breaks next to the tags are the template's and belong to neither side."""
+    """Splits one answer. Line breaks next to the tags belong neither to the reasoning nor to the content."""
 
-    def __init__(self, begins: Begins) -> None:
-        self._begins = begins
-        self._events: list[Event] = []
-        self._feed = Feed()
-        self._reading: Generator[None, None, None] = self._read()
-        next(self._reading)
+    def __init__(self, start: ReasoningStart) -> None:
+        self._start = start
+        self._events: list[ParsedEvent] = []
+        self._buffer = TextBuffer()
+        self._parsing: Generator[None, None, None] = self._read()
+        next(self._parsing)
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         if text:
-            self._feed.push(text)
-            next(self._reading)
+            self._buffer.push(text)
+            next(self._parsing)
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """Once no more text comes."""
-        self._feed.close()
-        next(self._reading, None)
+    def finish(self) -> list[ParsedEvent]:
+        """Return the remaining events, when no more text follows."""
+        self._buffer.close()
+        next(self._parsing, None)
         return self._take()
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[ParsedEvent]:
         events, self._events = self._events, []
         return events
 
-    def _read(self) -> Reading[None]:
-        feed, inside, first = self._feed, self._begins is Begins.INSIDE, ""
+    def _read(self) -> Parsing[None]:
+        buffer, inside, first = self._buffer, self._start is ReasoningStart.INSIDE, ""
         closed = False
-        if self._begins is not Begins.OUTSIDE:
-            feed.keep()
+        if self._start is not ReasoningStart.OUTSIDE:
+            buffer.keep()
             try:
-                yield from feed.past_space()
-                tag = yield from read_one_of(feed, (OPENING, CLOSING) if inside else (OPENING,))
+                yield from buffer.past_space()
+                tag = yield from read_one_of(buffer, (OPENING, CLOSING) if inside else (OPENING,))
                 inside, closed = True, tag == CLOSING
-            except Broken:
-                first = feed.kept()
-            feed.forget()
+            except ParseError:
+                first = buffer.kept()
+            buffer.drop_kept()
         if inside:
             if not closed:
                 yield from self._inside(first)
             first = ""
-            while (yield from feed.peek()) == "\n":
-                feed.skip()
-        self._say(Content(first))
-        while (yield from feed.peek()):
-            self._say(Content(feed.rest()))
+            while (yield from buffer.peek()) == "\n":
+                buffer.skip()
+        self._add(Content(first))
+        while (yield from buffer.peek()):
+            self._add(Content(buffer.rest()))
 
-    def _inside(self, first: str) -> Reading[None]:
-        """Past the closing tag, or to the end of the text."""
-        feed, trimmer, begun = self._feed, Trimmer("\n"), False
+    def _inside(self, first: str) -> Parsing[None]:
+        """Read up to and with the closing tag, or to the end of the text."""
+        buffer, trimmer, begun = self._buffer, Trimmer("\n"), False
         text = first
         while True:
             shown = trimmer.push(text, begun) if text else ""
             begun = begun or bool(shown)
-            self._say(Reasoning(shown))
-            text = feed.until(CLOSING[0])
+            self._add(Reasoning(shown))
+            text = buffer.until(CLOSING[0])
             if text:
                 continue
-            char = yield from feed.peek()
+            char = yield from buffer.peek()
             if char != CLOSING[0]:
                 if not char:
                     return
                 continue
-            feed.keep()
+            buffer.keep()
             try:
-                yield from read_word(feed, CLOSING)
+                yield from read_word(buffer, CLOSING)
                 return
-            except Broken:
-                text = feed.kept()
+            except ParseError:
+                text = buffer.kept()
             finally:
-                feed.forget()
+                buffer.drop_kept()
 
-    def _say(self, event: Content | Reasoning) -> None:
+    def _add(self, event: Content | Reasoning) -> None:
         if event.text:
             self._events.append(event)

@@ -1,4 +1,4 @@
-"""Messages to a prompt, with the checkpoint's own jinja template. A template never comes from a request."""
+"""Chat messages to a prompt, with the checkpoint's jinja template. A template never comes from a request."""
 
 import re
 import secrets
@@ -19,13 +19,13 @@ from services.frontend.templates import trial as template_trial
 from services.frontend.templates.sandbox import Refusal, Sandbox, TemplateLimit
 
 RENDER_SECONDS = 1.0
-"""Most time for the messages of one request."""
-TRIAL_PATIENCE = 60.0
-"""Seconds until a trial that neither ends nor is ended by its own limits counts as failed."""
+"""Time limit for rendering the messages of one request."""
+TRIAL_SECONDS = 60.0
+"""Time after which a trial has failed that its own limits did not end."""
 MAX_VALUES, MAX_VALUE_DEPTH, MAX_VALUE_CHARS = 1024, 8, 65_536
-"""Of one of the `chat_template_kwargs`."""
+"""Limits of one of the `chat_template_kwargs`."""
 MAX_NUMBER = 2**31
-_OURS = frozenset(
+_RESERVED = frozenset(
     {
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
         "tokenize", "conversation", "tokenizer_kwargs", "return_dict", "return_tensors", "padding", "truncation",
@@ -33,12 +33,15 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_MARK = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
-"""What no message can hold; its last character tells whether a template strips messages."""
+_MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
+"""A text that no message contains. Its last character shows whether a template strips messages."""
 
 
 def find_template(directory: Path, override: str | None) -> str | None:
-    """From `--chat-template`, chat_template.jinja, or tokenizer_config.json. Raises: CheckpointError"""
+    """Return the template of `--chat-template`, chat_template.jinja or tokenizer_config.json, in this order.
+
+    Raises: CheckpointError
+    """
     file = Path(override) if override is not None else directory / "chat_template.jinja"
     if override is not None or file.is_file():
         try:
@@ -54,29 +57,27 @@ def find_template(directory: Path, override: str | None) -> str | None:
 
 
 def try_out(text: str, special: dict[str, str]) -> None:
-    """Renders a template in a process that can be ended.
+    """Render a template in a separate process with limits.
 
-    Raises: CheckpointError, when the template is broken or would not end.
+    Raises: CheckpointError, if the template is broken or does not end
     """
     command = [sys.executable, "-P", "-m", template_trial.__name__]
     job = msgspec.json.encode({"template": text, "special": special})
     try:
-        trial = subprocess.run(
-            command, input=job, stdout=subprocess.PIPE, timeout=TRIAL_PATIENCE, check=False
-        )
+        trial = subprocess.run(command, input=job, stdout=subprocess.PIPE, timeout=TRIAL_SECONDS, check=False)
         ended, output = trial.returncode == 0, trial.stdout
     except subprocess.TimeoutExpired:
         ended, output = False, b""
     if not ended:
-        what = output.decode(errors="replace").strip() or (
+        reason = output.decode(errors="replace").strip() or (
             f"it took more than {template_trial.SECONDS} s or {template_trial.MEGABYTES} MB "
             "for a short conversation"
         )
-        raise CheckpointError(f"the chat template is broken: {what}; give another with --chat-template")
+        raise CheckpointError(f"the chat template is broken: {reason}; give another with --chat-template")
 
 
 def find_tool_template(directory: Path, override: str | None) -> str | None:
-    """The template that transformers takes when there are tools, where a checkpoint has one of its own for them.
+    """Return the checkpoint's separate template for tools, if it has one; transformers uses it if tools are given.
 
     Raises: CheckpointError
     """
@@ -93,49 +94,54 @@ def find_tool_template(directory: Path, override: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template is given."""
+    """Variables of a template."""
 
     messages: list[dict[str, Any]]
     """The arguments of tool calls are objects."""
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The prompt ends inside the last message, for the model to go on with it."""
+    """The prompt ends inside the last message, so that the model continues it."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """`chat_template_kwargs`: values for what this template asks beyond that."""
+    """`chat_template_kwargs`: values for other variables of the template."""
 
 
-class _Compiled:
+class _CompiledTemplate:
     def __init__(self, sandbox: Sandbox, text: str) -> None:
         self.template = sandbox.from_string(text)
         self.text = text
-        self.asks_for = meta.find_undeclared_variables(sandbox.parse(text))
+        self.variables = meta.find_undeclared_variables(sandbox.parse(text))
 
 
 class ChatTemplate:
-    """Compiled once. What a template sees is what transformers gives it: messages, tools, special tokens, helpers."""
+    """A compiled template. Its variables are the same as in transformers: messages, tools, special tokens, helpers."""
 
     def __init__(self, text: str | None, special: dict[str, str], tool_use: str | None = None) -> None:
-        """`tool_use` takes the place of `text` where there are tools. Raises: CheckpointError, if one is no template"""
+        """
+        Args:
+            tool_use: used in place of `text` if tools are given.
+
+        Raises: CheckpointError, if one is not a template
+        """
         self._special = special
         self._sandbox = Sandbox()
         try:
-            self._default = _Compiled(self._sandbox, text) if text is not None else None
-            self._tool_use = _Compiled(self._sandbox, tool_use) if tool_use is not None else None
+            self._default = _CompiledTemplate(self._sandbox, text) if text is not None else None
+            self._tool_use = _CompiledTemplate(self._sandbox, tool_use) if tool_use is not None else None
         except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(f"the chat template is broken: {error}") from None
 
     def render(self, given: Conversation) -> str:
-        """Raises: APIError, if there is no template or it refuses this conversation."""
+        """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
         compiled = self._tool_use if given.tools is not None and self._tool_use is not None else self._default
         if compiled is None:
             raise invalid(
                 "this model has no chat template; use /v1/completions or start with --chat-template"
             )
-        messages = _to_be_continued(given.messages) if given.continue_final_message else given.messages
+        messages = _with_marker(given.messages) if given.continue_final_message else given.messages
         variables = {
             **self._special,
-            **_allowed(given.variables, compiled.asks_for, self._special),
+            **_allowed(given.variables, compiled.variables, self._special),
             "messages": messages,
             "tools": given.tools,
             "documents": None,
@@ -147,25 +153,25 @@ class ChatTemplate:
             raise invalid(f"the chat template refuses these messages: {error}", "messages") from None
         except TemplateLimit as error:
             raise invalid(f"the conversation is too long: {error}", "messages") from None
-        except Exception:  # templates index, add and divide whatever the messages hold
+        except Exception:  # expressions of the template fail on unexpected messages
             raise invalid("the chat template cannot be applied to these messages", "messages") from None
         return _cut(text) if given.continue_final_message else text
 
 
-def _allowed(given: Mapping[str, Any], asks_for: Set[str], special: Mapping[str, str]) -> dict[str, Any]:
-    """Those that the template asks for; the others would change nothing. Raises: APIError"""
+def _allowed(given: Mapping[str, Any], variables: Set[str], special: Mapping[str, str]) -> dict[str, Any]:
+    """Return the given values for the template's variables; the others change nothing. Raises: APIError"""
     for name, value in given.items():
-        if name in _OURS or name in special or name in jinja2.defaults.DEFAULT_NAMESPACE:
+        if name in _RESERVED or name in special or name in jinja2.defaults.DEFAULT_NAMESPACE:
             raise invalid(f"chat_template_kwargs may not set {name:.80}", "chat_template_kwargs")
         if _VARIABLE.fullmatch(name) is None:
             raise invalid(f"chat_template_kwargs: {name!r:.80} is not a name", "chat_template_kwargs")
         if not _is_small(value):
             raise invalid(f"chat_template_kwargs.{name} is too large", "chat_template_kwargs")
-    return {name: value for name, value in given.items() if name in asks_for}
+    return {name: value for name, value in given.items() if name in variables}
 
 
 def _is_small(value: Any) -> bool:
-    """Of JSON: at most MAX_VALUES values, MAX_VALUE_DEPTH deep, with MAX_VALUE_CHARS characters in all."""
+    """Check a JSON value: at most MAX_VALUES values, MAX_VALUE_DEPTH levels and MAX_VALUE_CHARS characters in all."""
     level, values, chars = [value], 0, 0
     for _ in range(MAX_VALUE_DEPTH):
         values += len(level)
@@ -187,17 +193,20 @@ def _is_small(value: Any) -> bool:
     return False
 
 
-def _to_be_continued(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With a mark at the end of the last message. Raises: APIError"""
+def _with_marker(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a marker at the end of the last one. Raises: APIError"""
     *others, last = messages
     if not last["content"]:
-        raise invalid("continue_final_message: the last message has no content to go on with", "messages")
-    return [*others, {**last, "content": last["content"] + _MARK}]
+        raise invalid("continue_final_message: the last message has no content to continue", "messages")
+    return [*others, {**last, "content": last["content"] + _MARKER}]
 
 
 def _cut(text: str) -> str:
-    """Up to the mark; where a template strips what messages say, without the white space before it, too."""
-    at = text.rfind(_MARK.strip())
+    """Return the text before the marker, and without the white space before it if the template strips messages.
+
+    Raises: APIError
+    """
+    at = text.rfind(_MARKER.strip())
     if at < 0:
         raise invalid("continue_final_message: the chat template does not show the last message", "messages")
-    return text[:at] if text[at:].startswith(_MARK) else text[:at].rstrip()
+    return text[:at] if text[at:].startswith(_MARKER) else text[:at].rstrip()

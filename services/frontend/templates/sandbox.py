@@ -1,4 +1,4 @@
-"""The jinja environment of chat templates: what transformers offers to them, with bounds on time and output."""
+"""The jinja environment of chat templates: transformers' filters and globals, with limits on time and output."""
 
 import datetime
 import json
@@ -14,23 +14,23 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_RENDERED = 8 * 1024 * 1024
-"""Characters a rendered prompt may have."""
+"""Maximum characters of a rendered prompt."""
 MAX_BASE, MAX_EXPONENT = 10**9, 64
-"""Of powers."""
+"""Maximum base and exponent of powers."""
 
 
 class Refusal(jinja2.TemplateError):
-    """The template's own `raise_exception`; its text is fit for the client's eyes."""
+    """The template called `raise_exception`; the message is for the client."""
 
 
 class TemplateLimit(Exception):
-    """The template wrote too much or ran for too long."""
+    """The template's output is too large, or rendering takes too long."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model said, for those who train; here it is only its content."""
+    """`{% generation %}` marks the model's messages for training; here only its content matters."""
 
-    tags = {"generation"}  # noqa: RUF012  jinja's own form
+    tags = {"generation"}  # noqa: RUF012  the form that jinja expects
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -38,7 +38,7 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Reaches no attribute that leads out of the template, and looks at the clock at each access and call."""
+    """Denies access to unsafe attributes, and checks the time limit at each access and call."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -50,7 +50,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._limits = threading.local()
 
     def render(self, template: jinja2.Template, variables: Mapping[str, Any], seconds: float) -> str:
-        """Raises: Refusal, TemplateLimit, and whatever an expression in the template raises"""
+        """Raises: Refusal, TemplateLimit, and any exception of an expression in the template"""
         parts: list[str] = []
         size = 0
         self._limits.deadline = time.monotonic() + seconds
@@ -79,7 +79,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """A short expression must not make a long text or a huge number out of what a request sent."""
+        """Prevent a short expression from making a long text or a huge number."""
         self._check_time()
         if operator == "**":
             if abs(left) > MAX_BASE or abs(right) > MAX_EXPONENT:
@@ -102,7 +102,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: nothing is escaped for HTML."""
+    """Return JSON as in transformers, without escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

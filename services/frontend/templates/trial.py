@@ -1,7 +1,7 @@
-"""A process that renders a template once, under limits the kernel keeps: `python -m services.frontend.templates.trial`.
+"""A process that renders a template once, under limits of the kernel: `python -m services.frontend.templates.trial`.
 
-Reads {"template", "special"} as JSON. Ends with 0 when the template is usable, or with 1 and a line that says why not;
-a template that would run for ever or fill the memory is killed.
+Reads {"template", "special"} as JSON from stdin. Exits with 0 if the template is usable, else with 1 and the reason in
+one line. The kernel kills it if the template runs endlessly or fills the memory.
 """
 
 import json
@@ -14,8 +14,9 @@ import jinja2
 from services.frontend.templates.sandbox import Sandbox, TemplateLimit
 
 SECONDS = 2
-"""Of processor time."""
+"""Limit of processor time."""
 MEGABYTES = 1024
+"""Limit of address space."""
 
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
 CALL = {"id": "123456789", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
@@ -62,7 +63,7 @@ def main() -> int:
                 sandbox.render(template, variables, SECONDS)
             except (TemplateLimit, MemoryError):
                 raise
-            except Exception:  # noqa: S112  it may refuse these messages and take others
+            except Exception:  # noqa: S112  the template may refuse these messages and accept others
                 continue
     except (jinja2.TemplateError, TemplateLimit, RecursionError, MemoryError) as error:
         print(" ".join(str(error).split()) or type(error).__name__)

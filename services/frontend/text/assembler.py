@@ -1,56 +1,21 @@
-"""One answer as it grows: tokens in, text out. No I/O, no clock.
+"""Tokens of one answer to its text. No I/O, no clock.
 
-Text goes out only when it is certain: no half characters, nothing of a stop string, nothing that may still become one.
+Text is returned only when it is certain: no incomplete characters, no part of a stop string, no text that may still
+become one.
 """
 
 from collections.abc import Collection
 
 from services.frontend.text.detokenizer import Detokenizer
+from services.frontend.text.stop_strings import StopFilter
 
 
 class OutOfOrder(Exception):
-    """A token's index is ahead of what this answer has: something was lost."""
+    """A token's index is beyond the next one: a token was lost."""
 
 
-class StopFilter:
-    """Passes text on up to the first stop string; holds back an ending that could be the start of one."""
-
-    def __init__(self, stops: list[str], include: bool = False) -> None:
-        """`include`: the stop string itself is shown too."""
-        self._stops = stops
-        self._include = include
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that may be shown now; after a match nothing more."""
-        if not self._stops or self.matched is not None:
-            return text if self.matched is None else ""
-        self._held += text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, _, self.matched = min(found)
-            certain = self._held[: at + len(self.matched) if self._include else at]
-            self._held = ""
-            return certain
-        keep = max(map(self._overlap, self._stops))
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return certain
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest ending of the held text that begins `stop`."""
-        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:size]):
-                return size
-        return 0
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-class Answer:
-    """Assembles one choice."""
+class TextAssembler:
+    """Text of one choice."""
 
     __slots__ = (
         "_detokenizer",
@@ -69,30 +34,35 @@ class Answer:
         detokenizer: Detokenizer,
         stops: list[str],
         min_tokens: int = 0,
-        ends: Collection[int] = (),
+        stop_token_ids: Collection[int] = (),
         include_stop: bool = False,
     ) -> None:
-        """`stops` are looked for in the text of the tokens after the first `min_tokens`. `ends` are the tokens that
-        end the answer. What ended it is shown only with `include_stop`."""
+        """
+        Args:
+            stops: stop strings, searched in the text of the tokens after the first `min_tokens`.
+            stop_token_ids: tokens that end the answer.
+            include_stop: show the stop string or token that ended the answer.
+        """
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops, include_stop)
         self._has_stops = bool(stops)
         self._min_tokens = min_tokens
-        self._hidden = frozenset(() if include_stop else ends)
+        self._hidden = frozenset(() if include_stop else stop_token_ids)
         self.num_tokens = 0
         self.num_chars = 0
-        """Of the text of all tokens so far, shown or not."""
+        """Characters of all tokens so far, shown or not."""
         self.duplicates = 0
+        """Tokens that were dropped because they had arrived before."""
         self.stop_string: str | None = None
-        """The one that ended it."""
+        """The stop string that ended the answer."""
 
     def push(self, index: int, token_id: int) -> str:
-        """Takes the token with this index; lower ones were delivered before and are dropped.
+        """Take the token with this index; return the text that became certain. A token that arrived before is dropped.
 
         Raises: OutOfOrder
         """
         if index != self.num_tokens or self.stop_string is not None:
-            return self._unexpected(index)
+            return self._drop(index)
         self.num_tokens = index + 1
         if token_id in self._hidden:
             return ""
@@ -100,7 +70,7 @@ class Answer:
         self.num_chars += len(text)
         return self._filtered(text) if self._has_stops and self.num_tokens > self._min_tokens else text
 
-    def _unexpected(self, index: int) -> str:
+    def _drop(self, index: int) -> str:
         """Raises: OutOfOrder"""
         if self.stop_string is None:
             if index > self.num_tokens:
@@ -114,5 +84,5 @@ class Answer:
         return certain
 
     def finish(self) -> str:
-        """What was held back, once no more tokens come."""
+        """Return the text that was held back, when no more tokens follow."""
         return self._filtered(self._detokenizer.flush()) + self._filter.flush()

@@ -1,48 +1,51 @@
-"""Tokens of one answer to text, piece by piece; never half a character."""
+"""Tokens of one answer to text, token by token, without incomplete characters."""
 
 import codecs
 from collections.abc import Callable
 from typing import Any, Protocol
 
 Decode = Callable[[list[int]], str]
-"""The text of some tokens, for which bytes that are no character are U+FFFD."""
+"""Returns the text of tokens; bytes that are no character are U+FFFD."""
 
 
 class Detokenizer(Protocol):
-    """Of one answer."""
+    """The state of one answer."""
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token; "" while a character is incomplete."""
+        """Return the text that became certain with this token; "" while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left when no more tokens come: an incomplete character shows as U+FFFD."""
+        """Return the rest, when no more tokens follow: an incomplete character becomes U+FFFD."""
         ...
 
 
 class WindowDetokenizer:
-    """For any tokenizer.
+    """Detokenizer for any tokenizer.
 
-    A character's bytes may be spread over up to four tokens, and what a token looks like may depend on the one
-    before it. So each piece is the difference of two decodings of a small window that begins with what came before.
+    A character's bytes may be spread over up to four tokens, and a token's text may depend on the one before it. So the
+    text of a token is the difference of two decodings of a small window that begins with earlier tokens.
     """
 
     _MAX_BYTES = 4
-    """Of one character in UTF-8, hence also the most tokens it is spread over."""
+    """Maximum bytes of a character in UTF-8, and so of the tokens it is spread over."""
     _MAX_WINDOW = 32
-    """Tokens, so that a text without an end of a character costs no more than others."""
+    """Maximum tokens, which bounds the cost of a text whose characters are never completed."""
 
     def __init__(self, decode: Decode, prompt: list[int]) -> None:
-        """`prompt` is what comes before the answer."""
+        """
+        Args:
+            prompt: the tokens before the answer.
+        """
         self._decode = decode
         self._window: list[int] = []
         self._shown = ""
-        for size in range(8, 8 + self._MAX_BYTES):  # one of them begins with a character, not inside of one
+        for size in range(8, 8 + self._MAX_BYTES):  # one of these begins at a character boundary
             text = self._decode(prompt[-size:])
             if not text.endswith("\ufffd"):
                 self._window, self._shown = prompt[-size:], text
                 break
-        # Otherwise the prompt itself ends inside a character, which is not ours to complete.
+        # Otherwise the prompt itself ends inside a character, which this answer does not complete.
         self._num_context = len(self._window)
 
     def push(self, token_id: int) -> str:
@@ -50,39 +53,39 @@ class WindowDetokenizer:
         text = self._decode(self._window)
         if text.endswith("\ufffd"):
             return self._push_damaged(text)
-        piece = text[len(self._shown) :]
-        if piece:
+        new = text[len(self._shown) :]
+        if new:
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
             self._shown = self._decode(self._window)
         elif len(self._window) > self._MAX_WINDOW:
-            self._window.pop()  # one of many that show nothing, such as special tokens
-        return piece
+            self._window.pop()  # tokens without text, such as special tokens
+        return new
 
     def _push_damaged(self, text: str) -> str:
-        """Bytes that are no character, or not yet one: only those that cannot begin one any more are certain."""
+        """Return the new text, without bytes at its end that may still become a character."""
         if len(self._window) - self._num_context < self._MAX_BYTES:
             return ""
         open_end = min(len(text) - len(text.rstrip("\ufffd")), self._MAX_BYTES - 1)
-        piece = text[len(self._shown) : len(text) - open_end]
-        self._shown += piece
+        new = text[len(self._shown) : len(text) - open_end]
+        self._shown += new
         if len(self._window) > self._MAX_WINDOW:
             self._window, self._num_context = self._window[-8:], 0
             text = self._decode(self._window)
             self._shown = text[: len(text) - open_end]
-        return piece
+        return new
 
     def flush(self) -> str:
-        piece = self._decode(self._window)[len(self._shown) :]
-        self._shown += piece
-        return piece
+        new = self._decode(self._window)[len(self._shown) :]
+        self._shown += new
+        return new
 
 
-# Byte-level vocabularies: GPT-2's and those after it. A text is the bytes of its tokens, whatever stands beside them.
+# Byte-level vocabularies: GPT-2's and later ones. A token's bytes do not depend on its neighbours.
 
 
 def _byte_letters() -> dict[str, int]:
-    """Such a vocabulary writes each byte as one printable letter: itself, or one from U+0100 on."""
+    """Return the byte for each letter: such a vocabulary writes a byte as one printable letter, itself or U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -91,24 +94,28 @@ def _byte_letters() -> dict[str, int]:
 BYTE_OF_LETTER = _byte_letters()
 
 
-class BytePieces(dict[int, str | bytes]):
-    """What each token stands for: text, or bytes where they are not whole characters. Looked up once."""
+class ByteLevelVocabulary(dict[int, str | bytes]):
+    """Content of each token, filled on demand: text, or bytes if they are no complete characters."""
 
     def __init__(self, name: Callable[[int], str], hidden: frozenset[int]) -> None:
-        """`name` is how the vocabulary writes a token, "" for none of its own; `hidden` tokens show nothing."""
+        """
+        Args:
+            name: returns the vocabulary's form of a token, "" for an unknown id.
+            hidden: tokens without text.
+        """
         super().__init__()
         self._name = name
         self._hidden = hidden
 
     def __missing__(self, token_id: int) -> str | bytes:
-        piece = self[token_id] = "" if token_id in self._hidden else self._read(self._name(token_id))
-        return piece
+        content = self[token_id] = "" if token_id in self._hidden else self._read(self._name(token_id))
+        return content
 
     @staticmethod
     def _read(name: str) -> str | bytes:
         letters = [BYTE_OF_LETTER.get(letter) for letter in name]
         known = bytes(letter for letter in letters if letter is not None)
-        raw = known if len(known) == len(letters) else name.encode()  # an added token, written as it is
+        raw = known if len(known) == len(letters) else name.encode()  # an added token is written as its text
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -116,22 +123,22 @@ class BytePieces(dict[int, str | bytes]):
 
 
 class ByteLevelDetokenizer:
-    __slots__ = ("_decoder", "_is_inside", "_pieces")
+    __slots__ = ("_decoder", "_is_inside", "_vocabulary")
 
-    def __init__(self, pieces: BytePieces) -> None:
-        """What a prompt left unfinished is not ours to complete, so it need not be known."""
-        self._pieces = pieces
+    def __init__(self, vocabulary: ByteLevelVocabulary) -> None:
+        """The prompt is not needed: an answer does not complete the prompt's last character."""
+        self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_inside = False
-        """Of a character."""
+        """Whether the last character is incomplete."""
 
     def push(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
-        if type(piece) is str:
+        content = self._vocabulary[token_id]
+        if type(content) is str:
             if not self._is_inside:
-                return piece
-            piece = piece.encode()
-        text = self._decoder.decode(piece)  # type: ignore[arg-type]
+                return content
+            content = content.encode()
+        text = self._decoder.decode(content)  # type: ignore[arg-type]
         self._is_inside = bool(self._decoder.getstate()[0])
         return text
 
@@ -140,42 +147,42 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-# Vocabularies of words with "▁" for spaces, where unknown characters are spelt in bytes: Llama 2, Mistral, Gemma.
+# Vocabularies of words with "▁" for spaces, and bytes for unknown characters: Llama 2, Mistral, Gemma.
 
 
-class WordPieces(dict[int, str]):
-    """Texts of those tokens that stand for the same text wherever they are but at the very beginning; "" for others."""
+class WordVocabulary(dict[int, str]):
+    """Texts of the tokens whose text is the same everywhere but at the beginning of a text; "" for others."""
 
-    def __init__(self, name: Callable[[int], str], others: frozenset[int]) -> None:
+    def __init__(self, name: Callable[[int], str], added: frozenset[int]) -> None:
         super().__init__()
         self._name = name
-        self._others = others
+        self._added = added
 
     def __missing__(self, token_id: int) -> str:
         name = self._name(token_id)
-        is_word = token_id not in self._others and not name.startswith("<0x") and "\ufffd" not in name
-        piece = self[token_id] = name.replace("▁", " ") if is_word else ""
-        return piece
+        is_word = token_id not in self._added and not name.startswith("<0x") and "\ufffd" not in name
+        text = self[token_id] = name.replace("▁", " ") if is_word else ""
+        return text
 
 
 class WordDetokenizer(WindowDetokenizer):
-    """Decodes only where a token's text depends on others: at the beginning, and around characters spelt in bytes."""
+    """Decodes only where a token's text depends on others: at the beginning, and around characters spelled in bytes."""
 
-    def __init__(self, decode: Decode, prompt: list[int], pieces: WordPieces) -> None:
+    def __init__(self, decode: Decode, prompt: list[int], words: WordVocabulary) -> None:
         super().__init__(decode, prompt)
-        self._pieces = pieces
+        self._words = words
         self._last: int | None = None
-        """The word that was shown last, if nothing is held back behind it; otherwise the window rules."""
+        """The last word, if no text is held back after it; None while the window is in use."""
 
     def push(self, token_id: int) -> str:
-        piece = self._pieces[token_id]
+        word = self._words[token_id]
         if self._last is not None:
-            if piece:
+            if word:
                 self._last = token_id
-                return piece
+                return word
             self._restore(self._last)
         text = super().push(token_id)
-        if piece and text:
+        if word and text:
             self._last = token_id
         return text
 
@@ -197,12 +204,12 @@ _STRIP: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0
 
 
 def is_byte_level(decoder: dict[str, Any] | None) -> bool:
-    """Whether this decoder, as tokenizer.json writes it, joins bytes."""
+    """Return whether a decoder of tokenizer.json joins bytes."""
     return decoder is not None and decoder["type"] == "ByteLevel"
 
 
-def is_of_words(decoder: dict[str, Any] | None) -> bool:
-    """Whether this decoder, as tokenizer.json writes it, joins words and spelt bytes."""
+def is_word_level(decoder: dict[str, Any] | None) -> bool:
+    """Return whether a decoder of tokenizer.json joins words and bytes."""
     if decoder is None or decoder["type"] != "Sequence":
         return False
     return decoder["decoders"] in (_WORDS, [*_WORDS, _STRIP])

@@ -1,4 +1,4 @@
-"""Text to token ids and back, directly from the checkpoint's tokenizer.json."""
+"""Text to token ids and back, with the checkpoint's tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,20 @@ from tokenizers import Tokenizer as HFTokenizer
 from services.checkpoint import CheckpointError, special_tokens
 from services.frontend.text.detokenizer import (
     ByteLevelDetokenizer,
-    BytePieces,
+    ByteLevelVocabulary,
     Detokenizer,
     WindowDetokenizer,
     WordDetokenizer,
-    WordPieces,
+    WordVocabulary,
     is_byte_level,
-    is_of_words,
+    is_word_level,
 )
 
 _HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
 
 
 class Tokenizer:
-    """Safe to share between threads."""
+    """Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: CheckpointError"""
@@ -38,48 +38,58 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.special = special_tokens(directory)
-        """Texts of the special tokens that a chat template may use."""
+        """Texts of the special tokens by name, for chat templates."""
         self.eos_token_id: int | None = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
         layout = json.loads(self._tokenizer.to_str())
         self.max_token_chars = _max_token_chars(self._tokenizer, layout)
-        """No token stands for more characters of the text; 0 where that cannot be known."""
-        self._prepare_streams(layout)
+        """Maximum characters of text that one token stands for; 0 if there is no bound."""
+        self._prepare_detokenizers(layout)
 
-    def _prepare_streams(self, layout: dict[str, Any]) -> None:
-        """What all answers share; `layout` is tokenizer.json."""
+    def _prepare_detokenizers(self, layout: dict[str, Any]) -> None:
+        """Set the tables that all detokenizers share.
+
+        Args:
+            layout: content of tokenizer.json.
+        """
         decoder = layout.get("decoder")
         added = frozenset(token["id"] for token in layout["added_tokens"])
         special = frozenset(token["id"] for token in layout["added_tokens"] if token["special"])
-        self._byte_pieces: tuple[BytePieces, ...] = ()
-        """Without the texts of special tokens, and with them."""
+        self._byte_level: tuple[ByteLevelVocabulary, ...] = ()
+        """Without and with the texts of special tokens; empty for other tokenizers."""
         if is_byte_level(decoder):
-            self._byte_pieces = BytePieces(self.name, special), BytePieces(self.name, frozenset())
-        self._words = WordPieces(self.name, added) if is_of_words(decoder) else None
+            self._byte_level = (
+                ByteLevelVocabulary(self.name, special),
+                ByteLevelVocabulary(self.name, frozenset()),
+            )
+        self._words = WordVocabulary(self.name, added) if is_word_level(decoder) else None
 
     def encode(self, text: str) -> list[int]:
-        """A plain prompt, with what tokenizer.json puts around one (as in transformers, where it overrules
-        `add_bos_token` in the configuration)."""
+        """Encode a plain prompt, with the special tokens that tokenizer.json adds.
+
+        As in transformers, tokenizer.json takes precedence over `add_bos_token` in the configuration.
+        """
         return list(self._tokenizer.encode(text).ids)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The output of a chat template, which has written its special tokens itself."""
+        """Encode the output of a chat template, which has written its special tokens itself."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
+        """Return the text without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def decode_all(self, token_ids: list[int]) -> str:
-        """With the texts of special tokens."""
+        """Return the text with special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def name(self, token_id: int) -> str:
-        """As the vocabulary writes it; "" for ids that it does not have."""
+        """Return the vocabulary's form of the token; "" for an unknown id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def stream(self, prompt: list[int], show_special: bool = False) -> Detokenizer:
-        """For one answer after `prompt`."""
-        if self._byte_pieces:
-            return ByteLevelDetokenizer(self._byte_pieces[show_special])
+    def detokenizer(self, prompt: list[int], show_special: bool = False) -> Detokenizer:
+        """Return a detokenizer for one answer after `prompt`."""
+        if self._byte_level:
+            return ByteLevelDetokenizer(self._byte_level[show_special])
         decode = self.decode_all if show_special else self.decode
         return (
             WordDetokenizer(decode, prompt, self._words)
@@ -89,7 +99,7 @@ class Tokenizer:
 
 
 def _max_token_chars(tokenizer: HFTokenizer, layout: dict[str, Any]) -> int:
-    """0 where a token may stand for any amount of text: unknown words, stripped whitespace, other normalizers."""
+    """Return 0 if a token may stand for any amount of text: unknown words, stripped white space, other normalizers."""
     model, added = layout["model"], layout["added_tokens"]
     names = {
         part["type"]
@@ -103,4 +113,4 @@ def _max_token_chars(tokenizer: HFTokenizer, layout: dict[str, Any]) -> int:
     if not covers_all_bytes or names - known or any(t["lstrip"] or t["rstrip"] for t in added):
         return 0
     longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
-    return longest * (3 if normalizes else 1)  # composition makes one character of up to three
+    return longest * (3 if normalizes else 1)  # NFC and NFKC compose up to three characters into one

@@ -1,27 +1,27 @@
-"""What a grammar makes the model write when a call is demanded: JSON, in a form of our own choice."""
+"""Calls that the request requires: a grammar makes the model write them as JSON in these forms."""
 
-from services.frontend.parsing.text_buffer import Reading
+from services.frontend.parsing.text_buffer import Parsing
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 
 class RequiredParser(ToolParser):
     """`[{"name": ..., "parameters": {...}}, ...]`"""
 
-    def _read(self) -> Reading[None]:
-        self._feed.keep(MAX_HELD)
+    def _read(self) -> Parsing[None]:
+        self._buffer.keep(MAX_HELD)
         yield from self._attempt(self._list())
         yield from self._rest()
 
 
 class NamedParser(ToolParser):
-    """The arguments alone, of the one tool on offer."""
+    """Only the arguments, of the one tool that may be called."""
 
-    def _read(self) -> Reading[None]:
-        self._feed.keep(MAX_HELD)
-        yield from self._attempt(self._only())
+    def _read(self) -> Parsing[None]:
+        self._buffer.keep(MAX_HELD)
+        yield from self._attempt(self._arguments_only())
         yield from self._rest()
 
-    def _only(self) -> Reading[None]:
+    def _arguments_only(self) -> Parsing[None]:
         (name,) = self._names
         yield from self._object(name)
         self._end()

@@ -1,22 +1,22 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}`, several divided by `;`, alone or behind `<|python_tag|>`."""
+"""Llama 3: `{"name": ..., "parameters": {...}}`, several separated by `;`, alone or after `<|python_tag|>`."""
 
-from services.frontend.parsing.text_buffer import Broken, Reading
+from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 
 class Llama3JSONParser(ToolParser):
-    marks = ("<|python_tag|>",)
+    markers = ("<|python_tag|>",)
 
-    def _read(self) -> Reading[None]:
-        self._feed.keep(MAX_HELD)
+    def _read(self) -> Parsing[None]:
+        self._buffer.keep(MAX_HELD)
         yield from self._attempt(self._calls(strict=True))
         while (yield from self._content_until("<|python_tag|>")):
             yield from self._attempt(self._calls(strict=False))
 
-    def _calls(self, strict: bool) -> Reading[None]:
+    def _calls(self, strict: bool) -> Parsing[None]:
         while True:
             yield from self._call(strict)
-            self._feed.keep(MAX_HELD)
-            if (yield from self._feed.past_space()) != ";":
-                raise Broken
-            self._feed.skip()
+            self._buffer.keep(MAX_HELD)
+            if (yield from self._buffer.past_space()) != ";":
+                raise ParseError
+            self._buffer.skip()

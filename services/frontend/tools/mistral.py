@@ -5,25 +5,25 @@ import secrets
 import string
 
 from services.frontend.parsing.json_reader import read_word
-from services.frontend.parsing.text_buffer import Broken, Reading
+from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import NAME, ToolParser
 
 _WORD = re.compile("[a-zA-Z0-9_.-]*")
 
 
 class MistralParser(ToolParser):
-    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def _id(self) -> str:
-        """Mistral's templates take no others back."""
+        """Return an id of the only form that Mistral's templates accept."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
-    def _read(self) -> Reading[None]:
+    def _read(self) -> Parsing[None]:
         while (yield from self._content_until("[TOOL_CALLS]")):
-            yield from self._attempt(self._marked())
+            yield from self._attempt(self._after_marker())
 
-    def _marked(self) -> Reading[None]:
-        char = yield from self._feed.past_space()
+    def _after_marker(self) -> Parsing[None]:
+        char = yield from self._buffer.past_space()
         if char == "[":
             yield from self._list()
         elif char == "{":
@@ -31,22 +31,22 @@ class MistralParser(ToolParser):
         else:
             yield from self._named()
 
-    def _named(self) -> Reading[None]:
+    def _named(self) -> Parsing[None]:
         name = yield from self._word()
         if NAME.fullmatch(name) is None:
-            raise Broken
-        while (yield from self._feed.peek()) == "[":
-            self._feed.skip()
-            if (yield from self._feed.peek()) == "C":
-                yield from read_word(self._feed, "CALL_ID]")
+            raise ParseError
+        while (yield from self._buffer.peek()) == "[":
+            self._buffer.skip()
+            if (yield from self._buffer.peek()) == "C":
+                yield from read_word(self._buffer, "CALL_ID]")
                 yield from self._word()
             else:
-                yield from read_word(self._feed, "ARGS]")
+                yield from read_word(self._buffer, "ARGS]")
         yield from self._object(name)
         self._end()
 
-    def _word(self) -> Reading[str]:
+    def _word(self) -> Parsing[str]:
         text = ""
-        while (yield from self._feed.peek()) and (more := self._feed.run(_WORD)):
+        while (yield from self._buffer.peek()) and (more := self._buffer.run(_WORD)):
             text += more
         return text

@@ -1,8 +1,8 @@
-"""The ground on which the formats of tool calls stand: text in, events out. No I/O, no clock.
+"""Base of the parsers of tool calls: text in, events out. No I/O, no clock.
 
-A call that never becomes whole is content, as it was written. An eager parser tells a call as soon as its name is known
-and its arguments begin. What has been told cannot be taken back: of a call that breaks after that the told part stays,
-and the rest is content. White space around calls belongs to neither.
+A call that is never completed is content, as written. An eager parser returns a call as soon as its name is known and
+its arguments begin. Returned events cannot be revoked: if such a call breaks later, its returned part stays and the
+rest is content. White space around calls is dropped.
 """
 
 import re
@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
-from services.frontend.parsing.events import Arguments, CallStart, Content, Event
+from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
 from services.frontend.parsing.json_reader import decoded, read_one_of, read_string, read_value, read_word
-from services.frontend.parsing.text_buffer import Broken, Feed, Reading
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 
 MAX_HELD = 65_536
-"""Characters that may stand before a call's arguments, or be its arguments where they come before the name."""
+"""Maximum characters of a call before its arguments, or of arguments that precede the name."""
 MAX_NAME = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _SPACE = " \t\n\r"
@@ -26,64 +26,72 @@ _BESIDE_NAME = ("type", "id")
 
 
 class ToolParser(ABC):
-    """Of one answer."""
+    """Finds the calls in one answer."""
 
-    marks: ClassVar[tuple[str, ...]] = ()
-    """What the format writes around calls: perhaps special tokens, which are otherwise left out of the text."""
+    markers: ClassVar[tuple[str, ...]] = ()
+    """Texts that the format writes around calls. They may be special tokens, which the text lacks by default."""
 
-    def __init__(self, names: frozenset[str], eager: bool, most: int | None = None) -> None:
-        """`names` are the tools on offer; calls beyond the first `most` are dropped."""
+    def __init__(self, names: frozenset[str], eager: bool, max_calls: int | None = None) -> None:
+        """
+        Args:
+            names: the tools that may be called.
+            eager: return a call before it is complete.
+            max_calls: calls beyond this number are dropped.
+        """
         self._names = names
         self._eager = eager
-        self._most = most
+        self._max_calls = max_calls
         self.num_calls = 0
-        """Calls that are whole."""
+        """Complete calls."""
         self._index = 0
-        """Of the call that is being read, or of the next one."""
-        self._told: list[Event] | None = None
-        """Of the call that is being read, once its name is known and its arguments begin: what is still to be told."""
+        """Index of the call that is being read, or of the next one."""
+        self._pending: list[ParsedEvent] | None = None
+        """Events of the call that is being read, until it is complete; an eager parser keeps none back.
+
+        None until the name is known and the arguments begin.
+        """
         self._arguments_from: int | None = None
-        """Where, in the newest piece, the arguments begin that have not been told."""
-        self._events: list[Event] = []
+        """Position in the last chunk where the arguments begin that were not returned."""
+        self._events: list[ParsedEvent] = []
         self._trimmer = Trimmer()
         self._has_content = self._has_calls = False
         self._is_after_call = False
-        """Whether nothing but white space has come after a whole call."""
-        self._feed = Feed()
-        self._reading: Generator[None, None, None] = self._read()
-        next(self._reading)
+        """Whether only white space has followed a complete call."""
+        self._buffer = TextBuffer()
+        self._parsing: Generator[None, None, None] = self._read()
+        next(self._parsing)
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[ParsedEvent]:
         if not text:
             return []
         if self._arguments_from is not None:
             self._arguments_from = 0
-        self._feed.push(text)
-        next(self._reading)
-        self._tell_arguments()
+        self._buffer.push(text)
+        next(self._parsing)
+        self._emit_arguments()
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """Once no more text comes."""
-        self._feed.close()
-        next(self._reading, None)
+    def finish(self) -> list[ParsedEvent]:
+        """Return the remaining events, when no more text follows."""
+        self._buffer.close()
+        next(self._parsing, None)
         if not self._has_calls and (space := self._trimmer.flush()):
             self._events.append(Content(space))
         return self._take()
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[ParsedEvent]:
         events, self._events = self._events, []
         return events
 
     @abstractmethod
-    def _read(self) -> Reading[None]:
-        """The format. It ends at the end of the text."""
+    def _read(self) -> Parsing[None]:
+        """Parse the format up to the end of the text."""
 
     def _id(self) -> str:
-        """Of a call; no two are equal."""
+        """Return a unique id for a call."""
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
-    # What formats are made of.
+    # Parts of formats.
 
     def _content(self, text: str) -> None:
         begun = self._has_content or not self._has_calls
@@ -91,166 +99,168 @@ class ToolParser(ABC):
             self._events.append(Content(shown))
             self._has_content, self._is_after_call = True, False
 
-    def _content_until(self, *marks: str) -> Reading[str]:
-        """Content up to one of `marks`, whose common first character does not return in them: which one; "" at the end
-        of the text."""
-        feed, first = self._feed, marks[0][0]
+    def _content_until(self, *markers: str) -> Parsing[str]:
+        """Read content up to one of `markers`; return the marker, "" at the end of the text.
+
+        All markers begin with the same character, which does not occur again in them.
+        """
+        buffer, first = self._buffer, markers[0][0]
         while True:
-            self._content(feed.until(first))
-            char = yield from feed.peek()
+            self._content(buffer.until(first))
+            char = yield from buffer.peek()
             if not char:
                 return ""
             if char != first:
                 continue
-            feed.keep(MAX_HELD)
+            buffer.keep(MAX_HELD)
             try:
-                return (yield from read_one_of(feed, marks))
-            except Broken:
+                return (yield from read_one_of(buffer, markers))
+            except ParseError:
                 self._break()
 
-    def _rest(self) -> Reading[None]:
-        """Content up to the end."""
-        while (yield from self._feed.peek()):
-            self._content(self._feed.rest())
+    def _rest(self) -> Parsing[None]:
+        """Read content up to the end."""
+        while (yield from self._buffer.peek()):
+            self._content(self._buffer.rest())
 
-    def _attempt(self, reading: Reading[None]) -> Reading[None]:
-        """Where it breaks, what has been kept but not been told is content."""
+    def _attempt(self, parsing: Parsing[None]) -> Parsing[None]:
+        """Run a parser of calls; if the text does not match, the kept text that was not returned is content."""
         try:
-            yield from reading
-        except Broken:
+            yield from parsing
+        except ParseError:
             self._break()
-        self._feed.forget()
+        self._buffer.drop_kept()
 
     def _break(self) -> None:
-        self._tell_arguments()
-        if self._told is None or not self._eager:
-            self._content(self._feed.kept())
+        self._emit_arguments()
+        if self._pending is None or not self._eager:
+            self._content(self._buffer.kept())
         else:
             self._index += 1
-        self._told = self._arguments_from = None
-        self._feed.forget()
+        self._pending = self._arguments_from = None
+        self._buffer.drop_kept()
 
-    def _call(self, strict: bool = False) -> Reading[None]:
-        """A call as an object with its name and its arguments. Raises: Broken
+    def _call(self, strict: bool = False) -> Parsing[None]:
+        """Read a call as an object with its name and its arguments. Raises: ParseError
 
         Args:
-            strict: the name must be one on offer, with little before it: nothing else marks this as a call.
+            strict: the name must be a known one and stand at the beginning, as nothing else marks this as a call.
         """
-        feed, name, held = self._feed, "", ""
-        yield from feed.past_space()
-        yield from read_word(feed, "{")
+        buffer, name, held = self._buffer, "", ""
+        yield from buffer.past_space()
+        yield from read_word(buffer, "{")
         while True:
-            yield from feed.past_space()
-            key = decoded((yield from read_string(feed)))
-            yield from feed.past_space()
-            yield from read_word(feed, ":")
-            yield from feed.past_space()
+            yield from buffer.past_space()
+            key = decoded((yield from read_string(buffer)))
+            yield from buffer.past_space()
+            yield from read_word(buffer, ":")
+            yield from buffer.past_space()
             if key == "name" and not name:
                 name = yield from self._name(strict)
                 if held:
                     self._start(name, held)
-            elif key in _ARGUMENTS and not held and self._told is None:
+            elif key in _ARGUMENTS and not held and self._pending is None:
                 held = yield from self._arguments(name)
             elif strict and not name and key not in _BESIDE_NAME:
-                raise Broken
+                raise ParseError
             else:
-                yield from read_value(feed)
-            if (yield from feed.past_space()) == "}":
+                yield from read_value(buffer)
+            if (yield from buffer.past_space()) == "}":
                 break
-            yield from read_word(feed, ",")
-        if self._told is None:
-            raise Broken
-        feed.skip()
+            yield from read_word(buffer, ",")
+        if self._pending is None:
+            raise ParseError
+        buffer.skip()
         self._end()
 
-    def _list(self) -> Reading[None]:
-        """Calls between brackets. Raises: Broken; calls that were whole before remain"""
-        yield from self._feed.past_space()
-        yield from read_word(self._feed, "[")
+    def _list(self) -> Parsing[None]:
+        """Read calls in an array. Raises: ParseError; the calls that were completed before remain"""
+        yield from self._buffer.past_space()
+        yield from read_word(self._buffer, "[")
         while True:
             yield from self._call()
-            self._feed.keep(MAX_HELD)
-            if (yield from self._feed.past_space()) == "]":
+            self._buffer.keep(MAX_HELD)
+            if (yield from self._buffer.past_space()) == "]":
                 break
-            yield from read_word(self._feed, ",")
-        self._feed.skip()
+            yield from read_word(self._buffer, ",")
+        self._buffer.skip()
 
-    def _name(self, strict: bool) -> Reading[str]:
-        name = decoded((yield from read_string(self._feed, 6 * MAX_NAME)))  # six: \u0041
+    def _name(self, strict: bool) -> Parsing[str]:
+        name = decoded((yield from read_string(self._buffer, 6 * MAX_NAME)))  # escapes such as \u0041
         if NAME.fullmatch(name) is None or (strict and name not in self._names):
-            raise Broken
+            raise ParseError
         return name
 
-    def _arguments(self, name: str) -> Reading[str]:
-        """An object, or a string that holds one; returned if the name is not known yet. Raises: Broken"""
-        feed = self._feed
-        if (yield from feed.peek()) == '"':
-            text = decoded((yield from read_string(feed))).strip(_SPACE)
+    def _arguments(self, name: str) -> Parsing[str]:
+        """Read an object, or a string that holds one; return it if the name is not known yet. Raises: ParseError"""
+        buffer = self._buffer
+        if (yield from buffer.peek()) == '"':
+            text = decoded((yield from read_string(buffer))).strip(_SPACE)
             _check_object(text)
         elif name:
             yield from self._object(name)
             return ""
         else:
-            if (yield from feed.peek()) != "{":
-                raise Broken
-            before = len(feed.kept())
-            yield from read_value(feed)
-            text = feed.kept()[before:]
+            if (yield from buffer.peek()) != "{":
+                raise ParseError
+            before = len(buffer.kept())
+            yield from read_value(buffer)
+            text = buffer.kept()[before:]
         if name:
             self._start(name, text)
         return text
 
-    def _object(self, name: str) -> Reading[None]:
-        """Arguments, told as they come. Raises: Broken"""
-        if (yield from self._feed.past_space()) != "{":
-            raise Broken
+    def _object(self, name: str) -> Parsing[None]:
+        """Read arguments, which are returned as they arrive. Raises: ParseError"""
+        if (yield from self._buffer.past_space()) != "{":
+            raise ParseError
         self._start(name)
-        self._arguments_from = self._feed.position
-        yield from read_value(self._feed)
-        self._tell_arguments()
+        self._arguments_from = self._buffer.position
+        yield from read_value(self._buffer)
+        self._emit_arguments()
         self._arguments_from = None
 
     def _start(self, name: str, arguments: str = "") -> None:
         if self._eager:
-            self._feed.forget()
+            self._buffer.drop_kept()
             self._has_calls = True
-        self._feed.lift_budget()
-        self._told = []
-        self._tell(CallStart(self._index, self._id(), name))
+        self._buffer.lift_budget()
+        self._pending = []
+        self._emit(CallStart(self._index, self._id(), name))
         if arguments:
-            self._tell(Arguments(self._index, arguments))
+            self._emit(Arguments(self._index, arguments))
 
-    def _tell(self, event: Event) -> None:
-        if self._told is None or (self._most is not None and self._index >= self._most):
+    def _emit(self, event: ParsedEvent) -> None:
+        if self._pending is None or (self._max_calls is not None and self._index >= self._max_calls):
             return
-        (self._events if self._eager else self._told).append(event)
+        (self._events if self._eager else self._pending).append(event)
 
-    def _tell_arguments(self) -> None:
+    def _emit_arguments(self) -> None:
         if self._arguments_from is None:
             return
-        text = self._feed.since(self._arguments_from)
-        self._arguments_from = self._feed.position
+        text = self._buffer.since(self._arguments_from)
+        self._arguments_from = self._buffer.position
         if text:
-            self._tell(Arguments(self._index, text))
+            self._emit(Arguments(self._index, text))
 
     def _end(self) -> None:
-        """The call is whole."""
-        self._events += self._told or []
-        self._told = None
+        """Complete the call."""
+        self._events += self._pending or []
+        self._pending = None
         self._index += 1
         self.num_calls += 1
         self._has_calls = self._is_after_call = True
-        self._feed.forget()
+        self._buffer.drop_kept()
 
 
 def _check_object(text: str) -> None:
-    """Raises: Broken, if it is not the text of a JSON object and no more."""
+    """Raises: ParseError, if the text is not exactly one JSON object"""
     if not text.startswith("{"):
-        raise Broken
-    feed = Feed()
-    feed.push(text)
-    feed.close()
-    for _ in read_value(feed):
-        pass  # it cannot pause: the text is closed
-    if feed.rest():
-        raise Broken
+        raise ParseError
+    buffer = TextBuffer()
+    buffer.push(text)
+    buffer.close()
+    for _ in read_value(buffer):
+        pass  # it never yields, as the buffer is closed
+    if buffer.rest():
+        raise ParseError

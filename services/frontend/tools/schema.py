@@ -1,4 +1,4 @@
-"""The JSON schemas that make a model call a tool, as vLLM has them."""
+"""JSON schemas that make a model call a tool; vLLM's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 JSON = dict[str, Any]
 MAX_DEPTH = 64
 
-_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose values are schemas by name."""
-_OF_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
-"""Keywords whose values are no schemas."""
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values map names to schemas."""
+_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
+"""Keywords whose values are not schemas."""
 _FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates write JSON; a weak model cannot lose itself in white space."""
+"""The form in which chat templates write JSON. Fixed white space keeps a weak model from writing it endlessly."""
 
 
 class TooDeep(ValueError):
     pass
 
 
-def of_arguments(parameters: JSON | None) -> JSON:
-    """What the arguments alone must match."""
+def arguments_schema(parameters: JSON | None) -> JSON:
+    """Return the schema of one tool's arguments."""
     return {**_object(parameters), "x-guidance": _FORM}
 
 
-def of_calls(tools: Mapping[str, JSON | None], most: int | None) -> JSON:
-    """An array of calls, each with the name and the parameters of one tool. Raises: TooDeep"""
+def calls_schema(tools: Mapping[str, JSON | None], max_calls: int | None) -> JSON:
+    """Return the schema of an array of calls, each with the name and the parameters of one tool. Raises: TooDeep"""
     schemas = {f"tool{i}": _object(parameters) for i, parameters in enumerate(tools.values())}
     calls = [
         {
@@ -38,7 +38,7 @@ def of_calls(tools: Mapping[str, JSON | None], most: int | None) -> JSON:
     return {
         "type": "array",
         "minItems": 1,
-        **({} if most is None else {"maxItems": most}),
+        **({} if max_calls is None else {"maxItems": max_calls}),
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "$defs": {key: _moved(schema, f"#/$defs/{key}", 0) for key, schema in schemas.items()},
         "x-guidance": _FORM,
@@ -46,29 +46,29 @@ def of_calls(tools: Mapping[str, JSON | None], most: int | None) -> JSON:
 
 
 def _object(parameters: JSON | None) -> JSON:
-    """Of arguments, which are always an object; nothing may stand in one of a tool that names no parameters."""
+    """Return a schema that allows only objects; without parameters only the empty one."""
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     kept = {name: value for name, value in parameters.items() if name != "x-guidance"}
     return {"type": "object", **kept}
 
 
-def _moved(schema: Any, place: str, depth: int) -> Any:
-    """With references into itself that still hold when it stands at `place`."""
+def _moved(schema: Any, path: str, depth: int) -> Any:
+    """Return the schema with its references to itself rewritten for its new position `path`. Raises: TooDeep"""
     if depth > MAX_DEPTH:
         raise TooDeep(f"more than {MAX_DEPTH} levels")
     if isinstance(schema, list):
-        return [_moved(item, place, depth + 1) for item in schema]
+        return [_moved(item, path, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[name] = place + value[1:]
-        elif name in _OF_VALUES:
+            moved[name] = path + value[1:]
+        elif name in _VALUES:
             moved[name] = value
-        elif name in _OF_SCHEMAS and isinstance(value, dict):
-            moved[name] = {key: _moved(inner, place, depth + 1) for key, inner in value.items()}
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            moved[name] = {key: _moved(inner, path, depth + 1) for key, inner in value.items()}
         else:
-            moved[name] = _moved(value, place, depth + 1)
+            moved[name] = _moved(value, path, depth + 1)
     return moved

@@ -22,7 +22,7 @@ from protocol.requests import (
     RequestOutputs,
 )
 from protocol.sampling import Pooling
-from services.frontend.openai.schemas import responses as answers
+from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.openapi import document
 from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from tests.integration.frontend.scripted import (
@@ -42,9 +42,9 @@ SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
 WIDTH = 8
 STATE = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, hidden_size=WIDTH)
 PATHS: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel] | None]] = {
-    "/v1/completions": (CompletionRequest, answers.CompletionAnswer, answers.CompletionChunk),
-    "/v1/chat/completions": (ChatRequest, answers.ChatAnswer, answers.ChatChunk),
-    "/v1/embeddings": (EmbeddingRequest, answers.EmbeddingAnswer, None),
+    "/v1/completions": (CompletionRequest, responses.CompletionResponse, responses.CompletionChunk),
+    "/v1/chat/completions": (ChatRequest, responses.ChatResponse, responses.ChatChunk),
+    "/v1/embeddings": (EmbeddingRequest, responses.EmbeddingResponse, None),
 }
 
 

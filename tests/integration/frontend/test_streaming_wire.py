@@ -137,7 +137,7 @@ def test_requests_sent_at_once_are_answered_in_order(
 
 
 CHOICES, STEPS = 4, 10
-WRITE_PER_TOKEN = "from services.frontend.engine import inbox; inbox.MAX_TAKEN = 1"
+WRITE_PER_TOKEN = "from services.frontend.engine import streams; streams.MAX_TOKENS_PER_FLUSH = 1"
 
 
 @pytest.mark.parametrize(("patch", "writes_per_step"), [("", 1), (WRITE_PER_TOKEN, CHOICES)])

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig, ServeConfig
-from services.frontend.output_formats import AnswerForms
-from services.frontend.reasoning.think import Begins
+from services.frontend.output_formats import OutputFormats
+from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.text.tokenizer import Tokenizer
 from services.frontend.tools.formats import FORMATS
 
@@ -35,17 +35,17 @@ def test_flag_that_needs_another_is_refused_without_it(config: type[FrontendConf
 
 
 def test_nothing_is_told_apart_without_flags() -> None:
-    assert AnswerForms.of(FrontendConfig(), Tokenizer(DEMO_MODEL)) == AnswerForms()
+    assert OutputFormats.from_config(FrontendConfig(), Tokenizer(DEMO_MODEL)) == OutputFormats()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_marks_are_shown_only_where_they_would_be_left_out(name: str, tmp_path: Path) -> None:
-    marks, config = list(FORMATS[name].marks), FrontendConfig(tool_call_parser=name)
-    assert not AnswerForms.of(config, Tokenizer(DEMO_MODEL)).tools_are_special
-    assert not AnswerForms.of(config, tokenizer(tmp_path, [], marks)).tools_are_special, (
+    marks, config = list(FORMATS[name].markers), FrontendConfig(tool_call_parser=name)
+    assert not OutputFormats.from_config(config, Tokenizer(DEMO_MODEL)).tools_are_special
+    assert not OutputFormats.from_config(config, tokenizer(tmp_path, [], marks)).tools_are_special, (
         "as in Qwen's tokenizers"
     )
-    assert AnswerForms.of(config, tokenizer(tmp_path, marks[:1], [])).tools_are_special
+    assert OutputFormats.from_config(config, tokenizer(tmp_path, marks[:1], [])).tools_are_special
 
 
 def test_end_of_reasoning_is_one_token_or_the_log_says_what_follows(
@@ -53,13 +53,13 @@ def test_end_of_reasoning_is_one_token_or_the_log_says_what_follows(
 ) -> None:
     config = FrontendConfig(reasoning_parser="qwen3")
     with caplog.at_level(logging.WARNING):
-        forms = AnswerForms.of(config, tokenizer(tmp_path, [], ["<think>", "</think>"]))
+        forms = OutputFormats.from_config(config, tokenizer(tmp_path, [], ["<think>", "</think>"]))
         assert (len(forms.reasoning_end), forms.reasoning, forms.reasoning_is_special) == (
             1,
-            Begins.PERHAPS,
+            ReasoningStart.BY_TAG,
             False,
         )
         assert not caplog.records
-        several = AnswerForms.of(config, Tokenizer(DEMO_MODEL)).reasoning_end
+        several = OutputFormats.from_config(config, Tokenizer(DEMO_MODEL)).reasoning_end
     assert Tokenizer(DEMO_MODEL).decode_all(list(several)) == "</think>"
     assert f"</think> is {len(several)} tokens" in caplog.text

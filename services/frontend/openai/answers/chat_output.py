@@ -1,4 +1,4 @@
-"""How the answers to one chat request are read: tools, reasoning, and the grammar that follows from both."""
+"""How the answers to one chat request are parsed: tools, reasoning, and the grammar that follows from both."""
 
 from dataclasses import dataclass
 
@@ -9,48 +9,52 @@ from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.answers.tool_dialect import ToolDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.output_formats import AnswerForms
-from services.frontend.reasoning.formats import begins, continues
-from services.frontend.reasoning.think import Begins
+from services.frontend.output_formats import OutputFormats
+from services.frontend.reasoning.formats import start_in_message, start_in_prompt
+from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.text.tokenizer import Tokenizer
 
 TAIL = 32
-"""Tokens at the end of a prompt that tell whether it opens or closes the reasoning."""
+"""Tokens at the end of a prompt that are searched for reasoning tags."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ChatOutput:
     body: ChatRequest
-    forms: AnswerForms
+    formats: OutputFormats
     tools: ToolChoice
 
     @classmethod
-    def of(cls, body: ChatRequest, forms: AnswerForms) -> "Reading":
-        """May ask for special tokens in the text, where they are what marks the parts. Raises: APIError"""
-        tools = ToolChoice.of(body, forms.tools, forms.auto_tool_choice)
-        if (tools.mode is Mode.AUTO and forms.tools_are_special) or forms.reasoning_is_special:
+    def from_body(cls, body: ChatRequest, formats: OutputFormats) -> "ChatOutput":
+        """Clears `body.skip_special_tokens` if the markers to parse are special tokens. Raises: APIError"""
+        tools = ToolChoice.from_body(body, formats.tools, formats.auto_tool_choice)
+        if (tools.mode is Mode.AUTO and formats.tools_are_special) or formats.reasoning_is_special:
             body.skip_special_tokens = False
-        return cls(body, forms, tools)
+        return cls(body, formats, tools)
 
-    def begins(self, prompt: list[int], tokenizer: Tokenizer) -> Begins | None:
-        """Where the answers begin; None for a model that does not reason."""
-        if self.forms.reasoning is None:
+    def reasoning_start(self, prompt: list[int], tokenizer: Tokenizer) -> ReasoningStart | None:
+        """Return where the answers begin; None, if the model does not reason."""
+        if self.formats.reasoning is None:
             return None
         if self.body.continue_final_message:
-            return continues(self.body.messages[-1].plain()["content"])
-        return begins(tokenizer.decode_all(prompt[-TAIL:]), self.forms.reasoning)
+            return start_in_message(self.body.messages[-1].plain()["content"])
+        return start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning)
 
     def grammar(
-        self, wanted: StructuredOutputParams | None, begins: Begins | None
+        self, content: StructuredOutputParams | None, start: ReasoningStart | None
     ) -> StructuredOutputParams | None:
-        """`wanted` is what the body says of its content. Reasoning comes before any grammar."""
-        grammar = self.tools.grammar or wanted
-        if grammar is None or begins in (None, Begins.OUTSIDE):
-            return grammar
-        return msgspec.structs.replace(grammar, begins_after=self.forms.reasoning_end)
+        """Return what constrains the output. A grammar begins after the reasoning.
 
-    def dialect(self, begins: Begins | None, role: str, beginning: str) -> ChatDialect:
-        if self.tools.mode is Mode.NONE and begins is None:
+        Args:
+            content: the body's constraint on the content.
+        """
+        grammar = self.tools.grammar or content
+        if grammar is None or start in (None, ReasoningStart.OUTSIDE):
+            return grammar
+        return msgspec.structs.replace(grammar, begins_after=self.formats.reasoning_end)
+
+    def dialect(self, start: ReasoningStart | None, role: str, beginning: str) -> ChatDialect:
+        if self.tools.mode is Mode.NONE and start is None:
             return ChatDialect(role, beginning)
         shown = self.body.include_reasoning is not False
-        return ToolDialect(self.tools, begins, shown, role, beginning)
+        return ToolDialect(self.tools, start, shown, role, beginning)

@@ -1,60 +1,111 @@
-"""What one step forward brought for one choice, as dialects write it."""
+"""The unit between the engine's outputs and a dialect: what one choice grows by."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token and how likely it was."""
+class ScoredToken:
+    """A token with its text and log-probability."""
 
     token_id: int
     text: str
-    """Bytes that are no text alone show as U+FFFD."""
+    """Bytes that are no complete character are U+FFFD."""
     raw: bytes
     logprob: float | None
-    """Finite. None for the first token of a prompt, before which there was nothing."""
+    """Finite. None for the first token of a prompt, which nothing precedes."""
 
 
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The token at one position, and the most likely ones there, the most likely first."""
+class ScoredPosition:
+    """The token at one position, and the most likely tokens there in descending order."""
 
-    token: TokenLogprob
-    top: tuple[TokenLogprob, ...]
+    token: ScoredToken
+    top: tuple[ScoredToken, ...]
     offset: int
     """Characters before it in the answer's text."""
 
 
 @dataclass(slots=True)
-class Piece:
-    """Text that has become certain, and what belongs to it. `finish` is None but in the last piece of a choice."""
+class Chunk:
+    """Text of one choice that became certain, with its details."""
 
     text: str = ""
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    """Where the request asks for them: of the tokens whose text this is."""
+    logprobs: list[ScoredPosition] = field(default_factory=list)
+    """Positions that `text` covers, if the request asks for log-probabilities."""
     finish: str | None = None
-    """OpenAI's word for how the choice ended."""
+    """OpenAI's `finish_reason`; None in all chunks of a choice but the last."""
     stop: int | str | None = None
-    """The stop string or token that ended it."""
+    """The stop string or token that ended the choice."""
     token_ids: list[int] | None = None
-    """Where the request asks for them: those that arrived; None where it does not."""
+    """Tokens that arrived; None if the request does not ask for token ids."""
     prompt_token_ids: list[int] | None = None
-    """In the first piece, where the request asks for token ids."""
+    """Set in the first chunk if the request asks for token ids."""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is text alone."""
+    def is_text_only(self) -> bool:
         return self.finish is None and not self.logprobs and not self.token_ids
 
     @property
     def is_empty(self) -> bool:
-        return not self.text and self.is_plain
+        return not self.text and self.is_text_only
 
-    def extend(self, later: "Piece") -> None:
-        self.text += later.text
-        self.logprobs += later.logprobs
-        self.finish, self.stop = later.finish, later.stop
-        if later.token_ids is not None:
-            self.token_ids = [*(self.token_ids or ()), *later.token_ids]
-        if later.prompt_token_ids is not None:
-            self.prompt_token_ids = later.prompt_token_ids
+    @classmethod
+    def joined(cls, chunks: "list[Chunk]") -> "Chunk":
+        """Return all chunks of a choice as one."""
+        whole = cls("".join(chunk.text for chunk in chunks))
+        for chunk in chunks:
+            whole.logprobs += chunk.logprobs
+            whole.finish, whole.stop = chunk.finish, chunk.stop
+            if chunk.token_ids is not None:
+                whole.token_ids = [*(whole.token_ids or ()), *chunk.token_ids]
+            if chunk.prompt_token_ids is not None:
+                whole.prompt_token_ids = chunk.prompt_token_ids
+        return whole
+
+
+class ChoiceWriter(Protocol):
+    """Takes the chunks of one choice; returns the bytes to write for each."""
+
+    def text(self, text: str) -> bytes:
+        """Take a chunk that is only text; not empty."""
+        ...
+
+    def chunk(self, chunk: Chunk) -> bytes: ...
+
+
+class AnswerWriter(Protocol):
+    """The writers of all choices of one HTTP response."""
+
+    def choice(self, index: int) -> ChoiceWriter: ...
+
+
+class ChunkCollector:
+    """Keeps the chunks of a choice whose answer is sent as a whole."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def text(self, text: str) -> bytes:
+        self.chunks.append(Chunk(text))
+        return b""
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        self.chunks.append(chunk)
+        return b""
+
+
+class AnswerCollector:
+    """Keeps the chunks of all choices of a response that is not streamed."""
+
+    def __init__(self) -> None:
+        self._choices: list[ChunkCollector] = []
+
+    def choice(self, index: int) -> ChunkCollector:
+        """Choices are numbered in the order of these calls."""
+        self._choices.append(ChunkCollector())
+        return self._choices[index]
+
+    def answers(self) -> list[Chunk]:
+        """Return each choice as one chunk."""
+        return [Chunk.joined(choice.chunks) for choice in self._choices]

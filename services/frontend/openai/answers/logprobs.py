@@ -1,90 +1,98 @@
-"""Log-probabilities: from what the engine sends to the formats of completions, of chat, and vLLM's of prompts."""
+"""Log-probabilities: from the engine's rows to the formats of completions, of chat, and of vLLM's `prompt_logprobs`."""
 
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from services.frontend.engine.inbox import Likely
-from services.frontend.openai.answers.chunk import PositionLogprobs, TokenLogprob
+from services.frontend.engine.streams import RawLogprobs
+from services.frontend.openai.answers.chunk import ScoredPosition, ScoredToken
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.text.token_texts import Vocabulary
+from services.frontend.text.token_texts import TokenTexts
 
 IMPOSSIBLE = -9999.0
-"""For minus infinity, which JSON cannot carry; as vLLM has it."""
+"""Stands for minus infinity, which JSON has no number for; vLLM's value."""
 
 
-class LogprobWriter:
-    """Gives tokens their texts."""
+class LogprobFormatter:
+    """Adds the tokens' texts to the engine's rows."""
 
-    def __init__(self, vocabulary: Vocabulary, ids_as_text: bool) -> None:
-        """`ids_as_text`: tokens are called token_id:123, so that none is mistaken for another of the same text."""
-        self._vocabulary = vocabulary
+    def __init__(self, texts: TokenTexts, ids_as_text: bool) -> None:
+        """
+        Args:
+            ids_as_text: write a token as token_id:123, so that tokens with equal texts stay distinct.
+        """
+        self._texts = texts
         self._ids_as_text = ids_as_text
 
-    def _token(self, token_id: int, value: float | None) -> TokenLogprob:
-        text, raw = self._vocabulary[token_id]
+    def _token(self, token_id: int, value: float | None) -> ScoredToken:
+        text, raw = self._texts[token_id]
         text = f"token_id:{token_id}" if self._ids_as_text else text
-        return TokenLogprob(token_id, text, raw, value if value is None else max(value, IMPOSSIBLE))
+        return ScoredToken(token_id, text, raw, value if value is None else max(value, IMPOSSIBLE))
 
-    def position(self, likely: Likely, offset: int) -> PositionLogprobs:
-        first, *top = map(self._token, likely.token_ids, likely.values)
-        return PositionLogprobs(first, tuple(top), offset)
+    def position(self, logprobs: RawLogprobs, offset: int) -> ScoredPosition:
+        """
+        Args:
+            offset: characters before the token in the answer's text.
+        """
+        first, *top = map(self._token, logprobs.token_ids, logprobs.values)
+        return ScoredPosition(first, tuple(top), offset)
 
-    def prompt(self, prompt: Prompt) -> list[PositionLogprobs]:
-        """As `echo` shows them: nothing is known of the first token."""
-        known = [
-            self.position(likely, prompt.offsets[position])
-            for position, likely in sorted(prompt.likely.items())
+    def prompt(self, prompt: Prompt) -> list[ScoredPosition]:
+        """Return the positions of a prompt for `echo`; the first token has no log-probability."""
+        scored = [
+            self.position(logprobs, prompt.offsets[position])
+            for position, logprobs in sorted(prompt.logprobs.items())
         ]
-        return [PositionLogprobs(self._token(prompt.token_ids[0], None), (), 0), *known]
+        return [ScoredPosition(self._token(prompt.token_ids[0], None), (), 0), *scored]
 
     def prompt_json(self, prompt: Prompt) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: per position, by token id."""
-        return [None, *(self._by_id(likely) for _, likely in sorted(prompt.likely.items()))]
+        """Return vLLM's `prompt_logprobs`: per position a dictionary by token id, None for the first."""
+        return [None, *(self._by_id(logprobs) for _, logprobs in sorted(prompt.logprobs.items()))]
 
-    def _by_id(self, likely: Likely) -> dict[str, Any]:
+    def _by_id(self, logprobs: RawLogprobs) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        ranks = [likely.rank, *range(1, len(likely.token_ids))]
-        for rank, token_id, value in zip(ranks, likely.token_ids, likely.values, strict=True):
+        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
+        for rank, token_id, value in zip(ranks, logprobs.token_ids, logprobs.values, strict=True):
             token = self._token(token_id, value)
             fields = {"logprob": token.logprob, "rank": rank, "decoded_token": token.text}
             entries.setdefault(str(token_id), fields)
         return entries
 
 
-class Trace:
-    """Log-probabilities of one answer's tokens, held until the text that they stand for is shown."""
+class LogprobQueue:
+    """Log-probabilities of one choice's tokens, held back until the tokens' text is shown."""
 
-    def __init__(self, writer: LogprobWriter, num_prompt_tokens: int) -> None:
-        self._writer = writer
+    def __init__(self, formatter: LogprobFormatter, num_prompt_tokens: int) -> None:
+        self._formatter = formatter
         self._next = num_prompt_tokens
-        """Position of the token that comes next."""
-        self._arrived: dict[int, Likely] = {}
-        self._held: deque[PositionLogprobs] = deque()
+        """Position of the next token."""
+        self._arrived: dict[int, RawLogprobs] = {}
+        self._held: deque[ScoredPosition] = deque()
 
-    def learn(self, likely: Likely) -> None:
-        """Of a token to come; one that was there already may come again and is not wanted."""
-        if likely.position >= self._next:
-            self._arrived.setdefault(likely.position, likely)
+    def add(self, logprobs: RawLogprobs) -> None:
+        """Store the row of a token that is not pushed yet. After a preemption a position may arrive again; the first
+        one counts."""
+        if logprobs.position >= self._next:
+            self._arrived.setdefault(logprobs.position, logprobs)
 
     def push(self, offset: int) -> None:
-        """The next token, which has `offset` characters before it. Raises: KeyError, if nothing is known of it"""
-        self._held.append(self._writer.position(self._arrived.pop(self._next), offset))
+        """Take the next token, which has `offset` characters before it. Raises: KeyError, if its row did not arrive"""
+        self._held.append(self._formatter.position(self._arrived.pop(self._next), offset))
         self._next += 1
 
-    def shown(self, num_chars: int) -> Iterable[PositionLogprobs]:
-        """Those that have come into view, now that so many characters of the answer are shown."""
+    def shown(self, num_chars: int) -> Iterable[ScoredPosition]:
+        """Yield the tokens whose text begins within the first `num_chars` characters, which are shown now."""
         while self._held and self._held[0].offset < num_chars:
             yield self._held.popleft()
 
-    def rest(self) -> Iterable[PositionLogprobs]:
-        """Those without a text of their own at the end of an answer."""
+    def rest(self) -> Iterable[ScoredPosition]:
+        """Yield the tokens that are left at the end of an answer: those without any text."""
         while self._held:
             yield self._held.popleft()
 
 
-def completion_json(positions: list[PositionLogprobs]) -> dict[str, Any]:
-    """Columns; `top_logprobs` has the token itself too, where it is not among the most likely ones."""
+def completion_json(positions: list[ScoredPosition]) -> dict[str, Any]:
+    """Return the columns of a completion's `logprobs`. `top_logprobs` includes the token itself."""
     return {
         "tokens": [p.token.text for p in positions],
         "token_logprobs": [p.token.logprob for p in positions],
@@ -93,19 +101,22 @@ def completion_json(positions: list[PositionLogprobs]) -> dict[str, Any]:
     }
 
 
-def _top(position: PositionLogprobs) -> dict[str, float | None] | None:
+def _top(position: ScoredPosition) -> dict[str, float | None] | None:
     if position.token.logprob is None:
         return None
     top: dict[str, float | None] = {}
-    for token in (*position.top, position.token):  # the likelier one, if two have the same text
+    for token in (
+        *position.top,
+        position.token,
+    ):  # of two tokens with the same text, the more likely one stays
         top.setdefault(token.text, token.logprob)
     return top
 
 
-def chat_json(positions: list[PositionLogprobs]) -> dict[str, Any]:
+def chat_json(positions: list[ScoredPosition]) -> dict[str, Any]:
     content = [{**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions]
     return {"content": content, "refusal": None}
 
 
-def _entry(token: TokenLogprob) -> dict[str, Any]:
+def _entry(token: ScoredToken) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}

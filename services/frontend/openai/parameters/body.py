@@ -1,4 +1,4 @@
-"""The bytes of a body to a request that has been checked field by field."""
+"""Request bodies: from bytes to checked fields."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -10,23 +10,23 @@ from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.openai.parameters.sampling import refuse_unserved
-from services.frontend.openai.schemas.requests import NEUTRAL_IN_MESSAGE, Message, Request
+from services.frontend.openai.schemas.requests import NEUTRAL_IN_MESSAGE, BaseGenerationRequest, MessageParam
 
 BODY_SECONDS = 30.0
-"""A client may take this long to send its body."""
+"""Time limit for a client to send its body."""
 MAX_ERRORS = 1000
-"""Wrong values of a body until they are only counted: to tell of each takes microseconds."""
+"""Wrong values of a body that are described; more are only counted, as each description takes microseconds."""
 
 B = TypeVar("B", bound=pydantic.BaseModel)
 
 
 async def parse(http: HTTPRequest, kind: type[B]) -> B:
-    """Raises: APIError, naming what is wrong with the body."""
+    """Read and check the body. Raises: APIError, naming the field that is wrong"""
     return checked(await parse_object(http), kind)
 
 
 async def parse_object(http: HTTPRequest) -> dict[str, Any]:
-    """Raises: APIError"""
+    """Read a JSON object. Raises: APIError"""
     content = _json(await _read(http))
     if not isinstance(content, dict):
         raise invalid("the request body must be a JSON object")
@@ -34,16 +34,16 @@ async def parse_object(http: HTTPRequest) -> dict[str, Any]:
 
 
 def checked(content: dict[str, Any], kind: type[B]) -> B:
-    """Raises: APIError, naming what is wrong with the body."""
+    """Raises: APIError, naming the field that is wrong"""
     try:
         body = kind.model_validate(content)
     except pydantic.ValidationError as error:
         raise _named(error) from None
     refuse_unserved(body.model_extra or {})
-    messages: list[Message] = getattr(body, "messages", [])
+    messages: list[MessageParam] = getattr(body, "messages", [])
     for index, message in enumerate(messages):
         refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, f"messages.{index}.")
-    if isinstance(body, Request) and body.stream_options is not None and not body.stream:
+    if isinstance(body, BaseGenerationRequest) and body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     return body
 
@@ -59,28 +59,28 @@ async def _read(http: HTTPRequest) -> bytes:
 
 
 def _json(raw: bytes) -> Any:
-    """Strict: UTF-8 without lone surrogates, no NaN, no numbers beyond a double's range."""
+    """Decode strict JSON: UTF-8 without lone surrogates, no NaN, no numbers beyond float64. Raises: APIError"""
     try:
         return msgspec.json.decode(raw)
     except RecursionError:
         raise invalid("the request body is nested too deeply") from None
-    except UnicodeDecodeError:  # whose text names bytes as 0xff
+    except UnicodeDecodeError:  # its text would show bytes as 0xff
         raise invalid("the request body is not valid UTF-8") from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise invalid(f"the request body is not valid JSON: {error!s:.200}") from None
 
 
 def _named(error: pydantic.ValidationError) -> APIError:
-    """Of several errors in the first bad field, the one that got furthest into it says most."""
+    """Return the most specific of the errors in the first bad field: the one at the deepest location."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
-    worst = max((e for e in errors if not field or str(e["loc"][0]) == field), key=lambda e: len(e["loc"]))
-    where = ".".join(str(part) for part in (field, *worst["loc"][1:]) if _is_name(part))
-    return invalid(f"{where}: {worst['msg']}" if where else worst["msg"], field or None)
+    deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=lambda e: len(e["loc"]))
+    where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
+    return invalid(f"{where}: {deepest['msg']}" if where else deepest["msg"], field or None)
 
 
 def _is_name(part: int | str) -> bool:
-    """Not what pydantic calls the branches of a union, such as list[constrained-int]."""
+    """Return False for pydantic's names of union branches, such as list[constrained-int]."""
     return isinstance(part, int) or not (part == "str" or set(part) & set("[-"))

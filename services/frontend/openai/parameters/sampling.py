@@ -1,4 +1,4 @@
-"""A validated body to sampling parameters: client, then the checkpoint's defaults, then OpenAI's."""
+"""Sampling parameters: values of the body, else the checkpoint's defaults, else OpenAI's."""
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,25 +13,30 @@ from services.frontend.errors import APIError, invalid
 from services.frontend.openai.schemas.requests import HINTS, NEUTRAL, ChatRequest, CompletionRequest, Neutral
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for /v1/completions; chat takes what the context leaves."""
+"""OpenAI's default for /v1/completions; the default for chat is the rest of the context."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a checkpoint may have a default for."""
+"""Parameters that a checkpoint may have a default for."""
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """What the checkpoint says about sampling, from generation_config.json and config.json."""
+class SamplingDefaults:
+    """The checkpoint's defaults, from generation_config.json and config.json."""
 
     sampling: dict[str, Any]
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def read(cls, directory: Path, eos_of_tokenizer: int | None, use_sampling: bool) -> "Defaults":
-        """Raises: CheckpointError, for values that no request could be served with."""
+    def read(cls, directory: Path, tokenizer_eos: int | None, use_sampling: bool) -> "SamplingDefaults":
+        """
+        Args:
+            use_sampling: read the sampling parameters too, not only the EOS tokens.
+
+        Raises: CheckpointError, for values that no request could be served with
+        """
         generation = read_json(directory / "generation_config.json")
         eos = dict.fromkeys(named_eos(directory))
-        if eos_of_tokenizer is not None:
-            eos[eos_of_tokenizer] = None
+        if tokenizer_eos is not None:
+            eos[tokenizer_eos] = None
         given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
         _check(directory, eos, given)
         return cls(given if use_sampling else {}, tuple(eos))
@@ -40,7 +45,7 @@ class Defaults:
 def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]) -> None:
     numbers = all(isinstance(value, int | float) for value in given.values())
     if not numbers or not all(type(token) is int and 0 <= token < 2**31 for token in eos):
-        wrong = "a sampling default is no number" if not numbers else "an eos_token_id is no token id"
+        wrong = "a sampling default is not a number" if not numbers else "an eos_token_id is not a token id"
         raise CheckpointError(f"{directory}: {wrong}; correct generation_config.json")
     try:
         SamplingParams(1, **_complete(given))
@@ -49,7 +54,7 @@ def _check(directory: Path, eos: Collection[object], given: Mapping[str, object]
 
 
 def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of `SamplingParams`; OpenAI's defaults for what is not given."""
+    """Return the sampling fields of `SamplingParams`, with OpenAI's defaults for missing ones."""
     return {
         "temperature": float(given.get("temperature", 1.0)),
         "top_p": float(given.get("top_p", 1.0)),
@@ -60,40 +65,43 @@ def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_unserved(extra: Mapping[str, Any], neutral: Neutral = NEUTRAL, within: str = "") -> None:
-    """Raises: APIError, naming the first parameter that is not served or not known."""
+    """Raises: APIError, naming the first parameter that is not supported or not known"""
     for name, value in extra.items():
         allowed = neutral.get(name, ())
         if value is None or any(value == other and type(value) is type(other) for other in allowed):
             continue
-        what = f"is not supported with the value {value!r:.80}" if name in neutral else "is not known"
+        problem = f"is not supported with the value {value!r:.80}" if name in neutral else "is not known"
         hint = f" ({HINTS[name]})" if not within and name in HINTS else ""
-        raise invalid(f"{within}{name:.80} {what}; leave it out{hint}", (within or name).partition(".")[0])
+        raise invalid(f"{within}{name:.80} {problem}; leave it out{hint}", (within or name).partition(".")[0])
 
 
 def sampling_params(
     body: CompletionRequest | ChatRequest,
-    defaults: Defaults,
+    defaults: SamplingDefaults,
     prompt_tokens: int,
     max_model_len: int,
     vocab_size: int,
     bad_words: BadWords = (),
 ) -> SamplingParams:
-    """Of the first answer. `bad_words` are the body's, as tokens.
+    """Return the parameters of the first answer.
 
-    Raises: APIError, if prompt and output do not fit the context, or a value is out of range.
+    Args:
+        bad_words: the body's, as tokens.
+
+    Raises: APIError, if prompt and output do not fit the context, or a value is out of range
     """
     max_tokens = _max_tokens(body, prompt_tokens, max_model_len)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid(f"min_tokens {body.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
-    asked = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = _logprobs(body)
     eos = () if body.ignore_eos else defaults.eos_token_ids
     stop_ids = _within(body.stop_token_ids or (), vocab_size, "stop_token_ids")
     _within((token for word in bad_words for token in word), vocab_size, "bad_words")
     try:
         return SamplingParams(
-            max(max_tokens, 1),  # an echo alone cannot be had without a step
-            **_complete({**defaults.sampling, **asked}),
+            max(max_tokens, 1),  # echoing only the prompt still takes a step
+            **_complete({**defaults.sampling, **given}),
             seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
             min_tokens=body.min_tokens or 0,
             eos_token_ids=tuple(token for token in eos if token < vocab_size),
@@ -111,7 +119,7 @@ def sampling_params(
 
 
 def _within(ids: Iterable[int], vocab_size: int, name: str) -> list[int]:
-    """Raises: APIError, for ids beyond the model's logits."""
+    """Raises: APIError, for ids beyond the model's logits"""
     ids = list(ids)
     for token in ids:
         if not 0 <= token < vocab_size:
@@ -123,7 +131,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
     biases: dict[int, float] = {}
     for key, bias in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise invalid(f"logit_bias: {key!r:.80} is no token id", "logit_bias")
+            raise invalid(f"logit_bias: {key!r:.80} is not a token id", "logit_bias")
         (token,) = _within([int(key)], vocab_size, "logit_bias")
         if token in biases:
             raise invalid(f"logit_bias names the token {token} twice", "logit_bias")
@@ -141,7 +149,8 @@ def _allowed(given: list[int] | None, vocab_size: int) -> bytes:
 
 
 def _logprobs(body: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:
-    """Of output and prompt. Raises: APIError"""
+    """Return the number of most likely tokens for each output position and each prompt position; None for no
+    log-probabilities. Raises: APIError"""
     if isinstance(body, CompletionRequest):
         output, prompt = body.logprobs, body.prompt_logprobs
         if body.echo and output is not None:
@@ -156,7 +165,7 @@ def _logprobs(body: CompletionRequest | ChatRequest) -> tuple[int | None, int | 
 
 
 def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
-    """Each as tokens, at the beginning of a text and, where that differs, inside of one: vLLM's rule.
+    """Return the tokens of each word, at the beginning of a text and, if they differ, within one: vLLM's rule.
 
     Raises: APIError
     """
@@ -176,27 +185,27 @@ def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
 
 
 def _max_tokens(body: CompletionRequest | ChatRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """At least 1. Raises: APIError, naming the lengths"""
+    """Return the number, at least 1; 0 only with `echo`. Raises: APIError, naming the lengths"""
     is_chat = isinstance(body, ChatRequest)
     prompt, room = "messages" if is_chat else "prompt", max_model_len - prompt_tokens
     if prompt_tokens < 1:
         raise invalid("the prompt is empty", prompt)
     if room < 1:
         raise too_long(prompt_tokens, max_model_len, prompt)
-    name, wanted = "max_tokens", body.max_tokens
+    name, given = "max_tokens", body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", body.max_completion_tokens
-    if wanted == 0 and not body.echo:
+        name, given = "max_completion_tokens", body.max_completion_tokens
+    if given == 0 and not body.echo:
         raise invalid("max_tokens must be at least 1; 0 is only allowed with echo", name)
-    if wanted is None:
+    if given is None:
         return room if is_chat else min(room, COMPLETION_MAX_TOKENS)
-    if wanted > room:
+    if given > room:
         raise invalid(
-            f"This model's maximum context length is {max_model_len} tokens, but the request asks for {wanted} "
+            f"This model's maximum context length is {max_model_len} tokens, but the request asks for {given} "
             f"output tokens after a prompt of {prompt_tokens}; at most {room} are possible",
             name,
         )
-    return wanted
+    return given
 
 
 def too_long(prompt_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> APIError:

@@ -1,4 +1,4 @@
-"""Which tools a chat request offers, and what it demands of the answer."""
+"""The tools of a chat request, and whether the answer may or must call them."""
 
 import enum
 from dataclasses import dataclass
@@ -16,37 +16,44 @@ from services.frontend.tools.parser import ToolParser
 
 class Mode(enum.Enum):
     NONE = "none"
-    """Nothing in the answer counts as a call."""
+    """The answer is not searched for calls."""
     AUTO = "auto"
-    """The model calls or does not, in its own format."""
+    """The model may call, in its own format."""
     REQUIRED = "required"
-    """The answer is calls, in the form that a grammar gives it."""
+    """The answer consists of calls, in a form that a grammar enforces."""
     NAMED = "named"
-    """The answer is the arguments of one tool; a grammar sees to it."""
+    """The answer is the arguments of one tool, in a form that a grammar enforces."""
 
 
 @dataclass(frozen=True)
 class ToolChoice:
     mode: Mode
     names: frozenset[str]
-    """Of the tools that may be called."""
-    most: int | None
-    """Calls; None: no bound."""
+    """Names of the tools that may be called."""
+    max_calls: int | None
+    """None: no bound."""
     grammar: StructuredOutputParams | None
     parser: type[ToolParser] | None
 
     @classmethod
-    def of(cls, body: ChatRequest, own_format: type[ToolParser] | None, auto_enabled: bool) -> "ToolChoice":
-        """`own_format` is the model's. Raises: APIError"""
-        wanted = body.tool_choice
+    def from_body(
+        cls, body: ChatRequest, model_format: type[ToolParser] | None, auto_enabled: bool
+    ) -> "ToolChoice":
+        """
+        Args:
+            model_format: parser of the format that the model writes calls in, if one is configured.
+
+        Raises: APIError
+        """
+        given = body.tool_choice
         tools = _by_name(body)
-        if not tools and wanted not in (None, "none"):
-            raise invalid("tool_choice needs tools to choose from", "tool_choice")
-        most = 1 if body.parallel_tool_calls is False else None
-        if not tools or wanted == "none":
+        if not tools and given not in (None, "none"):
+            raise invalid("tool_choice needs tools", "tool_choice")
+        max_calls = 1 if body.parallel_tool_calls is False else None
+        if not tools or given == "none":
             return cls(Mode.NONE, frozenset(), None, None, None)
-        if wanted is None or wanted == "auto":
-            if own_format is None or not auto_enabled:
+        if given is None or given == "auto":
+            if model_format is None or not auto_enabled:
                 raise invalid(
                     '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; '
                     'without them tool_choice can be "none", "required" or a function',
@@ -54,43 +61,42 @@ class ToolChoice:
                 )
             if (field := constraint_field(body)) is not None:
                 raise invalid(
-                    f"{field} leaves no room for a call; leave it out, or choose tools otherwise than by "
-                    '"auto"',
+                    f'{field} leaves no room for a call; leave it out, or use another tool_choice than "auto"',
                     field,
                 )
-            return cls(Mode.AUTO, frozenset(tools), most, None, own_format)
-        return cls._forced(body, wanted, tools, most)
+            return cls(Mode.AUTO, frozenset(tools), max_calls, None, model_format)
+        return cls._forced(body, given, tools, max_calls)
 
     @classmethod
     def _forced(
         cls,
         body: ChatRequest,
-        wanted: str | NamedTool,
+        choice: str | NamedTool,
         tools: dict[str, schema.JSON | None],
-        most: int | None,
+        max_calls: int | None,
     ) -> "ToolChoice":
-        """`response_format` is of content, and there will be none."""
+        """Ignores `response_format`, which constrains content: the answer has none."""
         if body.structured_outputs is not None:
             raise invalid(
-                "structured_outputs and a demanded call are two grammars; leave one out", "tool_choice"
+                "structured_outputs and a required call are two grammars; leave one out", "tool_choice"
             )
         if body.ignore_eos:
-            raise invalid("ignore_eos cannot be combined with a demanded call", "ignore_eos")
-        if isinstance(wanted, NamedTool):
-            name = wanted.function.name
+            raise invalid("ignore_eos cannot be combined with a required call", "ignore_eos")
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
             if name not in tools:
                 raise invalid(f"tool_choice: {name!r} is not among the tools", "tool_choice")
-            grammar = _grammar(schema.of_arguments(tools[name]))
+            grammar = _grammar(schema.arguments_schema(tools[name]))
             return cls(Mode.NAMED, frozenset({name}), 1, grammar, NamedParser)
         try:
-            grammar = _grammar(schema.of_calls(tools, most))
+            grammar = _grammar(schema.calls_schema(tools, max_calls))
         except schema.TooDeep as error:
             raise invalid(f"tools: parameters are nested too deeply: {error}", "tools") from None
-        return cls(Mode.REQUIRED, frozenset(tools), most, grammar, RequiredParser)
+        return cls(Mode.REQUIRED, frozenset(tools), max_calls, grammar, RequiredParser)
 
 
 def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
-    """The tools' parameters. Raises: APIError"""
+    """Return the parameters of each tool. Raises: APIError, if two have the same name"""
     tools: dict[str, schema.JSON | None] = {}
     for tool in body.tools or ():
         if tool.function.name in tools:
@@ -99,10 +105,10 @@ def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
     return tools
 
 
-def _grammar(wanted: schema.JSON) -> StructuredOutputParams:
+def _grammar(content: schema.JSON) -> StructuredOutputParams:
     """Raises: APIError"""
     try:
-        text = msgspec.json.encode(wanted).decode()
+        text = msgspec.json.encode(content).decode()
     except RecursionError:
         raise invalid("tools: parameters are nested too deeply", "tools") from None
     if len(text) > MAX_GRAMMAR_CHARS:

@@ -1,11 +1,11 @@
-"""A chat body to what a template is given."""
+"""Chat bodies to the variables of a chat template."""
 
 from typing import Any
 
 import msgspec
 
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.requests import ChatRequest, Message, ToolCall
+from services.frontend.openai.schemas.requests import ChatRequest, MessageParam, ToolCall
 from services.frontend.templates.chat_template import Conversation
 
 
@@ -21,7 +21,7 @@ def conversation(body: ChatRequest) -> Conversation:
 
 
 def num_chars(body: ChatRequest) -> int:
-    """Of what the messages say; no more than that is looked at."""
+    """Return the number of characters in the messages; used to choose a thread, so other fields do not count."""
     total = 0
     for message in body.messages:
         content = message.content or ""
@@ -31,7 +31,7 @@ def num_chars(body: ChatRequest) -> int:
     return total
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
+def _plain(message: MessageParam, index: int) -> dict[str, Any]:
     plain = message.plain()
     if message.tool_calls:
         plain["tool_calls"] = [
@@ -45,11 +45,11 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
-def _call(call: ToolCall, place: str) -> dict[str, Any]:
-    """Raises: APIError, where the arguments are no object."""
+def _call(call: ToolCall, path: str) -> dict[str, Any]:
+    """Raises: APIError, if the arguments are not an object; the message names the field by `path`"""
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise invalid(f"{place}.function.arguments is not the text of a JSON object", "messages") from None
+        raise invalid(f"{path}.function.arguments is not the text of a JSON object", "messages") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

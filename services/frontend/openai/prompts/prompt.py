@@ -1,25 +1,35 @@
-"""A prompt, and what an answer may have to say about it."""
+"""A prompt, and what an answer shows of it."""
 
 from dataclasses import dataclass, field
 
-from services.frontend.engine.inbox import Likely
+from services.frontend.engine.streams import RawLogprobs, RequestStream
 
 
 @dataclass(slots=True)
 class Prompt:
     token_ids: list[int]
     text: str = ""
-    """As `echo` shows it; empty where nobody asked for that."""
+    """The text that `echo` shows; "" without `echo`."""
     offsets: list[int] = field(default_factory=list)
-    """Of each token: characters before it in `text`; where log-probabilities are echoed."""
-    likely: dict[int, Likely] = field(default_factory=dict)
-    """By position, where they were asked for; there is none of the first token."""
+    """Characters before each token in `text`; filled if log-probabilities are echoed."""
+    logprobs: dict[int, RawLogprobs] = field(default_factory=dict)
+    """By position, if the request asks for them. The first position has none."""
+    _waiting: list[RequestStream] = field(default_factory=list)
 
-    def learn(self, likely: Likely) -> None:
-        """After a preemption a position may come again; the first one counts."""
-        self.likely.setdefault(likely.position, likely)
+    def add_logprobs(self, logprobs: RawLogprobs) -> None:
+        """Store one position. After a preemption a position may arrive again; the first one counts."""
+        self.logprobs.setdefault(logprobs.position, logprobs)
+        if self._waiting and self.is_scored:
+            waiting, self._waiting = self._waiting, []
+            for stream in waiting:
+                stream.response.mark_due(stream)
 
     @property
-    def is_known(self) -> bool:
-        """Whether the log-probabilities of all its tokens are there."""
-        return len(self.likely) >= len(self.token_ids) - 1
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of all tokens have arrived."""
+        return len(self.logprobs) >= len(self.token_ids) - 1
+
+    def feed_when_scored(self, stream: RequestStream) -> None:
+        """Feed `stream` once more when all log-probabilities have arrived."""
+        if stream not in self._waiting:
+            self._waiting.append(stream)

@@ -1,4 +1,4 @@
-"""/openapi.json: what the routes take and give, made from the models that check it."""
+"""/openapi.json, generated from the models that check the bodies."""
 
 import importlib.metadata
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from services.frontend.openai.schemas import responses as answers
+from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.requests import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    Message,
+    MessageParam,
     Neutral,
 )
 from services.frontend.openai.tokenize import (
@@ -39,7 +39,7 @@ _ERRORS = {
     503: "not ready, or stopping; try again later",
 }
 _UNGUARDED = (405, 431, 500)
-"""Errors of routes that need no key and no body."""
+"""Errors of routes without a key and a body."""
 
 
 @dataclass(frozen=True)
@@ -47,46 +47,49 @@ class Route:
     method: str
     path: str
     summary: str
-    answer: type[BaseModel] | None
+    response: type[BaseModel] | None
     """None: text."""
     bodies: tuple[type[BaseModel], ...] = ()
-    """The body is one of these."""
+    """Alternatives for the body."""
     chunk: type[BaseModel] | None = None
-    """What each event of a stream holds, where the body asks for a stream."""
+    """Data of each event, if the body asks for a stream."""
     is_probe: bool = False
-    """Needs no key, and answers 503 with the same body."""
+    """Needs no key; a response with status 503 has the same body."""
 
 
 ROUTES = (
-    Route("post", "/v1/completions", "Continues one or several texts", answers.CompletionAnswer,
-          (CompletionRequest,), answers.CompletionChunk),
-    Route("post", "/v1/chat/completions", "Continues a conversation", answers.ChatAnswer,
-          (ChatRequest,), answers.ChatChunk),
-    Route("post", "/v1/embeddings", "Makes vectors of length 1 from texts", answers.EmbeddingAnswer,
+    Route("post", "/v1/completions", "Continues one or several texts", responses.CompletionResponse,
+          (CompletionRequest,), responses.CompletionChunk),
+    Route("post", "/v1/chat/completions", "Continues a conversation", responses.ChatResponse,
+          (ChatRequest,), responses.ChatChunk),
+    Route("post", "/v1/embeddings", "Computes normalised embeddings of texts", responses.EmbeddingResponse,
           (EmbeddingRequest,)),
-    Route("post", "/tokenize", "Text or a conversation to token ids", answers.TokenizeAnswer,
+    Route("post", "/tokenize", "Text or a conversation to token ids", responses.TokenizeResponse,
           (TokenizeCompletionRequest, TokenizeChatRequest)),
-    Route("post", "/detokenize", "Token ids to text", answers.DetokenizeAnswer, (DetokenizeRequest,)),
-    Route("get", "/v1/models", "What is served", answers.ModelList),
-    Route("get", "/version", "Of the server", answers.Version),
-    Route("get", "/metrics", "Figures for Prometheus", None),
-    Route("get", "/livez", "Whether the process answers", answers.Alive, is_probe=True),
-    Route("get", "/readyz", "Whether requests are served", answers.Readiness, is_probe=True),
-    Route("get", "/health", "The same as /readyz", answers.Readiness, is_probe=True),
+    Route("post", "/detokenize", "Token ids to text", responses.DetokenizeResponse, (DetokenizeRequest,)),
+    Route("get", "/v1/models", "Models that are served", responses.ModelList),
+    Route("get", "/version", "Version of the server", responses.VersionResponse),
+    Route("get", "/metrics", "Metrics for Prometheus", None),
+    Route("get", "/livez", "Whether the process responds", responses.LivenessResponse, is_probe=True),
+    Route("get", "/readyz", "Whether requests are served", responses.ReadinessResponse, is_probe=True),
+    Route("get", "/health", "The same as /readyz", responses.ReadinessResponse, is_probe=True),
 )  # fmt: skip
 
 
 def document() -> JSON:
     """OpenAPI 3.1."""
     models = [
-        model for route in ROUTES for model in (route.answer, route.chunk, *route.bodies) if model is not None
+        model
+        for route in ROUTES
+        for model in (route.response, route.chunk, *route.bodies)
+        if model is not None
     ]
-    pairs = [(model, "validation") for model in dict.fromkeys([answers.ErrorAnswer, *models])]
+    pairs = [(model, "validation") for model in dict.fromkeys([responses.ErrorResponse, *models])]
     _, definitions = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
     schemas: JSON = definitions["$defs"]
     for model in {body for route in ROUTES for body in route.bodies}:
         _close(schemas[model.__name__], NEUTRAL)
-    _close(schemas[Message.__name__], NEUTRAL_IN_MESSAGE)
+    _close(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE)
     paths: JSON = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -97,7 +100,7 @@ def document() -> JSON:
             "version": importlib.metadata.version("runahead"),
             "summary": "OpenAI's API with vLLM's additional parameters",
             "description": "Bodies are UTF-8 JSON. Numbers are finite, and integers are written without a fraction. "
-            "The header x-request-id names a request in logs and comes back with the answer.",
+            "The header x-request-id names a request in logs and is returned with the response.",
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
@@ -109,15 +112,15 @@ def document() -> JSON:
 
 
 def _close(schema: JSON, neutral: Neutral) -> None:
-    """What is not known is refused; what is known but not served is taken with values that change nothing."""
+    """Forbid unknown properties; add unsupported ones with the values that change nothing."""
     properties = schema["properties"]
     for name, values in neutral.items():
-        properties.setdefault(name, {"enum": [None, *_distinct(values)], "description": "Not served."})
+        properties.setdefault(name, {"enum": [None, *_distinct(values)], "description": "Not supported."})
     schema["additionalProperties"] = False
 
 
 def _distinct(values: tuple[Any, ...]) -> list[Any]:
-    """1 and 1.0 are one number in JSON."""
+    """Return each value once; 1 and 1.0 are equal in JSON."""
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
@@ -135,38 +138,37 @@ def _operation(route: Route) -> JSON:
 
 def _responses(route: Route) -> JSON:
     content: JSON = {"text/plain": {"schema": {"type": "string"}}}
-    if route.answer is not None:
-        content = {"application/json": {"schema": _ref(route.answer)}}
-    responses = {"200": _response("the answer", content)}
+    if route.response is not None:
+        content = {"application/json": {"schema": _ref(route.response)}}
+    by_status = {"200": _response("the response", content)}
     if route.chunk is not None:
-        responses["200"]["description"] = (
-            "The answer; with `stream` it comes as server-sent events whose data are chunks, or one error as the "
-            "last, or [DONE]"
+        by_status["200"]["description"] = (
+            "The response. With `stream`: server-sent events whose data are chunks; the last one is [DONE] or an error"
         )
         content["text/event-stream"] = {"schema": _event(route.chunk)}
     errors = _UNGUARDED if route.is_probe else _ERRORS if route.bodies else (401, *_UNGUARDED)
-    failed = {"application/json": {"schema": _ref(answers.ErrorAnswer)}}
-    responses |= {str(status): _response(_ERRORS[status], failed) for status in errors}
-    if route.is_probe and route.answer is answers.Readiness:
-        responses["503"] = _response(_ERRORS[503], content)
-    for status in responses.keys() & {"429", "503"}:
-        responses[status]["headers"]["retry-after"] = {"description": "seconds", "schema": {"type": "string"}}
-    return responses
+    failed = {"application/json": {"schema": _ref(responses.ErrorResponse)}}
+    by_status |= {str(status): _response(_ERRORS[status], failed) for status in errors}
+    if route.is_probe and route.response is responses.ReadinessResponse:
+        by_status["503"] = _response(_ERRORS[503], content)
+    for status in by_status.keys() & {"429", "503"}:
+        by_status[status]["headers"]["retry-after"] = {"description": "seconds", "schema": {"type": "string"}}
+    return by_status
 
 
 def _event(chunk: type[BaseModel]) -> JSON:
-    """Of each event of a stream."""
-    told = {
+    """Return the schema of one event."""
+    content = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(chunk), _ref(answers.ErrorAnswer)]},
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(responses.ErrorResponse)]},
     }
-    data = {"anyOf": [{"const": "[DONE]"}, told]}
+    data = {"anyOf": [{"const": "[DONE]"}, content]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _response(description: str, content: Mapping[str, Any]) -> JSON:
-    header = {"description": "The request's name", "schema": {"type": "string"}}
+    header = {"description": "The request's id", "schema": {"type": "string"}}
     return {"description": description, "headers": {"x-request-id": header}, "content": content}
 
 

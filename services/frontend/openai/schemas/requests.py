@@ -1,4 +1,4 @@
-"""The bodies that clients send. Every field has a bound; a field that is not served is refused by name."""
+"""Request bodies. Every field has a bound; a field that is not supported is refused by name."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -12,45 +12,45 @@ MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
 MAX_PROMPTS = 64
 MAX_TEXT = 4_000_000
-"""Characters of one text."""
+"""Characters."""
 MAX_PROMPT_IDS = 2_000_000
 MAX_MESSAGES = 4096
 MAX_CHOICES = 16
-"""Answers per prompt, `n`."""
+"""Maximum of `n`, the answers per prompt."""
 MAX_SCHEMA_CHARS = 262_144
 MAX_ALLOWED_IDS = 262_144
 MAX_INPUTS = 2048
-"""Inputs of one request for embeddings: OpenAI's bound."""
+"""Inputs of one embedding request; OpenAI's bound."""
 
-# Lists are checked as far as their first wrong item: a million of them would keep everybody waiting.
+# `fail_fast`: a list is checked up to its first wrong item, as a million errors would block the event loop.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
-"""`parameters` refuses others and names the token."""
+"""`parameters.sampling` checks the range, so that the error names the token."""
 
 
-def _few(given: object) -> object:
-    """A mapping is counted before its items are looked at: by itself it checks, and tells of, every one first."""
+def _bounded(given: object) -> object:
+    """Count the items of a mapping before pydantic checks each of them."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
         context = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(given)}
         raise PydanticKnownError("too_long", context)
     return given
 
 
-Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_few)]
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_bounded)]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Usage in every event, not only in the last one."""
+    """Put the usage into every event, not only into the last one."""
 
 
 JSON = dict[str, Any]
-"""Its size is bounded by the body's, its depth when it is compiled."""
+"""The size is bounded by the body's, the depth when the schema is compiled."""
 
 
 class JSONSchema(BaseModel):
@@ -71,7 +71,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's parameter; exactly one of the first six."""
+    """vLLM's parameter. Exactly one of the first six fields is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     json_: Annotated[str, Field(max_length=MAX_SCHEMA_CHARS)] | JSON | None = Field(None, alias="json")
@@ -89,8 +89,8 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = Field(None, max_length=1024)
 
 
-class Request(BaseModel):
-    """What completions and chat share."""
+class BaseGenerationRequest(BaseModel):
+    """Fields of both completions and chat."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = Field(None, max_length=512)
@@ -107,7 +107,7 @@ class Request(BaseModel):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    """Lower runs earlier, under the `priority` scheduling policy."""
+    """Lower values run earlier under the `priority` scheduling policy."""
     cache_salt: str | None = Field(None, max_length=256)
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
@@ -121,30 +121,31 @@ class Request(BaseModel):
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    """Not with `stream`."""
+    """Refused with `stream`."""
     return_tokens_as_token_ids: bool | None = False
-    """In log-probabilities tokens are called token_id:123."""
+    """Write tokens in log-probabilities as token_id:123."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Keeps the last so many tokens of the prompt; -1: what the context holds."""
+    """Number of tokens to keep at the end of the prompt; -1: as many as the context holds."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
-    """The answer matches it, or ends early for its length; `min_tokens` does not keep it open once it is complete."""
+    """The answer matches it, unless the length limit cuts it off. A complete answer ends even before `min_tokens`."""
     structured_outputs: StructuredOutputs | None = None
     user: str | None = Field(None, max_length=512)
-    """For the client's own books; OpenAI uses it to watch for abuse, and in its place now the next one."""
+    """Not used; the client's name for its user. OpenAI has replaced it with `safety_identifier`."""
     safety_identifier: str | None = Field(None, max_length=512)
+    """Not used."""
     prompt_cache_key: str | None = Field(None, max_length=512)
-    """OpenAI finds a server by it that may have the prompt's beginning; here every server looks for itself."""
+    """Not used. OpenAI routes by it to a server that may hold the prompt's beginning in its cache."""
 
     def stops(self) -> list[str]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in given if stop]
 
 
-class CompletionRequest(Request):
+class CompletionRequest(BaseGenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
-    """0 with `echo` alone: the prompt and its log-probabilities."""
+    """0 is only allowed with `echo`: the answer is the prompt and its log-probabilities."""
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     prompt: (
@@ -172,10 +173,10 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = Field(None, ge=0, lt=2**31)
-    """Left over in calls that a client put together from a stream."""
+    """Not used; present if the client joined the call from the deltas of a stream."""
 
 
-class Message(BaseModel):
+class MessageParam(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
@@ -184,10 +185,10 @@ class Message(BaseModel):
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning: Text | None = None
     reasoning_content: Text | None = None
-    """The same under its older name."""
+    """Older name of `reasoning`."""
 
     def plain(self) -> dict[str, Any]:
-        """Role, text and name as templates take them."""
+        """Return role, text and name as chat templates expect them."""
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text for part in parts) if parts else self.content or ""
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
@@ -207,7 +208,7 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it: what was given."""
+        """Return the given fields as chat templates expect them."""
         return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
 
 
@@ -222,8 +223,8 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+class ChatRequest(BaseGenerationRequest):
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -246,18 +247,18 @@ class EmbeddingRequest(BaseModel):
     model: str | None = Field(None, max_length=512)
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
-    """Keeps the first so many numbers, at most as many as there are; then it is normalised."""
+    """Number of values to keep at the beginning of the embedding, which is normalised afterwards."""
     user: str | None = Field(None, max_length=512)
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    """Lower runs earlier, under the `priority` scheduling policy."""
+    """Lower values run earlier under the `priority` scheduling policy."""
     cache_salt: str | None = Field(None, max_length=256)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
-    """Keeps the last so many tokens of each input; -1: what the context holds."""
+    """Number of tokens to keep at the end of each input; -1: as many as the context holds."""
     add_special_tokens: bool | None = True
 
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Parameters that are not served, and the values under which they change nothing (null always does)."""
+"""Parameters that are not supported, each with the values that change nothing; null is always one of them."""
 
 NEUTRAL: Neutral = {
     "best_of": (1,),
@@ -293,7 +294,7 @@ NEUTRAL: Neutral = {
     "service_tier": ("auto", "default"),
 }
 HINTS: Mapping[str, str] = {
-    "best_of": "ask for n answers and choose among them",
+    "best_of": "use n and choose among the answers",
     "guided_json": "use structured_outputs.json or response_format",
     "guided_regex": "use structured_outputs.regex",
     "guided_choice": "use structured_outputs.choice",
@@ -301,16 +302,16 @@ HINTS: Mapping[str, str] = {
     "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "logits_processors": "requests bring no code; use logit_bias, bad_words or allowed_token_ids",
+    "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
     "chat_template": "start with --chat-template",
     "reasoning_effort": "use chat_template_kwargs if the model's template knows it",
     "request_id": "use the header x-request-id",
 }
-"""What does the same."""
+"""Replacements for parameters that are not supported."""
 NEUTRAL_IN_MESSAGE: Neutral = {
     "refusal": (),
     "function_call": (),
     "audio": (),
     "annotations": ([],),
 }
-"""The official client sends these back when an answer becomes part of the next conversation."""
+"""Fields of an answer that the official client sends back as part of the next conversation."""

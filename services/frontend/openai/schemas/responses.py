@@ -1,4 +1,4 @@
-"""The bodies that clients get, as the API's document tells of them. Answers may hold more than what stands here."""
+"""Response bodies as described in /openapi.json. Responses may have more fields."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,14 +9,14 @@ Natural = Annotated[int, Field(ge=0)]
 
 class Error(BaseModel):
     message: str
-    """What happened and what would work."""
+    """What happened, and what would work."""
     type: str
     param: str | None
-    """The field of the body that is to blame."""
+    """The field of the body that is wrong."""
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     error: Error
 
 
@@ -39,15 +39,15 @@ class PromptToken(BaseModel):
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]
-"""Of each token of the prompt, by token id; null for the first."""
+"""An entry for each token of the prompt, by token id; null for the first."""
 
 
-class _Choice(BaseModel):
+class _BaseChoice(BaseModel):
     index: Natural
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    """null while the choice goes on."""
+    """null until the choice ends."""
     stop_reason: int | str | None = None
-    """The stop string, or the token of `stop_token_ids`, that ended it."""
+    """The stop string, or the token of `stop_token_ids`, that ended the choice."""
     token_ids: list[Natural] | None = None
 
 
@@ -58,27 +58,27 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[Natural]
 
 
-class CompletionChoice(_Choice):
+class CompletionChoice(_BaseChoice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[Natural] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class _Answer(BaseModel):
+class _BaseResponse(BaseModel):
     id: str
     created: Natural
     """Seconds since 1970."""
     model: str
 
 
-class CompletionAnswer(_Answer):
+class CompletionResponse(_BaseResponse):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
 
 
-class CompletionChunk(_Answer):
+class CompletionChunk(_BaseResponse):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
@@ -116,16 +116,16 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    """The same under its older name."""
+    """Older name of `reasoning`."""
     tool_calls: list[CalledTool] | None = None
 
 
-class ChatChoice(_Choice):
+class ChatChoice(_BaseChoice):
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(_Answer):
+class ChatResponse(_BaseResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -133,13 +133,13 @@ class ChatAnswer(_Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatDelta(_Choice):
+class ChatDelta(_BaseChoice):
     delta: dict[str, Any]
-    """What is new in the message: the fields of `ChatMessage`, in parts."""
+    """New parts of the fields of `ChatMessage`."""
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunk(_Answer):
+class ChatChunk(_BaseResponse):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatDelta]
     usage: Usage | None = None
@@ -157,7 +157,7 @@ class EmbeddingUsage(BaseModel):
     total_tokens: Natural
 
 
-class EmbeddingAnswer(_Answer):
+class EmbeddingResponse(_BaseResponse):
     object: Literal["list"]
     data: list[EmbeddingEntry]
     usage: EmbeddingUsage
@@ -176,26 +176,26 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
-class TokenizeAnswer(BaseModel):
+class TokenizeResponse(BaseModel):
     count: Natural
     max_model_len: Natural | None
     tokens: list[Natural]
     token_strs: list[str] | None
 
 
-class DetokenizeAnswer(BaseModel):
+class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-class Version(BaseModel):
+class VersionResponse(BaseModel):
     version: str
 
 
-class Alive(BaseModel):
+class LivenessResponse(BaseModel):
     status: Literal["alive"]
 
 
-class Readiness(BaseModel):
+class ReadinessResponse(BaseModel):
     phase: str
     detail: str
     """One line for people."""

@@ -1,259 +1,227 @@
-"""The stream assembler: certain text only, indices checked, stop strings cut. And what waits for it in an inbox."""
+"""Outputs on their way to the bytes of responses: grouped by request, read in one pass and written in another."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol.requests import Finish, FinishReason
-from services.checkpoint import DEMO_MODEL
-from services.frontend.engine import inbox as inboxes
-from services.frontend.engine.inbox import Event, Inbox, Likely, Turn
+from services.frontend.engine import streams
+from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import GONE, APIError
-from services.frontend.text.assembler import Answer, OutOfOrder, StopFilter
-from services.frontend.text.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer(DEMO_MODEL)
+LENGTH = Finish(1, FinishReason.LENGTH)
 
 
-def answer(stops: list[str] | None = None) -> Answer:
-    return Answer(TOKENIZER.stream([]), stops or [])
+class Recorder(RequestStream):
+    """Records what it is fed, and returns `data` each time."""
+
+    def __init__(self, response: ResponseStream, data: bytes = b"") -> None:
+        super().__init__(response)
+        self.data = data
+        self.fed: list[tuple[list[Token], Finish | None]] = []
+
+    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+        self.fed.append((tokens, end))
+        self.has_ended = end is not None
+        return self.data
+
+    def add_logprobs(self, logprobs: RawLogprobs) -> None:
+        raise AssertionError("none are sent")
+
+    def add_embedding(self, values: bytes) -> None:
+        raise AssertionError("none are sent")
+
+    def arrive(self, *tokens: Token, end: Finish | APIError | None = None) -> None:
+        """As the engine client does it."""
+        self.tokens.extend(tokens)
+        self.end = end
+        self.response.mark_due(self)
+
+    @property
+    def tokens_fed(self) -> list[list[Token]]:
+        return [tokens for tokens, _ in self.fed]
 
 
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode_rendered(text)
+class Connection:
+    """A connection that records what is written to it."""
 
+    def __init__(self, write: Callable[[bytes], None] | None = None) -> None:
+        self.is_full = False
+        self.on_writable: Callable[[], None] | None = None
+        self.written: list[bytes] = []
+        self._write = write or self.written.append
 
-@given(st.text(max_size=60))
-def test_pieces_of_any_text_add_up_to_it_and_never_show_half_a_character(text: str) -> None:
-    growing = answer()
-    pieces = [growing.push(index, token) for index, token in enumerate(ids_of(text))]
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-    assert "".join(pieces) + growing.finish() == text
-
-
-def test_emoji_over_several_tokens_comes_out_whole() -> None:
-    ids = ids_of("a😀b")
-    growing = answer()
-    pieces = [growing.push(index, token) for index, token in enumerate(ids)]
-    assert len(ids) > 3, "the emoji must span tokens for this test to say anything"
-    assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
-
-
-def test_answer_that_ends_inside_a_character_shows_it_as_replacement() -> None:
-    ids = ids_of("a😀")[:-1]
-    growing = answer()
-    text = "".join(growing.push(index, token) for index, token in enumerate(ids))
-    assert text == "a"
-    assert set(growing.finish()) == {"\ufffd"}
-
-
-@given(
-    st.text(alphabet="ab ", max_size=40),
-    st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.randoms(use_true_random=False),
-)
-def test_stop_strings_cut_at_the_first_match_however_the_text_is_cut_up(
-    text: str, stops: list[str], random
-) -> None:
-    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-    filtering, shown, rest = StopFilter(stops), "", text
-    while rest:
-        size = random.randint(1, len(rest))
-        piece, rest = rest[:size], rest[size:]
-        shown += filtering.push(piece)
-        assert not any(stop in shown for stop in stops), "a stop string leaked"
-        assert text.startswith(shown)
-        if filtering.matched is not None:
-            break
-    shown += filtering.flush()
-    # A match is found when its last character arrives; of two, the one that is complete first may win.
-    if cut is None:
-        assert filtering.matched is None
-        assert shown == text
-    else:
-        assert filtering.matched in stops
-        assert text[len(shown) :].startswith(filtering.matched)
-
-
-def test_ending_that_might_become_a_stop_string_is_held_back_and_released() -> None:
-    filtering = StopFilter(["STOP"])
-    assert filtering.push("go ST") == "go "
-    assert filtering.push("ART") == "START"
-    assert filtering.push("!STO") == "!"
-    assert filtering.flush() == "STO"
-
-
-def test_token_that_was_delivered_before_is_dropped_and_a_gap_is_an_error() -> None:
-    ids = ids_of("one two three")
-    growing = answer()
-    text = growing.push(0, ids[0])
-    assert growing.push(0, ids[0]) == ""
-    assert growing.duplicates == 1
-    with pytest.raises(OutOfOrder, match="token 2 arrived, 1 was expected"):
-        growing.push(2, ids[2])
-    text += "".join(growing.push(index, token) for index, token in enumerate(ids[1:], start=1))
-    assert text + growing.finish() == "one two three"
-    assert growing.num_tokens == len(ids)
-
-
-def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
-    ids = ids_of("yes no maybe")
-    growing = answer(["no"])
-    text = "".join(growing.push(index, token) for index, token in enumerate(ids))
-    assert text + growing.finish() == "yes "
-    assert growing.stop_string == "no"
-    assert growing.num_tokens < len(ids)
-
-
-def test_stop_strings_count_only_after_min_tokens() -> None:
-    ids = ids_of("a.b.c")
-    for min_tokens, expected in ((0, "a"), (ids.index(ids_of("b")[0]) + 1, "a.b"), (len(ids), "a.b.c")):
-        growing = Answer(TOKENIZER.stream([]), ["."], min_tokens)
-        text = "".join(growing.push(index, token) for index, token in enumerate(ids))
-        assert text + growing.finish() == expected
-
-
-class Reader:
-    """Reads an inbox whenever it is told; `writes` is what was written, by whom."""
-
-    def __init__(self, inbox: Inbox, name: bytes = b"", writes: list[bytes] | None = None) -> None:
-        self.inbox = inbox
-        self.name = name
-        self.taken: list[list[tuple[int, Event]]] = []
-        self.writes = [] if writes is None else writes
-        inbox.read_by(self.read, self.writes.append)
-
-    def read(self) -> bytes:
-        self.taken.append(self.inbox.take_now())
-        return self.name
+    def body_writer(self) -> Callable[[bytes], None]:
+        return self._write
 
 
 async def turns(count: int = 1) -> None:
+    """Let the event loop run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-def test_reader_is_told_once_in_a_turn_of_all_that_came() -> None:
-    async def main() -> None:
-        inbox = Inbox(Turn())
-        inbox.put(0, (0, 7))
-        reader = Reader(inbox)
-        inbox.put(1, (0, 8))
-        assert reader.taken == [], "not inside of put: others put as well"
-        await turns()
-        assert reader.taken == [[(0, (0, 7)), (1, (0, 8))]]
-        await turns(3)
-        assert len(reader.taken) == 1, "nothing new, nothing told"
-        inbox.put(0, (1, 9))
-        await turns()
-        assert reader.taken[1:] == [[(0, (1, 9))]]
-        assert reader.writes == [], "it had nothing to say"
-
-    asyncio.run(main())
-
-
-def test_all_readers_of_a_turn_say_something_before_it_is_written() -> None:
-    async def main() -> None:
-        turn, order = Turn(), []
-
-        def join(name: str, said: bytes) -> None:
-            def read() -> bytes:
-                order.append(f"{name} reads")
-                return said
-
-            inbox = Inbox(turn)
-            inbox.read_by(read, lambda data: order.append(f"{name} writes {data.decode()}"))
-            inbox.put(0, (0, 7))
-
-        join("a", b"1")
-        join("b", b"")
-        join("c", b"3")
-        await turns()
-        assert order == ["a reads", "b reads", "c reads", "a writes 1", "c writes 3"]
-
-    asyncio.run(main())
+async def test_response_is_fed_once_per_flush_with_all_that_arrived() -> None:
+    response = ResponseStream(FlushQueue())
+    first, second = Recorder(response), Recorder(response)
+    first.arrive((0, 7))
+    reading = asyncio.create_task(response.last())
+    await turns()
+    second.arrive((0, 8))
+    first.arrive((1, 9))
+    assert first.fed == [], "not when outputs arrive: others of the same message follow"
+    await turns()
+    assert (first.fed, second.fed) == ([([(0, 7), (1, 9)], None)], [([(0, 8)], None)])
+    await turns(3)
+    assert len(first.fed) == 1, "nothing new, nothing fed"
+    first.arrive((2, 9), end=LENGTH)
+    await turns()
+    assert first.fed[1:] == [([(2, 9)], LENGTH)], "the end comes with the last tokens"
+    assert len(second.fed) == 1
+    second.arrive(end=LENGTH)
+    assert await reading == b""
 
 
-def test_writer_that_fails_leaves_those_of_others_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_responses_are_read_before_the_first_is_written() -> None:
+    queue, order, tasks = FlushQueue(), list[str](), []
+
+    def join(name: str, data: bytes) -> Recorder:
+        class Ordered(Recorder):
+            def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+                order.append(f"read {name}")
+                return super().feed(tokens, end, now)
+
+        response = ResponseStream(queue)
+        connection = Connection(lambda data: order.append(f"write {name} {data.decode()}"))
+        tasks.append(asyncio.create_task(response.last(connection)))
+        return Ordered(response, data)
+
+    recorders = [join("a", b"1"), join("b", b""), join("c", b"3")]
+    await turns()
+    for recorder in recorders:
+        recorder.arrive((0, 7))
+    await turns()
+    assert order == ["read a", "read b", "read c", "write a 1", "write c 3"]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogCaptureFixture) -> None:
     def fail(data: bytes) -> None:
         raise OSError("no socket")
 
-    async def main() -> None:
-        turn = Turn()
-        first, second = Inbox(turn), Reader(Inbox(turn), b"b")
-        first.read_by(lambda: b"a", fail)
-        for inbox in (first, second.inbox):
-            inbox.put(0, (0, 7))
-        await turns()
-        assert second.writes == [b"b"]
-
-    asyncio.run(main())
+    queue, good = FlushQueue(), Connection()
+    tasks = []
+    for connection in (Connection(fail), good):
+        response = ResponseStream(queue)
+        tasks.append(asyncio.create_task(response.last(connection)))
+        Recorder(response, b"x").arrive((0, 7))
+    await turns(3)
+    assert good.written == [b"x"]
     assert "an answer was not written" in caplog.text
+    for task in tasks:
+        task.cancel()
 
 
-def test_reader_that_takes_nothing_is_told_of_what_comes_next_and_then_has_all() -> None:
-    async def main() -> None:
-        inbox, told = Inbox(Turn()), []
-
-        def read() -> bytes:
-            told.append(None)
-            return b""
-
-        inbox.read_by(read, lambda data: None)
-        for index in range(3):
-            inbox.put(0, (index, 7))
-            await turns()
-        assert len(told) == 3
-        assert inbox.take_now() == [(0, (index, 7)) for index in range(3)]
-
-    asyncio.run(main())
-
-
-def test_single_token_is_taken_alone_and_nothing_else() -> None:
-    inbox = Inbox(Turn())
-    assert inbox.take_token() is None
-    inbox.put(3, (0, 7))
-    assert inbox.take_token() == (3, (0, 7))
-    assert inbox.take_now() == []
-    finish = Finish(1, FinishReason.LENGTH)
-    likely = Likely(4, 1, [7], [-0.5])
-    for events in ([(0, (0, 7)), (1, (0, 8))], [(0, finish)], [(0, likely)], [(0, APIError(500, "x"))]):
-        for event in events:
-            inbox.put(*event)
-        assert inbox.take_token() is None
-        assert inbox.take_now() == events
-
-
-def test_more_than_a_turn_may_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inboxes, "MAX_TAKEN", 2)
-
-    async def main() -> None:
-        inbox = Inbox(Turn())
-        reader = Reader(inbox)
-        for index in range(5):
-            inbox.put(0, (index, 7))
-        await turns(5)
-        assert [len(events) for events in reader.taken] == [2, 2, 1]
-        assert [event[0] for events in reader.taken for _, event in events] == [*range(5)]
-
-    asyncio.run(main())
-
-
-def test_end_overtakes_what_waits_and_nobody_is_told_after_the_reader_left() -> None:
-    async def main() -> None:
-        inbox = Inbox(Turn())
-        reader = Reader(inbox)
-        inbox.put(0, (0, 7))
-        gone = APIError(GONE, "it left")
-        inbox.put_first(gone)
-        await turns()
-        assert reader.taken == [[(0, gone)]]
-        inbox.put(0, (1, 7))
-        inbox.stop_reading()
-        inbox.put(0, (2, 7))
+async def test_outputs_for_a_full_connection_wait_and_are_joined() -> None:
+    response, connection = ResponseStream(FlushQueue()), Connection()
+    stream = Recorder(response, b"x")
+    reading = asyncio.create_task(response.last(connection))
+    connection.is_full = True
+    for index in range(3):
+        stream.arrive((index, 7))
         await turns(3)
-        assert len(reader.taken) == 1
+    assert stream.fed == []
+    connection.is_full = False
+    assert connection.on_writable is not None
+    connection.on_writable()
+    await turns()
+    assert stream.tokens_fed == [[(0, 7), (1, 7), (2, 7)]]
+    assert connection.written == [b"x"]
+    stream.arrive(end=LENGTH)
+    assert await reading == b"x", "the last bytes are written together with the end of the response"
+    assert connection.on_writable is None
 
-    asyncio.run(main())
+
+async def test_reading_pauses_between_the_first_outputs_and_the_connection() -> None:
+    response, connection = ResponseStream(FlushQueue()), Connection()
+    stream = Recorder(response, b"x")
+    stream.arrive((0, 7))
+    assert await response.first() == b"x"
+    stream.arrive((1, 7))
+    await turns(3)
+    stream.arrive((2, 7))
+    await turns(3)
+    assert stream.tokens_fed == [[(0, 7)]]
+    reading = asyncio.create_task(response.last(connection))
+    await turns(3)
+    assert stream.tokens_fed[1:] == [[(1, 7), (2, 7)]]
+    assert connection.written == [b"x"]
+    reading.cancel()
+
+
+async def test_more_tokens_than_a_flush_reads_are_fed_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_TOKENS_PER_FLUSH", 2)
+    response = ResponseStream(FlushQueue())
+    first, second = Recorder(response), Recorder(response)
+    reading = asyncio.create_task(response.last())
+    first.arrive(*((index, 7) for index in range(5)), end=LENGTH)
+    second.arrive((0, 8), end=LENGTH)
+    await reading
+    assert [len(tokens) for tokens in first.tokens_fed] == [2, 2, 1]
+    assert [token for tokens in first.tokens_fed for token in tokens] == [(index, 7) for index in range(5)]
+    assert [end for _, end in first.fed] == [None, None, LENGTH]
+    assert second.fed == [([(0, 8)], LENGTH)]
+
+
+async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_TOKENS_PER_FLUSH", 2)
+    response, connection = ResponseStream(FlushQueue()), Connection()
+    stream = Recorder(response, b"x")
+    reading = asyncio.create_task(response.last(connection))
+    stream.arrive((0, 7), (1, 7), (2, 7), end=APIError(503, "it is gone"))
+    with pytest.raises(APIError, match="it is gone"):
+        await reading
+    assert stream.tokens_fed == [[(0, 7), (1, 7)]]
+    assert connection.written == [b"x"]
+
+
+async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it() -> None:
+    response = ResponseStream(FlushQueue())
+    stream = Recorder(response)
+    reading = asyncio.create_task(response.last(Connection()))
+    stream.arrive((0, 7))
+    response.fail(APIError(GONE, "it left"))
+    with pytest.raises(APIError, match="it left"):
+        await reading
+    stream.arrive((1, 7))
+    await turns(3)
+    assert stream.fed == []
+    with pytest.raises(APIError, match="it left"):
+        await response.last()
+
+
+async def test_nothing_is_fed_after_the_end() -> None:
+    response = ResponseStream(FlushQueue())
+    first, second = Recorder(response), Recorder(response)
+    reading = asyncio.create_task(response.last())
+    first.arrive((0, 7), end=LENGTH)
+    await turns(3)
+    first.arrive((1, 7))
+    second.arrive(end=LENGTH)
+    await reading
+    assert first.fed == [([(0, 7)], LENGTH)]
+
+
+async def test_failure_of_a_request_s_own_ends_the_response() -> None:
+    class Failing(Recorder):
+        def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+            raise APIError(500, "a token was lost")
+
+    response = ResponseStream(FlushQueue())
+    Failing(response).arrive((5, 7))
+    with pytest.raises(APIError, match="a token was lost"):
+        await response.first()

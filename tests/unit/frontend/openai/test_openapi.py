@@ -94,7 +94,7 @@ def test_bodies_are_closed_and_streams_and_errors_are_described(doc: dict[str, A
         assert {"application/json", "text/event-stream"} == set(operation["responses"]["200"]["content"])
         for status in ("400", "401", "413", "429", "500", "503"):
             schema = operation["responses"][status]["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
     schemas = doc["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest"):
         assert schemas[name]["additionalProperties"] is False

@@ -10,7 +10,12 @@ from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
-from services.frontend.openai.parameters.sampling import Defaults, bad_words, refuse_unserved, sampling_params
+from services.frontend.openai.parameters.sampling import (
+    SamplingDefaults,
+    bad_words,
+    refuse_unserved,
+    sampling_params,
+)
 from services.frontend.openai.schemas.requests import (
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
@@ -19,18 +24,18 @@ from services.frontend.openai.schemas.requests import (
 )
 from services.frontend.text.tokenizer import Tokenizer
 
-NONE = Defaults({}, (2,))
+NONE = SamplingDefaults({}, (2,))
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
-def params(body: dict[str, object], defaults: Defaults = NONE, prompt: int = 10, context: int = 100):
+def params(body: dict[str, object], defaults: SamplingDefaults = NONE, prompt: int = 10, context: int = 100):
     return sampling_params(
         CompletionRequest.model_validate({"prompt": "x", **body}), defaults, prompt, context, 1000
     )
 
 
 def test_client_beats_checkpoint_beats_openai() -> None:
-    checkpoint = Defaults({"temperature": 0.6, "top_k": 20}, (2, 3))
+    checkpoint = SamplingDefaults({"temperature": 0.6, "top_k": 20}, (2, 3))
     assert params({}).temperature == 1.0
     chosen = params({"top_k": 5}, checkpoint)
     assert (chosen.temperature, chosen.top_k, chosen.top_p) == (0.6, 5, 1.0)
@@ -41,11 +46,11 @@ def test_client_beats_checkpoint_beats_openai() -> None:
 
 def test_defaults_are_read_from_the_checkpoint_with_every_eos(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
-    assert Defaults.read(tmp_path, None, True) == Defaults({}, (9,))
+    assert SamplingDefaults.read(tmp_path, None, True) == SamplingDefaults({}, (9,))
     generation = {"eos_token_id": [7, 8], "temperature": 0.5, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert Defaults.read(tmp_path, 8, True) == Defaults({"temperature": 0.5}, (7, 8))
-    assert Defaults.read(tmp_path, 6, False) == Defaults({}, (7, 8, 6))
+    assert SamplingDefaults.read(tmp_path, 8, True) == SamplingDefaults({"temperature": 0.5}, (7, 8))
+    assert SamplingDefaults.read(tmp_path, 6, False) == SamplingDefaults({}, (7, 8, 6))
 
 
 def test_max_tokens_defaults_to_16_for_completions_and_to_the_room_for_chat() -> None:
@@ -153,10 +158,10 @@ def test_echo_asks_for_the_prompt_as_it_asks_for_the_output() -> None:
 
 def test_a_checkpoint_s_repetition_penalty_is_served(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
-    checkpoint = Defaults.read(tmp_path, 2, True)
+    checkpoint = SamplingDefaults.read(tmp_path, 2, True)
     assert params({}, checkpoint).repetition_penalty == 1.3
     assert params({"repetition_penalty": 1.0}, checkpoint).repetition_penalty == 1.0
-    assert params({}, Defaults.read(tmp_path, 2, False)).repetition_penalty == 1.0
+    assert params({}, SamplingDefaults.read(tmp_path, 2, False)).repetition_penalty == 1.0
 
 
 def test_bad_words_are_forbidden_at_the_beginning_and_inside_of_a_text() -> None:
@@ -216,11 +221,11 @@ def test_defaults_that_cannot_be_served_are_refused_at_start(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="generation_config"):
-        Defaults.read(tmp_path, None, True)
+        SamplingDefaults.read(tmp_path, None, True)
 
 
 def test_eos_ids_beyond_the_logits_are_left_out() -> None:
-    assert params({}, Defaults({}, (2, 5000))).eos_token_ids == (2,)
+    assert params({}, SamplingDefaults({}, (2, 5000))).eos_token_ids == (2,)
 
 
 def test_neutral_values_of_unserved_parameters_pass() -> None:

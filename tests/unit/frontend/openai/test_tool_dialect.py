@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.errors import APIError
-from services.frontend.openai.answers.chunk import Piece
+from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.tool_dialect import ToolDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
-from services.frontend.reasoning.think import Begins
+from services.frontend.reasoning.think import ReasoningStart
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.hermes import HermesParser
 
@@ -21,10 +21,10 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 def choice(**more: Any) -> ToolChoice:
-    return ToolChoice.of(ChatRequest.model_validate({**BODY, **more}), HermesParser, True)
+    return ToolChoice.from_body(ChatRequest.model_validate({**BODY, **more}), HermesParser, True)
 
 
-def dialect(begins: Begins | None = None, shown: bool = True, **more: Any) -> ToolDialect:
+def dialect(begins: ReasoningStart | None = None, shown: bool = True, **more: Any) -> ToolDialect:
     return ToolDialect(choice(**more), begins, shown)
 
 
@@ -65,21 +65,21 @@ TEXTS = st.lists(
 
 
 @given(
-    st.sampled_from([None, *Begins]),
+    st.sampled_from([None, *ReasoningStart]),
     st.sampled_from(["", "<think>\nhm\n</think>\n", "hm</think>"]),
     TEXTS,
     st.data(),
 )
 def test_stream_and_whole_say_the_same(
-    begins: Begins | None, thought: str, text: str, data: st.DataObject
+    begins: ReasoningStart | None, thought: str, text: str, data: st.DataObject
 ) -> None:
     text = thought + text
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6), "cuts"))
-    pieces = [Piece(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    pieces = [Chunk(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     pieces[-1].finish = "stop"
     streaming = dialect(begins)
     chunks = [chunk for piece in pieces for chunk in streaming.deltas(3, piece)]
-    whole = dialect(begins).choice(3, Piece(text, finish="stop"))
+    whole = dialect(begins).choice(3, Chunk(text, finish="stop"))
     assert put_together(chunks) == {"reasoning": None} | of_whole(whole["message"])
     finishes = [chunk["finish_reason"] for chunk in chunks]
     assert finishes == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
@@ -88,19 +88,19 @@ def test_stream_and_whole_say_the_same(
 
 def test_choices_do_not_share_a_parser_and_nothing_is_said_while_nothing_is_certain() -> None:
     streaming = dialect()
-    assert streaming.deltas(0, Piece('<tool_call>{"name": "f"')) == []
-    (plain,) = streaming.deltas(1, Piece("hello"))
+    assert streaming.deltas(0, Chunk('<tool_call>{"name": "f"')) == []
+    (plain,) = streaming.deltas(1, Chunk("hello"))
     assert plain["delta"] == {"content": "hello"}
-    (told,) = streaming.deltas(0, Piece(', "arguments": {"a"'))
+    (told,) = streaming.deltas(0, Chunk(', "arguments": {"a"'))
     (call,) = told["delta"]["tool_calls"]
     assert (told["index"], call["index"], call["type"]) == (0, 0, "function")
     assert call["function"] == {"name": "f", "arguments": '{"a"'}
-    (last,) = streaming.deltas(0, Piece(": 1}}", finish="stop", stop=None))
+    (last,) = streaming.deltas(0, Chunk(": 1}}", finish="stop", stop=None))
     assert last["finish_reason"] == "tool_calls"
 
 
 def test_token_ids_go_out_though_their_text_is_held_back() -> None:
-    (held,) = dialect().deltas(0, Piece("<tool", token_ids=[5, 6]))
+    (held,) = dialect().deltas(0, Chunk("<tool", token_ids=[5, 6]))
     assert (held["delta"], held["token_ids"]) == ({}, [5, 6])
 
 
@@ -110,26 +110,28 @@ def test_token_ids_go_out_though_their_text_is_held_back() -> None:
      ({"type": "function", "function": {"name": "f"}}, "{}", "stop")],
 )  # fmt: skip
 def test_a_call_that_the_client_named_is_a_plain_stop(demand: Any, text: str, finish: str) -> None:
-    whole = dialect(tool_choice=demand).choice(0, Piece(text, finish="stop"))
-    (*_, last) = dialect(tool_choice=demand).deltas(0, Piece(text, finish="stop"))
+    whole = dialect(tool_choice=demand).choice(0, Chunk(text, finish="stop"))
+    (*_, last) = dialect(tool_choice=demand).deltas(0, Chunk(text, finish="stop"))
     assert len(whole["message"]["tool_calls"]) == 1
     assert (whole["finish_reason"], last["finish_reason"]) == (finish, finish)
 
 
 def test_answer_cut_off_after_a_call_says_so() -> None:
-    whole = dialect().choice(0, Piece(CALL + "And", finish="length"))
+    whole = dialect().choice(0, Chunk(CALL + "And", finish="length"))
     assert (whole["finish_reason"], whole["message"]["content"]) == ("length", "And")
     assert len(whole["message"]["tool_calls"]) == 1
 
 
 def test_reasoning_can_be_hidden() -> None:
-    said = dialect(Begins.INSIDE, shown=False).choice(0, Piece("hm</think>Hi", finish="stop"))["message"]
+    said = dialect(ReasoningStart.INSIDE, shown=False).choice(0, Chunk("hm</think>Hi", finish="stop"))[
+        "message"
+    ]
     assert said["content"] == "Hi"
     assert not {"reasoning", "reasoning_content"} & set(said)
 
 
 @pytest.mark.parametrize(
-    ("more", "mode", "most"),
+    ("more", "mode", "max_calls"),
     [
         ({}, Mode.AUTO, None),
         ({"tool_choice": "auto", "parallel_tool_calls": False}, Mode.AUTO, 1),
@@ -140,9 +142,9 @@ def test_reasoning_can_be_hidden() -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, Mode.REQUIRED, None),
     ],
 )
-def test_what_is_asked_of_the_answer(more: dict[str, Any], mode: Mode, most: int | None) -> None:
+def test_what_is_asked_of_the_answer(more: dict[str, Any], mode: Mode, max_calls: int | None) -> None:
     asked = choice(**more)
-    assert (asked.mode, asked.most) == (mode, most)
+    assert (asked.mode, asked.max_calls) == (mode, max_calls)
     assert (asked.grammar is not None) == (mode in (Mode.REQUIRED, Mode.NAMED))
 
 
@@ -178,4 +180,4 @@ def test_tools_that_cannot_be_demanded_are_refused(more: dict[str, Any], words: 
 
 def test_every_format_says_what_marks_it() -> None:
     """Or special tokens would be left out of the text that it reads."""
-    assert all(parser.marks for parser in FORMATS.values())
+    assert all(parser.markers for parser in FORMATS.values())

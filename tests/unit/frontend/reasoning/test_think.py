@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.parsing.events import Reasoning
-from services.frontend.reasoning.formats import begins, continues
-from services.frontend.reasoning.think import Begins, ThinkParser
+from services.frontend.reasoning.formats import start_in_message, start_in_prompt
+from services.frontend.reasoning.think import ReasoningStart, ThinkParser
 
 
-def read(start: Begins, pieces: list[str]) -> tuple[str, str]:
+def read(start: ReasoningStart, pieces: list[str]) -> tuple[str, str]:
     """Reasoning and content."""
     parser, said = ThinkParser(start), {True: "", False: ""}
     for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
@@ -21,28 +21,28 @@ def read(start: Begins, pieces: list[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("start", "text", "reasoning", "content"),
     [
-        (Begins.INSIDE, "so\n a < b </thin\n\n</think>\n\nHi\n", "so\n a < b </thin", "Hi\n"),
-        (Begins.INSIDE, "<think>\nso</think>Hi", "so", "Hi"),
-        (Begins.INSIDE, "never ends", "never ends", ""),
-        (Begins.INSIDE, "</think></think>", "", "</think>"),
-        (Begins.PERHAPS, "<think>\nso\n</think>\n\n[1]", "so", "[1]"),
-        (Begins.PERHAPS, "\n<think></think>\nx", "", "x"),
-        (Begins.PERHAPS, " a <think>b</think>", "", " a <think>b</think>"),
-        (Begins.PERHAPS, "<thin", "", "<thin"),
-        (Begins.PERHAPS, "<think>a</thin", "a</thin", ""),
-        (Begins.OUTSIDE, "<think>a</think>b", "", "<think>a</think>b"),
-        (Begins.OUTSIDE, "\n\n", "", "\n\n"),
+        (ReasoningStart.INSIDE, "so\n a < b </thin\n\n</think>\n\nHi\n", "so\n a < b </thin", "Hi\n"),
+        (ReasoningStart.INSIDE, "<think>\nso</think>Hi", "so", "Hi"),
+        (ReasoningStart.INSIDE, "never ends", "never ends", ""),
+        (ReasoningStart.INSIDE, "</think></think>", "", "</think>"),
+        (ReasoningStart.BY_TAG, "<think>\nso\n</think>\n\n[1]", "so", "[1]"),
+        (ReasoningStart.BY_TAG, "\n<think></think>\nx", "", "x"),
+        (ReasoningStart.BY_TAG, " a <think>b</think>", "", " a <think>b</think>"),
+        (ReasoningStart.BY_TAG, "<thin", "", "<thin"),
+        (ReasoningStart.BY_TAG, "<think>a</thin", "a</thin", ""),
+        (ReasoningStart.OUTSIDE, "<think>a</think>b", "", "<think>a</think>b"),
+        (ReasoningStart.OUTSIDE, "\n\n", "", "\n\n"),
     ],
 )
-def test_reasoning_is_told_apart(start: Begins, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_told_apart(start: ReasoningStart, text: str, reasoning: str, content: str) -> None:
     assert read(start, [text]) == read(start, list(text)) == (reasoning, content)
 
 
 FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "think>", "\n", " ", "text"])
 
 
-@given(st.sampled_from(Begins), st.lists(FRAGMENTS, max_size=10).map("".join), st.data())
-def test_cuts_change_nothing(start: Begins, text: str, data: st.DataObject) -> None:
+@given(st.sampled_from(ReasoningStart), st.lists(FRAGMENTS, max_size=10).map("".join), st.data())
+def test_cuts_change_nothing(start: ReasoningStart, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6), "cuts"))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = read(start, [text])
@@ -51,9 +51,9 @@ def test_cuts_change_nothing(start: Begins, text: str, data: st.DataObject) -> N
 
 
 def test_prompt_tells_where_an_answer_begins() -> None:
-    for otherwise in (Begins.INSIDE, Begins.PERHAPS):
-        assert begins("<|assistant|>\n<think>\n", otherwise) is Begins.INSIDE
-        assert begins("<think>\n\n</think>\n\n", otherwise) is Begins.OUTSIDE
-        assert begins("<|assistant|>", otherwise) is otherwise
-    assert continues("<think>a") is Begins.INSIDE
-    assert continues("<think>a</think>b") is continues("b") is Begins.OUTSIDE
+    for otherwise in (ReasoningStart.INSIDE, ReasoningStart.BY_TAG):
+        assert start_in_prompt("<|assistant|>\n<think>\n", otherwise) is ReasoningStart.INSIDE
+        assert start_in_prompt("<think>\n\n</think>\n\n", otherwise) is ReasoningStart.OUTSIDE
+        assert start_in_prompt("<|assistant|>", otherwise) is otherwise
+    assert start_in_message("<think>a") is ReasoningStart.INSIDE
+    assert start_in_message("<think>a</think>b") is start_in_message("b") is ReasoningStart.OUTSIDE

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from services.checkpoint import DEMO_MODEL
-from services.frontend.text.token_texts import Vocabulary, Word
+from services.frontend.text.token_texts import TokenText, TokenTexts
 from services.frontend.text.tokenizer import Tokenizer
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
@@ -12,7 +12,7 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 
 def test_bytes_of_tokens_join_to_the_text_whatever_they_hold_of_a_character() -> None:
     tokenizer = Tokenizer(DEMO_MODEL)
-    vocabulary = Vocabulary(tokenizer)
+    vocabulary = TokenTexts(tokenizer)
     words = [vocabulary[token] for token in tokenizer.encode_rendered(TEXT)]
     assert b"".join(word.raw for word in words).decode() == TEXT
     parts = [word for word in words if "\ufffd" in word.text]
@@ -21,9 +21,9 @@ def test_bytes_of_tokens_join_to_the_text_whatever_they_hold_of_a_character() ->
 
 
 def test_special_tokens_have_their_names_and_unknown_ids_nothing() -> None:
-    vocabulary = Vocabulary(Tokenizer(DEMO_MODEL))
-    assert vocabulary[2] == Word("<|eos|>", b"<|eos|>")
-    assert vocabulary[2**31 - 1] == Word("", b"")
+    vocabulary = TokenTexts(Tokenizer(DEMO_MODEL))
+    assert vocabulary[2] == TokenText("<|eos|>", b"<|eos|>")
+    assert vocabulary[2**31 - 1] == TokenText("", b"")
 
 
 def test_words_keep_their_space_and_spelt_bytes_are_bytes(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_words_keep_their_space_and_spelt_bytes_are_bytes(tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_text(json.dumps(layout))
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode_all([4]) == "the"
-    vocabulary = Vocabulary(tokenizer)
-    assert [vocabulary[token] for token in (4, 5)] == [Word(" the", b" the"), Word("the", b"the")]
+    vocabulary = TokenTexts(tokenizer)
+    assert [vocabulary[token] for token in (4, 5)] == [TokenText(" the", b" the"), TokenText("the", b"the")]
     assert b"".join(vocabulary[token].raw for token in (1, 2, 3)).decode() == "世"
     assert vocabulary[1].text == "\ufffd"

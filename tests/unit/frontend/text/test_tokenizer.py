@@ -62,7 +62,7 @@ def all_of(stream: Detokenizer, ids: list[int]) -> list[str]:
 
 
 def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
-    return all_of(tokenizer.stream(prompt), ids)
+    return all_of(tokenizer.detokenizer(prompt), ids)
 
 
 def in_windows(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
@@ -82,7 +82,7 @@ def test_pieces_of_any_tokens_add_up_to_their_decoding(pieces, ids: list[int]) -
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=40), st.sets(st.integers(0, 5)))
 def test_special_tokens_are_shown_on_demand(ids: list[int], special: set[int]) -> None:
     ids = [*ids, *special]
-    assert "".join(all_of(BYTE_LEVEL.stream([], show_special=True), ids)) == BYTE_LEVEL.decode_all(ids)
+    assert "".join(all_of(BYTE_LEVEL.detokenizer([], show_special=True), ids)) == BYTE_LEVEL.decode_all(ids)
 
 
 SINGLE_BYTES = [i for i in range(6, 262) if len(BYTE_LEVEL.decode([i])) == 1]
@@ -110,7 +110,7 @@ def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer(tmp_path)
     ids = [token for text in texts for token in (tokenizer.token_to_id(text), SINGLE_BYTES[200])]
-    assert isinstance(ours.stream([]), ByteLevelDetokenizer)
+    assert isinstance(ours.detokenizer([]), ByteLevelDetokenizer)
     assert "".join(pieces(ours, [], ids)) == ours.decode(ids)
 
 
@@ -139,7 +139,7 @@ WORDS = st.integers(258, 264)
 def test_words_are_the_pieces_that_windows_give(
     byte_fallback: Tokenizer, prompt: list[int], ids: list[int]
 ) -> None:
-    assert isinstance(byte_fallback.stream(prompt), WordDetokenizer)
+    assert isinstance(byte_fallback.detokenizer(prompt), WordDetokenizer)
     assert pieces(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
 
 
@@ -150,7 +150,7 @@ def test_words_are_not_decoded_again(byte_fallback: Tokenizer) -> None:
         asked.append(list(ids))
         return byte_fallback.decode(ids)
 
-    stream = byte_fallback.stream([])
+    stream = byte_fallback.detokenizer([])
     stream._decode = decode
     text = "".join(map(stream.push, byte_fallback.encode_rendered("ab a") * 100))
     assert text.startswith("ab a ab a")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.parsing.events import Arguments, CallStart, Content, Event
+from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
 from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.parser import MAX_HELD, ToolParser
@@ -22,12 +22,12 @@ BOTH = [("f", ONE_ARGUMENTS), ("get_weather", TWO_ARGUMENTS)]
 Found = tuple[str, list[tuple[str, str]]]
 
 
-def events(kind: type[ToolParser], pieces: list[str], eager: bool = True, **more: Any) -> list[Event]:
+def events(kind: type[ToolParser], pieces: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
     parser = kind(more.pop("names", NAMES), eager, **more)
     return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
 
 
-def joined(found: list[Event]) -> Found:
+def joined(found: list[ParsedEvent]) -> Found:
     """The content, and name and arguments of each call; after a look at the order of events."""
     content, calls = "", []
     for event in found:
@@ -161,7 +161,7 @@ def test_a_whole_answer_is_told_of_a_call_only_when_it_is_whole() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_calls_beyond_the_wanted_number_are_dropped(eager: bool) -> None:
     text = f"<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>"
-    assert read(FORMATS["hermes"], text, eager, most=1) == ("", BOTH[:1])
+    assert read(FORMATS["hermes"], text, eager, max_calls=1) == ("", BOTH[:1])
 
 
 def test_ids_differ_and_those_of_mistral_are_as_its_templates_want_them() -> None:

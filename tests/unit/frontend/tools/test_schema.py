@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.tools.schema import MAX_DEPTH, TooDeep, of_arguments, of_calls
+from services.frontend.tools.schema import MAX_DEPTH, TooDeep, arguments_schema, calls_schema
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TREE = {
@@ -49,14 +49,14 @@ ARGUMENTS = st.sampled_from(
 def test_calls_match_when_the_arguments_match_the_tool_s_own_schema(name: str, arguments: object) -> None:
     nothing = {"type": "object", "maxProperties": 0}
     fits = isinstance(arguments, dict) and accepts(TOOLS[name] or nothing, arguments)
-    assert accepts(of_arguments(TOOLS[name]), arguments) == fits
-    assert accepts(of_calls(TOOLS, None), [{"name": name, "parameters": arguments}]) == fits
-    assert accepts(of_calls({name: TOOLS[name]}, 1), [{"name": name, "parameters": arguments}]) == fits
+    assert accepts(arguments_schema(TOOLS[name]), arguments) == fits
+    assert accepts(calls_schema(TOOLS, None), [{"name": name, "parameters": arguments}]) == fits
+    assert accepts(calls_schema({name: TOOLS[name]}, 1), [{"name": name, "parameters": arguments}]) == fits
 
 
 def test_calls_are_as_many_as_wanted_and_no_more_than_calls() -> None:
     call = {"name": "now", "parameters": {}}
-    many, one = of_calls(TOOLS, None), of_calls(TOOLS, 1)
+    many, one = calls_schema(TOOLS, None), calls_schema(TOOLS, 1)
     assert accepts(many, [call, call])
     assert accepts(one, [call])
     assert not accepts(one, [call, call])
@@ -70,4 +70,4 @@ def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
     for _ in range(MAX_DEPTH + 1):
         deep = {"not": deep}
     with pytest.raises(TooDeep):
-        of_calls({"f": deep}, None)
+        calls_schema({"f": deep}, None)

@@ -1,0 +1,235 @@
+"""The way of outputs from a step's message to the bytes of HTTP responses. No sockets, no clock.
+
+1. The engine client decodes a message and groups its rows: each row is appended to the `RequestStream` of its request.
+2. When all messages that have arrived are decoded, one flush serves every `ResponseStream` with new outputs. In the
+   first pass each of them feeds its requests, which return bytes. In the second pass the bytes are written.
+
+A response whose connection is full is not fed: its outputs wait as tokens and are joined into one write later.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from protocol.requests import Finish
+from services.frontend.errors import APIError
+
+log = logging.getLogger("runahead.frontend")
+
+MAX_TOKENS_PER_FLUSH = 1024
+"""Tokens of one response that one flush reads, a few milliseconds of work; the next flush reads the rest."""
+MAX_UNWRITTEN = 256
+"""Responses whose bytes are made before the first of them is written."""
+
+Token = tuple[int, int]
+"""Index in the output, token id."""
+
+
+class RawLogprobs(NamedTuple):
+    """Log-probabilities at one position of a request's sequence, as the engine sends them."""
+
+    position: int
+    """Counted from the first token of the prompt."""
+    rank: int
+    """Rank of the token at this position; 1 is the most likely."""
+    token_ids: list[int]
+    """The token at this position, then the most likely tokens in descending order."""
+    values: list[float]
+    """Log-probabilities of `token_ids`; minus infinity is possible."""
+
+
+class RequestStream(ABC):
+    """Outputs of one open engine request that were not fed yet."""
+
+    __slots__ = ("end", "has_ended", "is_due", "number", "response", "tokens")
+
+    def __init__(self, response: "ResponseStream") -> None:
+        response.num_open += 1
+        self.response = response
+        self.number = 0
+        """Set when the request is submitted."""
+        self.tokens: list[Token] = []
+        self.end: Finish | APIError | None = None
+        self.is_due = False
+        """Whether the response will feed this request at the next flush."""
+        self.has_ended = False
+        """Set by `feed` when it has returned the last bytes; nothing is fed after that."""
+
+    @abstractmethod
+    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+        """Take the next outputs, in order. Return the bytes to write; a response that is not streamed has none.
+
+        Args:
+            now: monotonic seconds.
+
+        Raises: APIError, if the request or its answer failed
+        """
+
+    @abstractmethod
+    def add_logprobs(self, logprobs: RawLogprobs) -> None:
+        """Store log-probabilities. Those of an output token come before the token is fed."""
+
+    @abstractmethod
+    def add_embedding(self, values: bytes) -> None:
+        """Store an embedding, float32[hidden size]."""
+
+
+class Sink(Protocol):
+    """The connection that a streamed response is written to."""
+
+    is_full: bool
+    on_writable: Callable[[], None] | None
+    """Called when the connection is no longer full."""
+
+    def body_writer(self) -> Callable[[bytes], None]: ...
+
+
+class FlushQueue:
+    """Responses with new outputs, flushed together in one callback of the event loop.
+
+    A callback per response, or a system call between the work for two responses, takes more time in total. So does
+    each object that a token's path touches: the memory of other streams has displaced it from the caches since the last
+    step. Hence `__slots__` along this path.
+    """
+
+    def __init__(self) -> None:
+        self._queue: list[ResponseStream] = []
+
+    def add(self, response: "ResponseStream") -> None:
+        if not self._queue:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._queue.append(response)
+
+    def _flush(self) -> None:
+        queue, self._queue = self._queue, []
+        for begin in range(0, len(queue), MAX_UNWRITTEN):
+            batch, now = queue[begin : begin + MAX_UNWRITTEN], time.monotonic()
+            ready = [(response, data) for response in batch if (data := response.flush(now))]
+            for response, data in ready:
+                try:
+                    response.write(data)
+                except Exception:
+                    log.exception("an answer was not written")  # the others still are
+
+
+def _discard(data: bytes) -> None:
+    pass
+
+
+class ResponseStream:
+    """Reads the outputs of all requests of one HTTP response."""
+
+    __slots__ = (
+        "_due",
+        "_error",
+        "_is_queued",
+        "_queue",
+        "_sink",
+        "_waiter",
+        "_wants_first",
+        "num_open",
+        "write",
+    )
+
+    def __init__(self, queue: FlushQueue) -> None:
+        self._queue = queue
+        self._due: list[RequestStream] = []
+        self._error: APIError | None = None
+        self._is_queued = False
+        self._sink: Sink | None = None
+        self._waiter: asyncio.Future[bytes] | None = None
+        """Set while a task waits in `first` or `last`; outputs are read only then."""
+        self._wants_first = False
+        self.num_open = 0
+        """Requests of this response that have not ended."""
+        self.write: Callable[[bytes], None] = _discard
+
+    def mark_due(self, stream: RequestStream) -> None:
+        """Feed `stream` at the next flush."""
+        if not stream.is_due:
+            stream.is_due = True
+            self._due.append(stream)
+            self._schedule()
+
+    def fail(self, error: APIError) -> None:
+        """End the response with `error` at the next flush. Outputs that wait are dropped."""
+        self._error = error
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            self._queue.add(self)
+
+    async def first(self) -> bytes:
+        """Wait for the first outputs and return their bytes. Reading then pauses until `last`.
+
+        Raises: APIError, as `last`
+        """
+        return await self._wait(wants_first=True)
+
+    async def last(self, sink: Sink | None = None) -> bytes:
+        """Write outputs to `sink` as they arrive, until every request has ended. Return the bytes still to be written.
+
+        Raises: APIError, if one request failed, or `fail` was called
+        """
+        if sink is None:
+            return await self._wait(wants_first=False)
+        self._sink, self.write, sink.on_writable = sink, sink.body_writer(), self._schedule
+        try:
+            return await self._wait(wants_first=False)
+        finally:
+            self._sink, self.write, sink.on_writable = None, _discard, None
+
+    async def _wait(self, wants_first: bool) -> bytes:
+        self._waiter, self._wants_first = asyncio.get_running_loop().create_future(), wants_first
+        if self._due or self._error is not None:
+            self._schedule()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def flush(self, now: float) -> bytes:
+        """Feed the requests that are due. Return the bytes of one write; "" if there is nothing to write now."""
+        self._is_queued = False
+        waiter, sink = self._waiter, self._sink
+        if waiter is None or waiter.done() or (sink is not None and sink.is_full):
+            return b""
+        try:
+            data = self._feed(now)
+        except Exception as error:
+            waiter.set_exception(error)
+            return b""
+        if self.num_open and not self._wants_first:
+            return data
+        waiter.set_result(data)
+        return b""
+
+    def _feed(self, now: float) -> bytes:
+        if self._error is not None:
+            raise self._error
+        due, self._due = self._due, []
+        parts, room = [], MAX_TOKENS_PER_FLUSH
+        for stream in due:
+            tokens, end = stream.tokens, stream.end
+            if stream.has_ended:
+                continue
+            if len(tokens) > room:
+                self._due.append(stream)
+                if not room:
+                    continue
+                tokens, stream.tokens, end = tokens[:room], tokens[room:], None
+            else:
+                stream.tokens, stream.is_due = [], False
+            room -= len(tokens)
+            if isinstance(end, APIError):
+                raise end
+            parts.append(stream.feed(tokens, end, now))
+            self.num_open -= stream.has_ended
+        if self._due:
+            self._schedule()
+        return b"".join(parts)

@@ -1,0 +1,202 @@
+"""One choice of an answer: the outputs of its engine request become chunks."""
+
+from dataclasses import dataclass
+
+from protocol.requests import Finish, FinishReason
+from services.frontend.engine.client import EngineClient, failure
+from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
+from services.frontend.errors import APIError
+from services.frontend.metrics import Metrics
+from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
+from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
+from services.frontend.openai.answers.options import AnswerOptions
+from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.text.assembler import OutOfOrder, TextAssembler
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceContext:
+    """Objects that all choices of one HTTP request share."""
+
+    engine: EngineClient
+    metrics: Metrics
+    usage: Usage
+    formatter: LogprobFormatter
+    options: AnswerOptions
+    started: float
+    """Monotonic seconds when the HTTP request was accepted."""
+
+
+class Choice(RequestStream):
+    """Assembles the text of one engine request, with log-probabilities and token ids if they are asked for."""
+
+    __slots__ = (
+        "_assembler",
+        "_chunk",
+        "_context",
+        "_echoes",
+        "_finish",
+        "_is_text_only",
+        "_last_token",
+        "_logprobs",
+        "_metrics",
+        "_num_shown",
+        "_writer",
+        "is_first",
+        "prompt",
+    )
+
+    def __init__(
+        self,
+        response: ResponseStream,
+        context: ChoiceContext,
+        prompt: Prompt,
+        is_first: bool,
+        assembler: TextAssembler,
+        logprobs: LogprobQueue | None,
+        writer: ChoiceWriter,
+    ) -> None:
+        """
+        Args:
+            is_first: whether this is the first choice of its prompt, which reports what concerns the prompt.
+            logprobs: None, if the request does not ask for log-probabilities of the output.
+        """
+        super().__init__(response)
+        options = context.options
+        self.prompt = prompt
+        self.is_first = is_first
+        self._context = context
+        self._metrics = context.metrics
+        self._assembler = assembler
+        self._logprobs = logprobs
+        self._writer = writer
+        self._echoes = options.echo
+        """Whether the prompt is still to be shown."""
+        self._is_text_only = (
+            options.generates and logprobs is None and not (options.echo or options.token_ids)
+        )
+        self._chunk = self._new_chunk()
+        self._chunk.prompt_token_ids = prompt.token_ids if options.token_ids else None
+        self._num_shown = 0
+        """Characters of output that were shown; counted only with log-probabilities."""
+        self._finish: str | None = None
+        """OpenAI's `finish_reason`; None while the choice goes on."""
+        self._last_token: float | None = None
+        """Monotonic seconds."""
+
+    def _new_chunk(self) -> Chunk:
+        return Chunk(token_ids=[] if self._context.options.token_ids else None)
+
+    def add_logprobs(self, logprobs: RawLogprobs) -> None:
+        if logprobs.position < len(self.prompt.token_ids):
+            self.prompt.add_logprobs(logprobs)
+        elif self._logprobs is not None:
+            self._logprobs.add(logprobs)
+
+    def add_embedding(self, values: bytes) -> None:
+        self.response.fail(APIError(500, "the engine sent an embedding in place of text"))
+
+    def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
+        text = ""
+        for index, token_id in tokens:
+            if self._finish is not None:
+                break
+            text += self._push(index, token_id, now)
+        if end is not None and self._finish is None:
+            text += self._on_end(end, now)
+        if self._is_text_only and self._finish is None:
+            return self._writer.text(text) if text else b""
+        return self._write(text)
+
+    def _push(self, index: int, token_id: int, now: float) -> str:
+        """Take a token; return the text that became certain. Ends the choice if it completes a stop string.
+
+        Raises: APIError, if a token or its log-probability is missing
+        """
+        assembler = self._assembler
+        if not self._is_text_only:
+            if not self._context.options.generates:
+                return ""
+            if index == assembler.num_tokens:
+                self._add_details(token_id)
+        try:
+            text = assembler.push(index, token_id)
+        except OutOfOrder as error:
+            raise APIError(500, "a token of this answer was lost") from error
+        if self._last_token is None:
+            self._metrics.ttft.observe(now - self._context.started)
+        else:
+            self._metrics.itl.observe(now - self._last_token)
+        self._last_token = now
+        if assembler.stop_string is not None:
+            self._context.engine.abort([self])
+            self._on_finish("stop", None, now)
+        return text
+
+    def _add_details(self, token_id: int) -> None:
+        """Raises: APIError"""
+        if self._chunk.token_ids is not None:
+            self._chunk.token_ids.append(token_id)
+        if self._logprobs is not None:
+            try:
+                self._logprobs.push(len(self.prompt.text) + self._assembler.num_chars)
+            except KeyError:
+                raise APIError(500, "a log-probability of this answer was lost") from None
+
+    def _on_end(self, end: Finish, now: float) -> str:
+        """Return the text that was held back. Raises: APIError"""
+        options = self._context.options
+        if (error := failure(end, options.constraint)) is not None:
+            raise error
+        if self.is_first:
+            self._context.usage.add_cached(end.num_cached_tokens)
+        if not options.generates:
+            self._on_finish("length", None, now)
+            return ""
+        text = self._assembler.finish()
+        self._on_finish(_REASONS[end.reason], end.stop_reason, now)
+        return text
+
+    def _on_finish(self, reason: str, stop: int | None, now: float) -> None:
+        stop_string = self._assembler.stop_string
+        if stop_string is not None:  # perhaps found in the text that was held back
+            reason = "stop"
+        self._finish = self._chunk.finish = reason
+        self._chunk.stop = stop if stop_string is None else stop_string
+        self._metrics.on_answer(reason, now - self._context.started, self._assembler.duplicates)
+
+    def _write(self, text: str) -> bytes:
+        chunk, logprobs = self._chunk, self._logprobs
+        chunk.text += text
+        if logprobs is not None:
+            self._num_shown += len(text)
+            chunk.logprobs += logprobs.shown(len(self.prompt.text) + self._num_shown)
+            if self._finish is not None and self._assembler.stop_string is None:
+                chunk.logprobs += logprobs.rest()
+        if self._echoes and not self._echo():
+            return b""
+        self.has_ended = self._finish is not None
+        if chunk.is_empty:
+            return b""
+        self._chunk = self._new_chunk()
+        return self._writer.chunk(chunk)
+
+    def _echo(self) -> bool:
+        """Put the prompt before the first chunk. Return False while its log-probabilities are incomplete.
+
+        Raises: APIError, if they stay incomplete
+        """
+        prompt, chunk = self.prompt, self._chunk
+        if self._logprobs is not None:
+            if not prompt.is_scored:
+                if self.is_first and self._finish is not None:
+                    raise APIError(500, "log-probabilities of the prompt were lost")
+                prompt.feed_when_scored(self)
+                return False
+            chunk.logprobs = [*self._context.formatter.prompt(prompt), *chunk.logprobs]
+        chunk.text = prompt.text + chunk.text
+        self._echoes = False
+        return True

@@ -1,0 +1,116 @@
+"""Chunks to server-sent events, in the form that OpenAI's clients read."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.frontend.errors import APIError
+from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.dialects import Dialect
+from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.schemas.requests import StreamOptions
+
+_NO_FIELDS: Mapping[str, Any] = {}
+_encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2028\u2029"}
+"""Characters that JSON allows unescaped, but that some clients take for the end of a line."""
+
+
+def _one_line(encoded: bytes) -> bytes:
+    for mark, escaped in _LINE_ENDS.items():
+        encoded = encoded.replace(mark, escaped)
+    return encoded
+
+
+def _event(content: bytes) -> bytes:
+    return b"data: " + _one_line(content) + b"\n\n"
+
+
+def error_event(error: APIError) -> bytes:
+    return _event(error.encoded())
+
+
+class ChoiceEvents:
+    """Writes the events of one choice."""
+
+    __slots__ = ("_around_text", "_encoder", "_index")
+
+    def __init__(self, encoder: "EventEncoder", index: int) -> None:
+        self._encoder = encoder
+        self._index = index
+        self._around_text = encoder.around_text(index)
+
+    def text(self, text: str) -> bytes:
+        if self._around_text is None:
+            return self.chunk(Chunk(text))
+        before, after = self._around_text
+        encoded = _encode(text)
+        return before + (encoded if encoded.isascii() else _one_line(encoded)) + after
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        return self._encoder.chunk(self._index, chunk)
+
+
+class EventEncoder:
+    """Writes the events of one HTTP response."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        head: dict[str, Any],
+        options: StreamOptions,
+        usage: Usage,
+        first_fields: Mapping[str, Any] = _NO_FIELDS,
+    ) -> None:
+        """
+        Args:
+            head: fields of every event.
+            first_fields: fields of the first event only.
+        """
+        self._dialect = dialect
+        self._head = head
+        self._options = options
+        self._usage = usage
+        self._no_usage = {"usage": None} if options.include_usage else {}
+        self._first_fields = first_fields
+        self._num_choices = 0
+
+    def choice(self, index: int) -> ChoiceEvents:
+        self._num_choices = max(self._num_choices, index + 1)
+        return ChoiceEvents(self, index)
+
+    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = _NO_FIELDS) -> bytes:
+        has_usage = self._options.continuous_usage_stats
+        usage = {"usage": self._usage.to_json()} if has_usage else self._no_usage
+        return _event(_encode({**self._head, **more, "choices": [choice], **usage}))
+
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return the bytes before and after the text in an event that holds only text, which are encoded once.
+
+        None, if such events differ in more than their text.
+        """
+        if not self._dialect.has_constant_frame or self._options.continuous_usage_stats:
+            return None
+        mark = uuid.uuid4().hex
+        before, _, after = self.chunk(index, Chunk(mark)).partition(_encode(mark))
+        return before, after
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        return b"".join(map(self._event, self._dialect.deltas(index, chunk)))
+
+    def opening(self) -> bytes:
+        """Return the events that precede any text."""
+        openings = [self._dialect.opening(index) for index in range(self._num_choices)]
+        choices = [opening for opening in openings if opening is not None]
+        fields = [self._first_fields, *[_NO_FIELDS] * len(choices)]
+        return b"".join(map(self._event, choices, fields))
+
+    def closing(self) -> bytes:
+        """Return the events that follow the last choice."""
+        if not self._options.include_usage:
+            return DONE
+        return _event(_encode({**self._head, "choices": [], "usage": self._usage.to_json()})) + DONE

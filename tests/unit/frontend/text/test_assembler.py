@@ -1,0 +1,110 @@
+"""The text of an answer: only certain text is returned, token indices are checked, stop strings are cut off."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.checkpoint import DEMO_MODEL
+from services.frontend.text.assembler import OutOfOrder, TextAssembler
+from services.frontend.text.stop_strings import StopFilter
+from services.frontend.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(DEMO_MODEL)
+
+
+def assembler(stops: list[str] | None = None, min_tokens: int = 0) -> TextAssembler:
+    return TextAssembler(TOKENIZER.detokenizer([]), stops or [], min_tokens)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode_rendered(text)
+
+
+@given(st.text(max_size=60))
+def test_pieces_of_any_text_add_up_to_it_and_never_show_half_a_character(text: str) -> None:
+    answer = assembler()
+    pieces = [answer.push(index, token) for index, token in enumerate(ids_of(text))]
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert "".join(pieces) + answer.finish() == text
+
+
+def test_emoji_over_several_tokens_comes_out_whole() -> None:
+    ids = ids_of("a😀b")
+    answer = assembler()
+    pieces = [answer.push(index, token) for index, token in enumerate(ids)]
+    assert len(ids) > 3, "the emoji must span tokens for this test to say anything"
+    assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
+
+
+def test_answer_that_ends_inside_a_character_shows_it_as_replacement() -> None:
+    ids = ids_of("a😀")[:-1]
+    answer = assembler()
+    text = "".join(answer.push(index, token) for index, token in enumerate(ids))
+    assert text == "a"
+    assert set(answer.finish()) == {"\ufffd"}
+
+
+@given(
+    st.text(alphabet="ab ", max_size=40),
+    st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_stop_strings_cut_at_the_first_match_however_the_text_is_cut_up(
+    text: str, stops: list[str], random
+) -> None:
+    cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+    filtering, shown, rest = StopFilter(stops), "", text
+    while rest:
+        size = random.randint(1, len(rest))
+        piece, rest = rest[:size], rest[size:]
+        shown += filtering.push(piece)
+        assert not any(stop in shown for stop in stops), "a stop string leaked"
+        assert text.startswith(shown)
+        if filtering.matched is not None:
+            break
+    shown += filtering.flush()
+    # A match is found when its last character arrives; of two, the one that is complete first may win.
+    if cut is None:
+        assert filtering.matched is None
+        assert shown == text
+    else:
+        assert filtering.matched in stops
+        assert text[len(shown) :].startswith(filtering.matched)
+
+
+def test_ending_that_might_become_a_stop_string_is_held_back_and_released() -> None:
+    filtering = StopFilter(["STOP"])
+    assert filtering.push("go ST") == "go "
+    assert filtering.push("ART") == "START"
+    assert filtering.push("!STO") == "!"
+    assert filtering.flush() == "STO"
+
+
+def test_token_that_was_delivered_before_is_dropped_and_a_gap_is_an_error() -> None:
+    ids = ids_of("one two three")
+    answer = assembler()
+    text = answer.push(0, ids[0])
+    assert answer.push(0, ids[0]) == ""
+    assert answer.duplicates == 1
+    with pytest.raises(OutOfOrder, match="token 2 arrived, 1 was expected"):
+        answer.push(2, ids[2])
+    text += "".join(answer.push(index, token) for index, token in enumerate(ids[1:], start=1))
+    assert text + answer.finish() == "one two three"
+    assert answer.num_tokens == len(ids)
+
+
+def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
+    ids = ids_of("yes no maybe")
+    answer = assembler(["no"])
+    text = "".join(answer.push(index, token) for index, token in enumerate(ids))
+    assert text + answer.finish() == "yes "
+    assert answer.stop_string == "no"
+    assert answer.num_tokens < len(ids)
+
+
+def test_stop_strings_count_only_after_min_tokens() -> None:
+    ids = ids_of("a.b.c")
+    for min_tokens, expected in ((0, "a"), (ids.index(ids_of("b")[0]) + 1, "a.b"), (len(ids), "a.b.c")):
+        answer = assembler(["."], min_tokens)
+        text = "".join(answer.push(index, token) for index, token in enumerate(ids))
+        assert text + answer.finish() == expected
