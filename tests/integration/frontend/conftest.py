@@ -13,7 +13,7 @@ def _pair() -> Iterator[tuple[Frontend, ScriptedScheduler]]:
 
 @pytest.fixture
 def frontend(_pair: tuple[Frontend, ScriptedScheduler]) -> Frontend:
-    """One process for all tests that leave it as it was."""
+    """One process, shared by all tests that do not change its state."""
     return _pair[0]
 
 

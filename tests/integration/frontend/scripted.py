@@ -1,6 +1,6 @@
-"""A frontend as a real process, and in place of the scheduler a double that says what a test tells it to say.
+"""A frontend as a real process, and a scripted double in place of the scheduler.
 
-The double speaks the real protocol on a real socket; only its answers are made up.
+The double uses the real protocol on a real socket; only its outputs are invented.
 """
 
 import json
@@ -40,7 +40,7 @@ from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
 
 PATIENCE = 60.0
-"""Seconds after which waiting for something counts as a failure."""
+"""Seconds after which a wait has failed."""
 CONTEXT, VOCAB = 2048, 4096
 READY = EngineState(
     EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB, stats={"num_requests_running": 3}
@@ -61,7 +61,7 @@ def listen_with_small_buffers(host, port):
     return listener
 service.listen = listen_with_small_buffers
 """
-"""What a frontend process runs first, so that a client that does not read fills its buffers soon."""
+"""Code that a frontend process runs first, so that a client that does not read fills its buffers soon."""
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
@@ -76,7 +76,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def tokens(number: int, ids: list[int], first: int = 0) -> RequestOutputs:
-    """Tokens of one request, from index `first` on."""
+    """Return the message of one step with tokens of one request, from index `first` on."""
     indices = list(range(first, first + len(ids)))
     return RequestOutputs(pack([number] * len(ids)), pack(indices), pack(ids))
 
@@ -86,12 +86,12 @@ def ended(number: int, reason: FinishReason = FinishReason.STOP, **more: object)
 
 
 def one_by_one(request: GenerateRequest, ids: list[int], **end: object) -> list[RequestOutputs]:
-    """A step per token, then the end."""
+    """Return a message per token, then the end."""
     steps = [tokens(request.number, [token], index) for index, token in enumerate(ids)]
     return [*steps, ended(request.number, **end)]
 
 
-def saying(text: str, **end: object) -> Behaviour:
+def answering(text: str, **end: object) -> Behaviour:
     return lambda request: one_by_one(request, ids_of(text), **end)
 
 
@@ -100,7 +100,7 @@ def silent(_: GenerateRequest) -> list[RequestOutputs]:
 
 
 class ScriptedScheduler:
-    """A double of the scheduler. It runs in a thread; `on_request` decides what each request gets at once."""
+    """A double of the scheduler, in a thread. `on_request` returns the messages that answer a request."""
 
     def __init__(self, endpoint: str, state: EngineState = READY) -> None:
         self.on_request: Behaviour = silent
@@ -115,7 +115,7 @@ class ScriptedScheduler:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def tell(self, message: EngineMessage) -> None:
+    def send(self, message: EngineMessage) -> None:
         if isinstance(message, EngineState):
             self.state = message
         self._outbox.append(message)
@@ -126,7 +126,7 @@ class ScriptedScheduler:
         self.aborted.clear()
 
     def request(self, index: int = 0) -> GenerateRequest:
-        """The request with this index since the last script, once it is there."""
+        """Wait for the request with this index since the last script."""
         wait_until(lambda: len(self.requests) > index, f"request {index} arrived")
         return self.requests[index]
 
@@ -161,10 +161,13 @@ class ScriptedScheduler:
 
 
 class Frontend:
-    """A frontend process; its address once it listens."""
+    """A frontend process."""
 
     def __init__(self, config: FrontendConfig, patch: str = "") -> None:
-        """`patch` is code that runs in the process before the service."""
+        """
+        Args:
+            patch: code that the process runs before the service.
+        """
         code = (
             "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
             f"{patch}\nsys.exit(start(FrontendConfig.model_validate_json(sys.argv[1])))"
@@ -214,7 +217,7 @@ class Frontend:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples with these labels."""
+        """Return the sum of all samples with these labels."""
         found = 0.0
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
             sample = re.match(r"runahead:(\w+)(?:\{(.*)\})? (\S+)$", line)
@@ -251,7 +254,7 @@ def endpoint() -> Iterator[str]:
 def scripted(
     patch: str = "", state: EngineState = READY, **config: object
 ) -> Iterator[tuple[Frontend, ScriptedScheduler]]:
-    """A frontend and its scripted scheduler, connected; nothing of them is left."""
+    """Run a frontend with its scripted scheduler; both are ended."""
     with endpoint() as address:
         scheduler = ScriptedScheduler(address, state)
         frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0, **config), patch)

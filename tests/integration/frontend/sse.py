@@ -1,4 +1,4 @@
-"""A client of event streams that sees each chunk on the wire: h11 reads HTTP, the parser here reads events."""
+"""A client of event streams that returns each chunk as it was written."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from tests.integration.frontend.scripted import PATIENCE, Frontend
 
 
 class EventParser:
-    """Reads an event stream byte by byte as HTML's standard has it; only the `data` field."""
+    """Parses an event stream byte by byte according to the HTML standard; only the `data` field."""
 
     def __init__(self) -> None:
         self._line = bytearray()
@@ -22,7 +22,7 @@ class EventParser:
         self._was_cr = False
 
     def feed(self, part: bytes) -> list[str]:
-        """The data of the events that are complete now."""
+        """Return the data of the events that are complete now."""
         events = []
         for byte in part:
             if self._was_cr and byte == 0x0A:
@@ -44,12 +44,12 @@ class EventParser:
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing of an event is left over."""
+        """Whether no event is incomplete."""
         return not self._line and not self._data
 
 
 def texts(events: Iterable[str]) -> dict[int, str]:
-    """What each choice of a completion said; the stream must have ended well."""
+    """Return the text of each choice of a completion. Checks that the stream is complete."""
     *chunks, done = events
     assert done == "[DONE]"
     found: dict[int, str] = {}
@@ -62,7 +62,7 @@ def texts(events: Iterable[str]) -> dict[int, str]:
 
 @dataclass
 class Answer:
-    """What has arrived of it."""
+    """The part of a response that has arrived."""
 
     status: int
     chunks: list[bytes] = field(default_factory=list)
@@ -74,10 +74,13 @@ class Answer:
 
 
 class Client:
-    """One connection."""
+    """One HTTP connection."""
 
     def __init__(self, frontend: Frontend, buffer: int | None = None, version: str = "1.1") -> None:
-        """`buffer`: bytes that the kernel holds for it."""
+        """
+        Args:
+            buffer: bytes of the kernel's receive buffer.
+        """
         self.socket = socket.socket()
         if buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -88,8 +91,8 @@ class Client:
         self._http = h11.Connection(h11.CLIENT)
         self.answer: Answer | None = None
 
-    def ask(self, **body: object) -> None:
-        """For a completion, as a stream."""
+    def post(self, **body: object) -> None:
+        """Request a streamed completion."""
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
         self.answer = None
@@ -106,7 +109,7 @@ class Client:
         self.socket.sendall(raw)
 
     def read(self) -> bytes:
-        """The next chunk as it was written; b"" at the end of the answer."""
+        """Return the next chunk as it was written; b"" at the end of the response."""
         chunk = b""
         while True:
             event = self._http.next_event()

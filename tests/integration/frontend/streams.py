@@ -1,4 +1,4 @@
-"""Reads server-sent events, after a look at the frame around them."""
+"""Server-sent events of a complete response."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import httpx
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The stream's JSON events."""
+    """Return the JSON events. Checks that the stream is complete."""
     parts = response.text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]

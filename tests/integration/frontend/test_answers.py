@@ -1,4 +1,4 @@
-"""The official client against a frontend whose scheduler is scripted: every token and its moment is chosen here."""
+"""Answers through the official client; the scripted scheduler decides every token and its time."""
 
 import asyncio
 
@@ -10,10 +10,10 @@ from tests.integration.frontend.scripted import (
     TOKENIZER,
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     ids_of,
     one_by_one,
-    saying,
     tokens,
 )
 from tests.integration.frontend.streams import events
@@ -22,7 +22,7 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 
 
 def test_completion_whole_and_streamed(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying(TEXT, num_cached_tokens=2))
+    scheduler.script(answering(TEXT, num_cached_tokens=2))
     with frontend.client() as client:
         whole = client.completions.create(model="demo", prompt="Hello there")
         assert (whole.choices[0].text, whole.choices[0].finish_reason) == (TEXT, "stop")
@@ -40,10 +40,10 @@ def test_completion_whole_and_streamed(frontend: Frontend, scheduler: ScriptedSc
     assert {chunk.id for chunk in [*chunks, last]} == {last.id}
 
 
-def test_chat_whole_and_streamed_and_the_answer_goes_back_as_a_message(
+def test_chat_whole_and_streamed_and_its_answer_is_accepted_as_a_message(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying(TEXT, reason=FinishReason.LENGTH))
+    scheduler.script(answering(TEXT, reason=FinishReason.LENGTH))
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     with frontend.client() as client:
         whole = client.chat.completions.create(model="alias", messages=messages).choices[0]
@@ -54,16 +54,12 @@ def test_chat_whole_and_streamed_and_the_answer_goes_back_as_a_message(
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
     assert chunks[-1].choices[0].finish_reason == "length"
-    prompt = TOKENIZER._tokenizer.decode(
-        unpack(scheduler.request(2).token_ids).tolist(), skip_special_tokens=False
-    )
+    prompt = TOKENIZER.decode_all(unpack(scheduler.request(2).token_ids).tolist())
     assert prompt == f"<|bos|><|user|>Hi<|eos|><|assistant|>{TEXT}<|eos|><|user|>And?<|eos|><|assistant|>"
 
 
-def test_what_the_client_asked_for_reaches_the_scheduler(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
-    scheduler.script(saying("x"))
+def test_fields_of_a_body_reach_the_scheduler(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("x"))
     asked = {
         "prompt": [5, 6, 7], "max_tokens": 33, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125,
         "seed": 77, "min_tokens": 3, "stop_token_ids": [8, 9, 8], "priority": -2, "cache_salt": "pepper", "user": "me",
@@ -85,11 +81,11 @@ def test_what_the_client_asked_for_reaches_the_scheduler(
     assert scheduler.request(1).params.seed != 77
 
 
-def test_several_prompts_of_either_kind_give_choices_in_their_order(
+def test_choices_of_several_prompts_are_in_their_order(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
     def backwards(request: GenerateRequest) -> list[RequestOutputs]:
-        """Nothing for a request before the third is there; then the third's answer first."""
+        """Answer when the third request has arrived, the third one first."""
         if len(scheduler.requests) < 3:
             return []
         each = [one_by_one(r, ids_of(f"answer {i}")) for i, r in enumerate(scheduler.requests)]
@@ -110,7 +106,7 @@ def test_several_prompts_of_either_kind_give_choices_in_their_order(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_string_over_several_tokens_cuts_and_ends_the_request(
+def test_stop_string_over_several_tokens_cuts_the_text_and_ends_the_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
     ids = ids_of("one STOP two")
@@ -124,13 +120,13 @@ def test_stop_string_over_several_tokens_cuts_and_ends_the_request(
     if not stream:
         usage = response.json()["usage"]
         assert usage["completion_tokens"] <= len(ids)
-        assert usage["prompt_tokens_details"] is None, "the engine was not asked"
+        assert usage["prompt_tokens_details"] is None, "the engine did not report it"
 
 
 def test_beginning_of_a_stop_string_is_shown_when_the_answer_ends_with_it(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying("so it ST"))
+    scheduler.script(answering("so it ST"))
     choice = frontend.post("/v1/completions", {"prompt": "x", "stop": "STOP"}).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("so it ST", "stop", None)
 
@@ -142,13 +138,13 @@ def test_stop_string_before_min_tokens_is_text(frontend: Frontend, scheduler: Sc
     assert frontend.post("/v1/completions", body).json()["choices"][0]["text"] == "a.b"
 
 
-def test_stop_token_is_named(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("x", stop_reason=42))
+def test_stop_reason_is_the_stop_token(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("x", stop_reason=42))
     choice = frontend.post("/v1/completions", {"prompt": "x", "stop_token_ids": [42]}).json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 42)
 
 
-def test_tokens_of_one_step_come_in_one_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_tokens_of_one_step_are_one_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(lambda request: [tokens(request.number, ids_of("a b c d e")), ended(request.number)])
     texts = [
         e["choices"][0]["text"]
@@ -191,7 +187,7 @@ async def test_many_streams_at_once_keep_their_tokens_apart(
 
 
 def test_metrics_have_vllm_names(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("a b"))
+    scheduler.script(answering("a b"))
     names = ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
     before = [frontend.metric(name) for name in names]
     done = frontend.metric("requests_total", outcome="completed", code="200")

@@ -1,4 +1,4 @@
-"""Clients that leave, stall, or send what is not HTTP: their request ends, and nobody else notices."""
+"""Clients that leave, stall, or send bytes that are not HTTP: their request ends, others are not affected."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from tests.integration.frontend.scripted import (
     SMALL_BUFFERS,
     Frontend,
     ScriptedScheduler,
+    answering,
     ids_of,
-    saying,
     scripted,
     tokens,
     wait_until,
@@ -31,14 +31,14 @@ def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
     return connection
 
 
-def ask(connection: socket.socket, body: dict[str, object], path: str = "/v1/completions") -> None:
+def post(connection: socket.socket, body: dict[str, object], path: str = "/v1/completions") -> None:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the server closes."""
+    """Read until the server closes the connection."""
     parts = []
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65_536):
@@ -47,7 +47,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def reset(connection: socket.socket) -> None:
-    """RST, where a close would send FIN."""
+    """Close with RST instead of FIN."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -62,7 +62,7 @@ def test_client_that_leaves_aborts_its_request(
     if started:
         scheduler.script(lambda request: [tokens(request.number, ids_of("a few words"))])
     connection = connect(frontend)
-    ask(connection, {"prompt": ["x", "y"], "stream": stream})
+    post(connection, {"prompt": ["x", "y"], "stream": stream})
     numbers = [scheduler.request(index).number for index in range(2)]
     if started and stream:
         assert b"200 OK" in connection.recv(100)
@@ -76,22 +76,22 @@ def test_client_that_does_not_read_is_aborted_and_others_are_served() -> None:
     ids = ids_of("a long word and another long word ") * 20
 
     def flood(request: GenerateRequest) -> list[RequestOutputs]:
-        """To the first, more than all buffers hold."""
+        """Send to the first request more than all buffers hold."""
         if len(scheduler.requests) > 1:
-            return saying("served")(request)
+            return answering("served")(request)
         return [tokens(request.number, ids, n * len(ids)) for n in range(200)]
 
     with scripted(SMALL_BUFFERS + "connection.STALL_SECONDS = 0.3\n") as (frontend, scheduler):
         scheduler.script(flood)
         with connect(frontend, buffer=4096) as stalled:
-            ask(stalled, {"prompt": "x", "stream": True})
+            post(stalled, {"prompt": "x", "stream": True})
             number = scheduler.request().number
             answer = frontend.post("/v1/completions", {"prompt": "y"}).json()
             assert answer["choices"][0]["text"] == "served"
             scheduler.wait_aborted(number)
             wait_until(lambda: frontend.metric("requests_total", outcome="aborted") == 1, "it is counted")
         frontend.signal()
-        assert frontend.wait() == 0, "nothing of the connection is left to wait for"
+        assert frontend.wait() == 0, "the stalled connection does not delay the exit"
 
 
 def test_client_that_sends_no_request_is_disconnected() -> None:
@@ -102,13 +102,15 @@ def test_client_that_sends_no_request_is_disconnected() -> None:
                 connection.sendall(head)
                 assert read_all(connection) == b""
         scheduler.script(lambda request: [])
-        with connect(frontend) as connection:  # but who waits for an answer may wait
-            ask(connection, {"prompt": "x"})
+        with connect(frontend) as connection:  # a client that waits for its response is not disconnected
+            post(connection, {"prompt": "x"})
             number = scheduler.request().number
             with connect(frontend) as silent:
-                assert read_all(silent) == b"", "its time is over, and so is that of the one before"
-            for output in saying("patience")(scheduler.request()):
-                scheduler.tell(output)
+                assert read_all(silent) == b"", (
+                    "its time limit has passed, and so has that of the connection before"
+                )
+            for output in answering("patience")(scheduler.request()):
+                scheduler.send(output)
             answer = b""
             while b"patience" not in answer:
                 part = connection.recv(10_000)
@@ -132,7 +134,7 @@ def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedSche
             for _ in range(64):
                 connection.sendall(chunk)
         except ConnectionError:
-            pass  # refused before we were done
+            pass  # refused before all chunks were sent
         with contextlib.suppress(ConnectionError):
             assert connection.recv(10_000).startswith(b"HTTP/1.1 413")
     assert frontend.ready()
@@ -146,7 +148,7 @@ def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedSche
         b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 100_000,
     ],
 )
-def test_what_is_not_http_is_400_with_an_error_body(
+def test_bytes_that_are_not_http_are_400_with_an_error_body(
     frontend: Frontend, scheduler: ScriptedScheduler, raw: bytes
 ) -> None:
     with connect(frontend) as connection:

@@ -1,4 +1,4 @@
-"""/v1/embeddings: what reaches the engine, what comes back, and what is refused."""
+"""/v1/embeddings: requests to the engine, responses, and refusals."""
 
 import base64
 
@@ -28,7 +28,7 @@ from tests.integration.frontend.scripted import (
     ended,
     scripted,
 )
-from tests.integration.frontend.test_connections import ask, connect
+from tests.integration.frontend.test_connections import connect, post
 from tests.integration.frontend.test_refusals import error_of
 
 PATH, WIDTH = "/v1/embeddings", 8
@@ -36,13 +36,13 @@ EMBEDS = EngineState(EnginePhase.READY, max_model_len=CONTEXT, vocab_size=VOCAB,
 
 
 def states(request: GenerateRequest) -> np.ndarray:
-    """Numbers that depend on the prompt."""
+    """Return hidden states that depend on the prompt."""
     ids = unpack(request.token_ids)
     return (np.arange(WIDTH) * 3 + ids[0] + len(ids)).astype(np.float32)
 
 
 def embedding(request: GenerateRequest) -> list[RequestOutputs]:
-    """Two steps: as the engine may give the embedding and the end in one message or in two."""
+    """Send the embedding and the end in two messages; the engine may also send one."""
     values = Embedding(request.number, states(request).tobytes())
     return [
         RequestOutputs(b"", b"", b"", embeddings=[values]),
@@ -142,16 +142,14 @@ def test_priority_and_salt_reach_the_engine(embedder: Frontend, engine: Scripted
     assert (engine.request().priority, engine.request().cache_salt) == (-7, "mine")
 
 
-def test_mean_by_flag() -> None:
+def test_flag_selects_mean_pooling() -> None:
     with scripted(state=EMBEDS, pooling_type="mean") as (frontend, scheduler):
         scheduler.script(embedding)
         assert frontend.post(PATH, {"input": "x"}).status_code == 200
         assert scheduler.request().pooling is Pooling.MEAN
 
 
-def test_long_lists_are_in_the_engine_a_window_at_a_time(
-    embedder: Frontend, engine: ScriptedScheduler
-) -> None:
+def test_number_of_open_inputs_is_bounded(embedder: Frontend, engine: ScriptedScheduler) -> None:
     most, finished = 0, 0
 
     def counting(request: GenerateRequest) -> list[RequestOutputs]:
@@ -198,7 +196,7 @@ def test_bad_field_is_400_and_named(
     assert engine.requests == []
 
 
-def test_a_backend_without_embeddings_is_named(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_backend_without_embeddings_refuses_them(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     error = error_of(frontend.post(PATH, {"input": "x"}), 400)
     assert "no embeddings" in str(error["message"])
     assert scheduler.requests == []
@@ -208,7 +206,7 @@ def test_a_backend_without_embeddings_is_named(frontend: Frontend, scheduler: Sc
     ("reason", "status"),
     [(FinishReason.REJECTED, 429), (FinishReason.INVALID, 400), (FinishReason.ERROR, 500)],
 )
-def test_one_input_that_fails_ends_them_all(
+def test_input_that_fails_ends_the_others(
     embedder: Frontend, engine: ScriptedScheduler, reason: FinishReason, status: int
 ) -> None:
     def second(request: GenerateRequest) -> list[RequestOutputs]:
@@ -225,7 +223,7 @@ def test_one_input_that_fails_ends_them_all(
     engine.wait_aborted(engine.request(2).number)
 
 
-def test_no_number_is_an_error_not_a_null(embedder: Frontend, engine: ScriptedScheduler) -> None:
+def test_embedding_that_is_not_finite_is_an_error(embedder: Frontend, engine: ScriptedScheduler) -> None:
     for values in (np.full(WIDTH, np.nan, np.float32), np.full(WIDTH, np.inf, np.float32)):
         engine.script(
             lambda r, v=values: [RequestOutputs(b"", b"", b"", embeddings=[Embedding(r.number, v.tobytes())])]
@@ -247,7 +245,7 @@ def test_no_number_is_an_error_not_a_null(embedder: Frontend, engine: ScriptedSc
 def test_a_client_that_leaves_aborts_its_inputs(embedder: Frontend, engine: ScriptedScheduler) -> None:
     engine.script(lambda _: [])
     with connect(embedder) as connection:
-        ask(connection, {"input": ["a", "b"]}, PATH)
+        post(connection, {"input": ["a", "b"]}, PATH)
         numbers = [engine.request(index).number for index in range(2)]
     for number in numbers:
         engine.wait_aborted(number)

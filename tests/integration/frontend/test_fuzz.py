@@ -1,4 +1,4 @@
-"""Any values in any fields: an answer as the document tells of it, or an error of the client's; never one of ours."""
+"""Any values in any fields: the response is as documented, or an error with status 4xx; never 5xx."""
 
 import json
 import os
@@ -48,8 +48,8 @@ PATHS: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel] | None]
 }
 
 
-def faithful(request: GenerateRequest) -> list[RequestOutputs]:
-    """What was asked for, in tokens that depend on the seed alone."""
+def seeded_outputs(request: GenerateRequest) -> list[RequestOutputs]:
+    """Return the requested outputs, in tokens that depend only on the seed."""
     params, draw = request.params, random.Random(request.params.seed)
     if request.pooling is not Pooling.NONE:
         values = Embedding(request.number, np.ones(WIDTH, np.float32).tobytes())
@@ -65,7 +65,7 @@ def faithful(request: GenerateRequest) -> list[RequestOutputs]:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Frontend, ScriptedScheduler]]:
     with scripted(state=STATE, served_model_name=["demo"]) as pair:
-        pair[1].script(faithful)
+        pair[1].script(seeded_outputs)
         yield pair
 
 
@@ -115,7 +115,7 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """What the path needs, and up to eight more fields; most values make sense."""
+    """Draw the required fields and up to eight more; most values are sensible."""
     name = PATHS[path][0].__name__
     fields = DOCUMENT["components"]["schemas"][name]
     chosen = draw(st.lists(st.sampled_from(sorted(fields["properties"])), max_size=8, unique=True))
@@ -169,4 +169,4 @@ def test_any_values_in_any_fields(pair: tuple[Frontend, ScriptedScheduler], path
 
     assert min(counted[200], counted[400]) > 10, counted
     assert "Traceback" not in frontend.log
-    frontend.wait_ready()  # it still hears the scheduler
+    frontend.wait_ready()  # it is still connected to the scheduler

@@ -1,4 +1,4 @@
-"""What a frontend says and does while its engine loads, fails, leaves and returns, and when it is told to stop."""
+"""The frontend while its engine loads, fails, disconnects and returns, and while it is stopped."""
 
 import json
 import socket
@@ -17,10 +17,10 @@ from tests.integration.frontend.scripted import (
     READY,
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     endpoint,
     ids_of,
-    saying,
     scripted,
     tokens,
     wait_until,
@@ -43,16 +43,16 @@ def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert "reading weights" in refused.json()["error"]["message"]
-        scheduler.tell(READY)
+        scheduler.send(READY)
         frontend.wait_ready()
         assert httpx.get(f"{frontend.url}/health").status_code == 200
-        scheduler.tell(EngineState(EnginePhase.FAILED, "the worker was killed"))
+        scheduler.send(EngineState(EnginePhase.FAILED, "the worker was killed"))
         wait_until(lambda: not frontend.ready(), "the failure is seen")
         assert httpx.get(readyz).json()["detail"] == "the worker was killed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_lost_scheduler_ends_open_requests_and_is_found_again(stream: bool) -> None:
+def test_lost_scheduler_ends_open_requests_and_is_connected_again(stream: bool) -> None:
     with endpoint() as address:
         scheduler = ScriptedScheduler(address)
         frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0))
@@ -76,7 +76,7 @@ def test_lost_scheduler_ends_open_requests_and_is_found_again(stream: bool) -> N
             assert not frontend.ready()
             assert frontend.post(COMPLETIONS, body).status_code == 503
             scheduler = ScriptedScheduler(address)
-            scheduler.script(saying("back again"))
+            scheduler.script(answering("back again"))
             frontend.wait_ready()
             assert frontend.post(COMPLETIONS, {"prompt": "x"}).json()["choices"][0]["text"] == "back again"
         finally:
@@ -84,7 +84,7 @@ def test_lost_scheduler_ends_open_requests_and_is_found_again(stream: bool) -> N
             scheduler.close()
 
 
-def test_sigterm_lets_the_open_stream_finish_and_tells_everyone_else_to_leave() -> None:
+def test_sigterm_lets_the_open_stream_finish_and_refuses_new_requests() -> None:
     with scripted() as (frontend, scheduler):
         scheduler.script(lambda request: [tokens(request.number, ids_of("first "))])
         with httpx.stream(
@@ -98,8 +98,8 @@ def test_sigterm_lets_the_open_stream_finish_and_tells_everyone_else_to_leave() 
             refused = frontend.post(COMPLETIONS, {"prompt": "x"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert frontend.process.poll() is None
-            scheduler.tell(tokens(number, ids_of("second"), len(ids_of("first "))))
-            scheduler.tell(ended(number))
+            scheduler.send(tokens(number, ids_of("second"), len(ids_of("first "))))
+            scheduler.send(ended(number))
             text = stream.read().decode()
         assert "second" in text
         assert text.endswith("data: [DONE]\n\n")

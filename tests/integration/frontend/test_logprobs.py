@@ -23,13 +23,16 @@ TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 CHAT = [{"role": "user", "content": "x"}]
 
 
-def value(position: int, place: int) -> float:
-    """What the double says of the token at `position`; `place` 0 is the token itself, then the most likely ones."""
-    return -position / 8 - place
+def value(position: int, entry: int) -> float:
+    """Return the log-probability of `entry` at `position`; entry 0 is the token itself, 1 the most likely."""
+    return -position / 8 - entry
 
 
 def rows(number: int, known: list[tuple[int, list[int]]], rank: int = 7, shift: float = 0.0) -> Logprobs:
-    """(position, token and most likely tokens) each."""
+    """
+    Args:
+        known: position, and token with the most likely tokens, of each row.
+    """
     values = [value(position, place) + shift for position, ids in known for place in range(len(ids))]
     return Logprobs(
         pack([number] * len(known)),
@@ -46,7 +49,7 @@ def pack_floats(values: list[float]) -> bytes:
 
 
 def of_prompt(request: GenerateRequest, rank: int = 7, shift: float = 0.0) -> RequestOutputs:
-    """All positions but the first; the most likely tokens are 300, 301 and so on."""
+    """Return rows for all positions but the first; the most likely tokens are 300, 301 and so on."""
     ids = unpack(request.token_ids).tolist()
     top = [300 + i for i in range(request.params.prompt_logprobs or 0)]
     known = [(position, [ids[position], *top]) for position in range(1, len(ids))]
@@ -54,7 +57,7 @@ def of_prompt(request: GenerateRequest, rank: int = 7, shift: float = 0.0) -> Re
 
 
 def step(request: GenerateRequest, index: int, token: int) -> RequestOutputs:
-    """A token and what is known of it."""
+    """Return a token with its log-probabilities."""
     top = [300 + i for i in range(request.params.logprobs or 0)]
     known = [(request.num_prompt_tokens + index, [token, *top])]
     return RequestOutputs(
@@ -62,7 +65,7 @@ def step(request: GenerateRequest, index: int, token: int) -> RequestOutputs:
     )
 
 
-def saying(text: str, **end: object) -> Behaviour:
+def answering(text: str, **end: object) -> Behaviour:
     def behave(request: GenerateRequest) -> list[RequestOutputs]:
         asked = [of_prompt(request)] if request.params.prompt_logprobs is not None else []
         steps = [step(request, index, token) for index, token in enumerate(ids_of(text))]
@@ -72,7 +75,7 @@ def saying(text: str, **end: object) -> Behaviour:
 
 
 def test_completion_has_columns_whole_and_streamed(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying(TEXT))
+    scheduler.script(answering(TEXT))
     with frontend.client() as client:
         whole = client.completions.create(model="demo", prompt=[5, 6, 7], logprobs=2).choices[0]
         stream = client.completions.create(model="demo", prompt=[5, 6, 7], logprobs=2, stream=True)
@@ -97,7 +100,7 @@ def test_completion_has_columns_whole_and_streamed(frontend: Frontend, scheduler
 
 
 def test_chat_has_bytes_that_join_to_the_text(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying(TEXT))
+    scheduler.script(answering(TEXT))
     asked = {"model": "demo", "messages": CHAT, "logprobs": True, "top_logprobs": 3}
     with frontend.client() as client:
         whole = client.chat.completions.create(**asked).choices[0]
@@ -134,7 +137,7 @@ def test_minus_infinity_becomes_a_number(frontend: Frontend, scheduler: Scripted
 
 
 def test_tokens_can_be_named_by_their_ids(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("ab"))
+    scheduler.script(answering("ab"))
     body = {"prompt": "x", "logprobs": 1, "return_tokens_as_token_ids": True}
     found = frontend.post("/v1/completions", body).json()["choices"][0]["logprobs"]
     names = [f"token_id:{token}" for token in ids_of("ab")]
@@ -145,7 +148,7 @@ def test_tokens_can_be_named_by_their_ids(frontend: Frontend, scheduler: Scripte
 def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    """After a preemption positions come again, perhaps with other values."""
+    """After a preemption positions arrive again, perhaps with other values."""
 
     def behave(request: GenerateRequest) -> list[RequestOutputs]:
         if request.params.prompt_logprobs is None:
@@ -171,7 +174,7 @@ def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
     assert choices[1]["prompt_logprobs"] == first
     assert choices[2]["prompt_logprobs"] == choices[3]["prompt_logprobs"]
     assert list(choices[2]["prompt_logprobs"][1]) == ["9", "300"]
-    # one computation for each prompt; the other choices may read the prefix cache
+    # computed once per prompt, so that the other choices may use the prefix cache
     assert [request.params.prompt_logprobs for request in scheduler.requests] == [1, None, 1, None]
     chat = frontend.post("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 0}).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
@@ -183,7 +186,7 @@ def test_prompt_logprobs_are_keyed_by_position_and_the_first_one_wins(
 def test_echo_shows_the_prompt_with_its_log_probabilities(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
-    scheduler.script(saying(" there"))
+    scheduler.script(answering(" there"))
     prompt = "Grüße, 世界"
     ids, said = TOKENIZER.encode(prompt), ids_of(" there")
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "stream": stream}
@@ -208,10 +211,10 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(
     assert text[offsets[len(ids)] :] == " there"
 
 
-def test_echo_waits_for_what_another_choice_is_told_of_the_prompt(
+def test_echo_waits_for_the_logprobs_of_the_prompt_from_another_choice(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    """The second choice is done before anything is known of the prompt; only the first one asked."""
+    """The second choice ends before the prompt's log-probabilities arrive, which only the first one requests."""
 
     def behave(request: GenerateRequest) -> list[RequestOutputs]:
         if len(scheduler.requests) < 2:
@@ -233,8 +236,8 @@ def test_echo_waits_for_what_another_choice_is_told_of_the_prompt(
             assert entries == [None, *(value(i, 0) for i in (1, 2, 3))]
 
 
-def test_echo_alone_gives_the_prompt_and_no_output(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("never"))
+def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("never"))
     answer = frontend.post(
         "/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0, "logprobs": 1}
     ).json()
@@ -249,10 +252,10 @@ def test_echo_alone_gives_the_prompt_and_no_output(frontend: Frontend, scheduler
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("include", [False, True])
-def test_entries_of_tokens_cut_off_by_a_stop_string_do_not_appear(
+def test_logprobs_of_tokens_cut_off_by_a_stop_string_are_dropped(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, include: bool
 ) -> None:
-    scheduler.script(saying("one STOP two"))
+    scheduler.script(answering("one STOP two"))
     body = {
         "prompt": [5, 6, 7], "stop": "STOP", "logprobs": 0, "stream": stream, "include_stop_str_in_output": include,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Each parameter of a body: what the engine is asked, and what the answer looks like for it."""
+"""Each parameter of a body: the request to the engine, and its effect on the answer."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from tests.integration.frontend.scripted import (
     VOCAB,
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     ids_of,
     one_by_one,
-    saying,
     tokens,
 )
 from tests.integration.frontend.streams import events
@@ -34,7 +34,7 @@ def prompt_of(request: GenerateRequest) -> str:
 def test_every_sampling_parameter_reaches_the_engine(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying("x"))
+    scheduler.script(answering("x"))
     body = {
         "prompt": [5, 6], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
         "logit_bias": {"5": -100, "6": 2.5}, "bad_words": ["the"], "allowed_token_ids": [9, 4, 9], "seed": 1,
@@ -49,7 +49,7 @@ def test_every_sampling_parameter_reaches_the_engine(
     assert scheduler.request(1).params == SamplingParams(16, seed=1, eos_token_ids=(2,))
 
 
-def test_n_gives_choices_in_order_with_seeds_of_their_own_and_counts_each_prompt_once(
+def test_choices_of_n_are_in_order_with_distinct_seeds_and_each_prompt_counts_once(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
     def backwards(request: GenerateRequest) -> list[RequestOutputs]:
@@ -76,7 +76,7 @@ async def test_streams_of_n_interleave_and_keep_their_texts_apart(
     said = ["one two three", "four five six", "seven eight"]
 
     def turns(request: GenerateRequest) -> list[RequestOutputs]:
-        """A token of each in turn, in one message; each ends in a step of its own."""
+        """Send a token of each choice in turn; each ends in its own message."""
         if len(scheduler.requests) < 3:
             return []
         each = [ids_of(text) for text in said]
@@ -101,7 +101,7 @@ async def test_streams_of_n_interleave_and_keep_their_texts_apart(
     assert (texts, roles, sorted(finished)) == (said, [1, 1, 1], [0, 1, 2])
 
 
-def test_a_failed_choice_of_n_ends_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_choice_that_fails_ends_the_others(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     def second_fails(request: GenerateRequest) -> list[RequestOutputs]:
         is_second = len(scheduler.requests) == 2
         return [ended(request.number, FinishReason.REJECTED, message="full")] if is_second else []
@@ -112,10 +112,10 @@ def test_a_failed_choice_of_n_ends_the_others(frontend: Frontend, scheduler: Scr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_ended_an_answer_is_shown_on_demand(
+def test_stop_string_and_stop_token_are_shown_on_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
-    """A stop token is text like any other, but belongs to the answer only with include_stop_str_in_output."""
+    """A stop token is text, but shown only with include_stop_str_in_output."""
 
     def text_of(**fields: object) -> str:
         response = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream, **fields})
@@ -127,12 +127,12 @@ def test_what_ended_an_answer_is_shown_on_demand(
     scheduler.script(lambda request: one_by_one(request, [*others, last], stop_reason=last))
     assert text_of(stop_token_ids=[last]) == TOKENIZER.decode(others)
     assert text_of(stop_token_ids=[last], include_stop_str_in_output=True) == "one two"
-    scheduler.script(saying("one STOP two"))
+    scheduler.script(answering("one STOP two"))
     assert text_of(stop="STOP") == "one "
     assert text_of(stop="STOP", include_stop_str_in_output=True) == "one STOP"
 
 
-def test_special_tokens_are_shown_on_demand(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_special_tokens_are_shown_on_request(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     eos, user = 2, TOKENIZER.encode_rendered("<|user|>")[0]
     scheduler.script(lambda request: one_by_one(request, [*ids_of("a"), user, *ids_of("b"), eos]))
 
@@ -146,7 +146,7 @@ def test_special_tokens_are_shown_on_demand(frontend: Frontend, scheduler: Scrip
 
 
 def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("x"))
+    scheduler.script(answering("x"))
     long = [5, *range(300, 300 + CONTEXT + 50)]
     cases = [
         ({"prompt": long, "truncate_prompt_tokens": 7}, long[-7:]),
@@ -163,10 +163,10 @@ def test_prompts_are_truncated_at_their_beginning(frontend: Frontend, scheduler:
         assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
-def test_special_tokens_around_prompts_are_added_on_demand(
+def test_special_tokens_around_prompts_are_added_on_request(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying("x"))
+    scheduler.script(answering("x"))
     bodies = [{"prompt": "Hi"}, {"prompt": "Hi", "add_special_tokens": False}]
     for body in bodies:
         frontend.post(COMPLETIONS, body)
@@ -178,10 +178,10 @@ def test_special_tokens_around_prompts_are_added_on_demand(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_returned_on_demand(
+def test_token_ids_are_returned_on_request(
     frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
 ) -> None:
-    scheduler.script(saying("Grüße, 世界"))
+    scheduler.script(answering("Grüße, 世界"))
     said = ids_of("Grüße, 世界")
     for path, body in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": [USER]})):
         scheduler.requests.clear()
@@ -197,8 +197,8 @@ def test_token_ids_are_returned_on_demand(
     assert "prompt_token_ids" not in plain
 
 
-def test_usage_grows_with_the_stream_on_demand(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    scheduler.script(saying("one two three"))
+def test_every_event_has_the_usage_on_request(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("one two three"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     for path, body in ((COMPLETIONS, {"prompt": [5, 6]}), (CHAT, {"messages": [USER]})):
         response = frontend.post(path, {**body, "stream": True, "stream_options": options})
@@ -214,10 +214,10 @@ def test_usage_grows_with_the_stream_on_demand(frontend: Frontend, scheduler: Sc
     assert all("usage" not in event for event in events(response))
 
 
-def test_a_conversation_goes_on_inside_its_last_message(
+def test_last_message_of_a_conversation_is_continued(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying(" there"))
+    scheduler.script(answering(" there"))
     begun = [USER, {"role": "assistant", "content": "Hello"}]
     going_on = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
     answer = frontend.post(CHAT, going_on).json()["choices"][0]["message"]
@@ -267,10 +267,10 @@ def test_a_conversation_goes_on_inside_its_last_message(
         ({"structured_outputs": {"structural_tag": "{}"}}, (GrammarKind.STRUCTURAL_TAG, {})),
     ],
 )  # fmt: skip
-def test_what_an_answer_must_match_reaches_the_engine(
+def test_constraints_on_the_output_reach_the_engine(
     frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object], wanted: tuple[object, object]
 ) -> None:
-    scheduler.script(saying("x"))
+    scheduler.script(answering("x"))
     assert frontend.post(CHAT, {"messages": [USER], **fields}).status_code == 200
     structured = scheduler.request().structured
     if wanted is None:
@@ -312,7 +312,7 @@ def test_what_an_answer_must_match_reaches_the_engine(
         ({"cache_salt": 5}, "cache_salt"), ({"priority": 0.5}, "priority"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_constraints_are_refused_by_name(
     frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object], param: str
 ) -> None:
     for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
@@ -324,7 +324,7 @@ def test_what_cannot_be_is_refused_by_name(
     assert scheduler.requests == []
 
 
-def test_refusals_of_one_form_of_body_alone(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_refusals_of_completions_or_chat_only(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     cases = [
         (CHAT, {"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -1,4 +1,4 @@
-"""Requests that fail: each kind of failure has its status, its error body, and its moment."""
+"""Requests that fail: status and error body of each kind of failure, and the time at which it is reported."""
 
 import json
 
@@ -14,9 +14,9 @@ from tests.integration.frontend.scripted import (
     VOCAB,
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     ids_of,
-    saying,
     scripted,
     tokens,
 )
@@ -61,14 +61,14 @@ def test_failure_in_the_middle_of_a_stream_is_its_last_event(
         stream = client.completions.create(model="demo", prompt="x", stream=True)
         assert next(stream).choices[0].text
         number = scheduler.request().number
-        scheduler.tell(ended(number, FinishReason.ERROR, message="the worker failed"))
+        scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
         with pytest.raises(openai.APIError, match="the worker failed"):
             list(stream)
     with httpx.stream(
         "POST", frontend.url + COMPLETIONS, json={"prompt": "x", "stream": True}, timeout=PATIENCE
     ) as raw:
         number = scheduler.request(1).number
-        scheduler.tell(ended(number, FinishReason.ERROR, message="the worker failed"))
+        scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
         body = raw.read().decode()
     assert raw.status_code == 200
     *_, last, nothing = body.split("\n\n")
@@ -89,7 +89,7 @@ def test_one_refused_prompt_of_several_aborts_the_others(
     scheduler.wait_aborted(scheduler.request(2).number)
 
 
-def test_lost_token_is_an_error_not_a_hole(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_lost_token_is_an_error(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     scheduler.script(
         lambda request: [tokens(request.number, ids_of("a")), tokens(request.number, ids_of("b"), 2)]
     )
@@ -104,7 +104,7 @@ def test_bound_on_open_requests_is_429() -> None:
         assert response.headers["retry-after"] == "1"
         for index in range(2):
             scheduler.wait_aborted(scheduler.request(index).number)
-        scheduler.script(saying("fine"))
+        scheduler.script(answering("fine"))
         assert frontend.post(COMPLETIONS, {"prompt": ["a", "b"]}).status_code == 200
 
 
@@ -194,7 +194,7 @@ def test_every_route_but_the_probes_needs_a_key_and_keys_do_not_share_a_cache() 
                 for headers in ({}, {"authorization": "Bearer wrong"}, {"host": "x/livez?"}):
                     response = httpx.request(method, frontend.url + path, headers=headers)
                     assert error_of(response, 401)["code"] == "invalid_api_key"
-        scheduler.script(saying("x"))
+        scheduler.script(answering("x"))
         for key in ("first", "second", "first"):
             headers = {"authorization": f"Bearer {key}"}
             assert frontend.post(COMPLETIONS, {"prompt": "x"}, headers=headers).status_code == 200

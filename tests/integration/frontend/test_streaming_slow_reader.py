@@ -1,4 +1,4 @@
-"""A client that does not read, beside 63 that do."""
+"""One client that does not read, among 63 that do."""
 
 import re
 from contextlib import ExitStack
@@ -21,9 +21,9 @@ def watched(self, data):
 connection.Connection.write_chunk = watched
 """
 HIGH_WATER = 65_536
-"""Bytes of an answer from which on its writer waits: the loop's default."""
+"""Buffered bytes at which the writer of a response waits; the event loop's default."""
 NEIGHBOURS, STEPS, FLOOD = 63, 70, 500
-"""`FLOOD` is what each step brings for the one that does not read; the others get a token."""
+"""`FLOOD` is the number of tokens per step for the client that does not read; the others get one."""
 
 
 def test_slow_reader_delays_nobody_and_its_memory_is_bounded() -> None:
@@ -31,24 +31,24 @@ def test_slow_reader_delays_nobody_and_its_memory_is_bounded() -> None:
     word = ids_of(" word")
     with scripted(PATCH) as (frontend, scheduler), ExitStack() as stack:
         slow = stack.enter_context(Client(frontend, buffer=4096))
-        slow.ask(prompt="slow")
+        slow.post(prompt="slow")
         slow_number = scheduler.request().number
         others = [stack.enter_context(Client(frontend)) for _ in range(NEIGHBOURS)]
         for other in others:
-            other.ask(prompt="x")
+            other.post(prompt="x")
         numbers = [scheduler.request(1 + index).number for index in range(NEIGHBOURS)]
         for step in range(STEPS):
-            scheduler.tell(
+            scheduler.send(
                 RequestOutputs(
                     pack([slow_number] * FLOOD + numbers),
                     pack([*range(step * FLOOD, (step + 1) * FLOOD)] + [step] * NEIGHBOURS),
                     pack(flood + word * NEIGHBOURS),
                 )
             )
-            for other in others:  # each has its token before the next step is sent
+            for other in others:  # each receives its token before the next step is sent
                 assert len(events_of(other.read())) == 1
         for number in (slow_number, *numbers):
-            scheduler.tell(ended(number))
+            scheduler.send(ended(number))
         for other in others:
             assert texts(events_of(other.read_all().body)) == {0: " word" * STEPS}
         wait_until(lambda: frontend.metric("requests_total", outcome="completed") == NEIGHBOURS, "they ended")
@@ -56,8 +56,8 @@ def test_slow_reader_delays_nobody_and_its_memory_is_bounded() -> None:
         said = STEPS * TOKENIZER.decode(flood)
         buffered = max(map(int, re.findall(r"buffered (\d+) bytes", frontend.log)))
         bound = HIGH_WATER + len(said) // STEPS + 1000
-        assert HIGH_WATER < buffered <= bound, "at most one step more than where its writer begins to wait"
-        assert len(said) > 2 * bound, "or this test says nothing"
+        assert HIGH_WATER < buffered <= bound, "at most one step beyond the mark at which the writer waits"
+        assert len(said) > 2 * bound, "this test needs more text than the bound"
         events = events_of(slow.read_all().body)
-        assert texts(events) == {0: said}, "and still it gets all"
-        assert len(events) < STEPS, "what came while it did not read is joined"
+        assert texts(events) == {0: said}, "it still receives everything"
+        assert len(events) < STEPS, "outputs that arrived while it did not read are joined"

@@ -1,4 +1,4 @@
-"""What a stream looks like on the wire: any text survives any way of reading it, and a step is one write."""
+"""Streams as bytes: any text is preserved however it is read, and a step is one write."""
 
 import json
 import random
@@ -13,9 +13,9 @@ from protocol.requests import FinishReason, RequestOutputs
 from tests.integration.frontend.scripted import (
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     ids_of,
-    saying,
     scripted,
     silent,
     tokens,
@@ -27,7 +27,7 @@ LINE_ENDS = "\n|\r|\r\n|\n\n|\x0b|\x0c|\x1c|\x1d|\x1e|\x85|\u2028|\u2029|\0|data
 
 
 def in_steps(text: str, dice: random.Random) -> list[list[int]]:
-    """Its tokens, some at a time."""
+    """Return the tokens of `text`, cut into steps."""
     ids, steps = ids_of(text), []
     while ids:
         size = dice.randint(1, 5)
@@ -37,9 +37,9 @@ def in_steps(text: str, dice: random.Random) -> list[list[int]]:
 
 
 def begin(client: Client, scheduler: ScriptedScheduler) -> int:
-    """The number of the client's request, once its stream has shown `FIRST`: what comes later is written past it."""
+    """Wait until the stream has shown `FIRST`, so that later text is written separately; return the number."""
     number = scheduler.request().number
-    scheduler.tell(tokens(number, ids_of(FIRST)))
+    scheduler.send(tokens(number, ids_of(FIRST)))
     assert texts([*events_of(client.read()), "[DONE]"]) == {0: FIRST}
     return number
 
@@ -57,18 +57,18 @@ def at_random(raw: bytes, dice: random.Random) -> list[bytes]:
 @given(st.text(max_size=60), st.randoms(use_true_random=False))
 @example(LINE_ENDS, random.Random(1))
 @example("é世😀\u2028" * 20, random.Random(2))
-def test_any_text_survives_any_way_of_reading(
+def test_any_text_is_preserved_however_it_is_read(
     frontend: Frontend, scheduler: ScriptedScheduler, text: str, dice: random.Random
 ) -> None:
     scheduler.script(silent)
     with Client(frontend) as client:
-        client.ask(prompt="x")
+        client.post(prompt="x")
         number = begin(client, scheduler)
         index = 1
         for ids in in_steps(text, dice):
-            scheduler.tell(tokens(number, ids, index))
+            scheduler.send(tokens(number, ids, index))
             index += len(ids)
-        scheduler.tell(ended(number))
+        scheduler.send(ended(number))
         answer = client.read_all()
     raw = answer.body
     assert answer.status == 200
@@ -77,7 +77,7 @@ def test_any_text_survives_any_way_of_reading(
     assert texts(whole) == {0: FIRST + text}
     assert [event for byte in raw for event in byte_by_byte.feed(bytes([byte]))] == whole
     assert [event for part in at_random(raw, dice) for event in in_parts.feed(part)] == whole
-    lines = [line for line in raw.decode().splitlines() if line]  # which splits at far more than \n
+    lines = [line for line in raw.decode().splitlines() if line]  # splits at many characters besides \n
     assert [line.removeprefix("data: ") for line in lines] == whole
     assert all(events_of(chunk) for chunk in answer.chunks), "no event is spread over two writes"
 
@@ -85,7 +85,7 @@ def test_any_text_survives_any_way_of_reading(
 def test_official_client_reads_line_ends_of_all_kinds(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(saying(LINE_ENDS))
+    scheduler.script(answering(LINE_ENDS))
     with frontend.client().completions.create(model="demo", prompt="x", stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == LINE_ENDS
 
@@ -94,34 +94,34 @@ def test_http_1_0_client_reads_until_the_connection_ends(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
     with Client(frontend, version="1.0") as client:
-        client.ask(prompt="x")
+        client.post(prompt="x")
         number = begin(client, scheduler)
-        for index, token in enumerate(said := ids_of(" no chunks in those days")):
-            scheduler.tell(tokens(number, [token], 1 + index))
+        for index, token in enumerate(said := ids_of(" without chunks")):
+            scheduler.send(tokens(number, [token], 1 + index))
             assert client.read().startswith(b"data: {")
-        scheduler.tell(ended(number))
+        scheduler.send(ended(number))
         answer = client.read_all()
         assert client.socket.recv(1) == b""
     assert len(said) > 3
-    assert texts(events_of(answer.body)) == {0: FIRST + " no chunks in those days"}
+    assert texts(events_of(answer.body)) == {0: FIRST + " without chunks"}
 
 
 def test_connection_serves_one_stream_after_another(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     with Client(frontend) as client:
         for text in (" first", " second", " third"):
             scheduler.script(silent)
-            client.ask(prompt="x")
+            client.post(prompt="x")
             number = begin(client, scheduler)
-            scheduler.tell(tokens(number, ids_of(text), 1))
+            scheduler.send(tokens(number, ids_of(text), 1))
             assert len(events_of(client.read())) == 1
-            scheduler.tell(ended(number))
+            scheduler.send(ended(number))
             assert texts(events_of(client.read_all().body)) == {0: FIRST + text}
 
 
 def test_requests_sent_at_once_are_answered_in_order(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    scheduler.script(lambda request: saying(f"answer {len(scheduler.requests)}")(request))
+    scheduler.script(lambda request: answering(f"answer {len(scheduler.requests)}")(request))
     data = json.dumps({"prompt": "x", "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     with Client(frontend) as client:
@@ -144,18 +144,18 @@ WRITE_PER_TOKEN = "from services.frontend.engine import streams; streams.MAX_TOK
 def test_step_is_one_write_for_all_choices_of_a_connection(patch: str, writes_per_step: int) -> None:
     word = ids_of(" word")
     with scripted(patch) as (frontend, scheduler), Client(frontend) as client:
-        client.ask(prompt=["a", "b", "c", "d"])
+        client.post(prompt=["a", "b", "c", "d"])
         numbers = [scheduler.request(index).number for index in range(CHOICES)]
         for step in range(STEPS):
             rows = pack(numbers), pack([step] * CHOICES), pack(word * CHOICES)
-            scheduler.tell(RequestOutputs(*rows))
+            scheduler.send(RequestOutputs(*rows))
             found = []
             for _ in range(writes_per_step):
                 found += events_of(client.read())
             indices = [json.loads(event)["choices"][0]["index"] for event in found]
-            assert indices == [*range(CHOICES)], "each once, before the next step is sent"
+            assert indices == [*range(CHOICES)], "each choice once, before the next step is sent"
         for number in numbers:
-            scheduler.tell(ended(number, FinishReason.LENGTH))
+            scheduler.send(ended(number, FinishReason.LENGTH))
         answer = client.read_all()
         assert answer.is_complete
         assert texts(events_of(answer.body)) == dict.fromkeys(range(CHOICES), " word" * STEPS)

@@ -13,7 +13,7 @@ from tests.integration.frontend.scripted import (
     VOCAB,
     Frontend,
     ScriptedScheduler,
-    saying,
+    answering,
     scripted,
     wait_until,
 )
@@ -35,10 +35,10 @@ def test_text_to_tokens_and_back(frontend: Frontend, scheduler: ScriptedSchedule
 
 
 @pytest.mark.parametrize("more", [{}, {"add_generation_prompt": False}])
-def test_a_conversation_has_the_tokens_that_a_chat_is_answered_from(
+def test_tokens_of_a_conversation_are_those_of_a_chat_request(
     frontend: Frontend, scheduler: ScriptedScheduler, more: dict[str, object]
 ) -> None:
-    scheduler.script(saying("x"))
+    scheduler.script(answering("x"))
     body = {"messages": [{"role": "user", "content": TEXT}], **more}
     frontend.post("/v1/chat/completions", body)
     answer = frontend.post("/tokenize", body).json()
@@ -46,14 +46,12 @@ def test_a_conversation_has_the_tokens_that_a_chat_is_answered_from(
     assert answer["count"] == len(answer["tokens"])
 
 
-def test_more_than_the_context_holds_is_only_counted(
-    frontend: Frontend, scheduler: ScriptedScheduler
-) -> None:
+def test_text_longer_than_the_context_is_tokenized(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     answer = frontend.post("/tokenize", {"prompt": "a b c d " * CONTEXT}).json()
     assert answer["count"] > answer["max_model_len"]
 
 
-def test_wrong_bodies_are_refused_by_name(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+def test_invalid_bodies_are_refused_by_name(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     cases = [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": [1]}, "prompt"),
@@ -73,7 +71,7 @@ def test_wrong_bodies_are_refused_by_name(frontend: Frontend, scheduler: Scripte
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_no_engine_is_needed() -> None:
+def test_endpoints_work_without_an_engine() -> None:
     with scripted(state=EngineState(EnginePhase.LOADING), served_model_name=["demo"]) as (frontend, _):
         wait_until(lambda: httpx.get(f"{frontend.url}/livez").status_code == 200, "it answers")
         answer = frontend.post("/tokenize", {"prompt": "Hi"}).json()

@@ -1,4 +1,4 @@
-"""Tools and reasoning through the official client: the scheduler's double spells what a model would write."""
+"""Tools and reasoning through the official client; the scripted scheduler sends the model's text."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from tests.integration.frontend.scripted import (
     TOKENIZER,
     Frontend,
     ScriptedScheduler,
+    answering,
     ended,
     ids_of,
     one_by_one,
-    saying,
     scripted,
     silent,
     tokens,
@@ -54,7 +54,7 @@ CALLS = [("get_weather", ARGUMENTS), ("now", "{}")]
 
 @pytest.fixture(scope="module", params=sorted(SPELLED))
 def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A frontend for models that write calls in one format and think as Qwen does."""
+    """Run a frontend for models that write calls in one format and reason like Qwen3."""
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text(TEMPLATE)
     settings = {
@@ -76,7 +76,7 @@ def pair(spoken: Any) -> tuple[Frontend, ScriptedScheduler]:
 
 
 def streamed(frontend: Frontend, **asked: Any) -> tuple[Any, list[Any]]:
-    """The choice that the official client puts together, and its chunks."""
+    """Return the choice that the official client accumulates, and its chunks."""
     with (
         frontend.client() as client,
         client.chat.completions.stream(model="demo", messages=ASK, **asked) as stream,
@@ -100,7 +100,7 @@ def prompt_of(request: GenerateRequest) -> str:
 
 def test_calls_whole_and_streamed_with_reasoning_before_and_results_after(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
-    scheduler.script(saying(f"<think>\nWhere?\n</think>\n\n{spelled}"))
+    scheduler.script(answering(f"<think>\nWhere?\n</think>\n\n{spelled}"))
     answer = whole(frontend, tools=TOOLS)
     stream, chunks = streamed(frontend, tools=TOOLS)
     for choice in (answer, stream):
@@ -113,7 +113,7 @@ def test_calls_whole_and_streamed_with_reasoning_before_and_results_after(spoken
     assert all(d.type == "function" for d in deltas if d.id)
     assert [c.choices[0].finish_reason for c in chunks].count("tool_calls") == 1
 
-    scheduler.script(saying("It does."))
+    scheduler.script(answering("It does."))
     result = {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "rain"}
     with frontend.client() as client:
         more = [*ASK, answer.message, result]
@@ -136,22 +136,22 @@ def test_arguments_are_streamed_while_the_model_writes_them(spoken: Any) -> None
         stream = iter(client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, stream=True))
         calls = (call for chunk in stream for call in chunk.choices[0].delta.tool_calls or [])
         number = scheduler.request().number
-        for index in range(start, start + 2):  # the next token goes out when the one before it has been seen
+        for index in range(start, start + 2):  # the next token is sent when the one before it was received
             call = next(calls)
             assert call.index == 0
             told += call.function.arguments
             assert ARGUMENTS.startswith(told)
-            scheduler.tell(tokens(number, [ids[index]], index))
-        scheduler.tell(tokens(number, ids[start + 2 :], start + 2))
-        scheduler.tell(ended(number))
+            scheduler.send(tokens(number, [ids[index]], index))
+        scheduler.send(tokens(number, ids[start + 2 :], start + 2))
+        scheduler.send(ended(number))
         told += "".join(call.function.arguments for call in calls)
     assert told == ARGUMENTS + "{}"
 
 
-def test_content_beside_calls_and_at_most_one_of_them(spoken: Any) -> None:
+def test_content_with_calls_and_with_at_most_one_call(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
     marked = f"<|python_tag|>{spelled}" if spelled.startswith("{") else spelled
-    scheduler.script(saying(f"I will look.\n{marked}"))
+    scheduler.script(answering(f"I will look.\n{marked}"))
     one = {"tools": TOOLS, "parallel_tool_calls": False}
     for choice in (whole(frontend, **one), streamed(frontend, **one)[0]):
         assert choice.message.content == "I will look."
@@ -162,13 +162,13 @@ def test_content_beside_calls_and_at_most_one_of_them(spoken: Any) -> None:
 def test_unfinished_call_is_content(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
     cut = spelled[: spelled.index("Köln")]
-    scheduler.script(saying(cut, reason=FinishReason.LENGTH))
+    scheduler.script(answering(cut, reason=FinishReason.LENGTH))
     answer = whole(frontend, tools=TOOLS)
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (cut, None, "length")
     with frontend.client() as client:
         chunks = list(client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS, stream=True))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert cut.endswith("".join(delta.function.arguments for delta in deltas)), "what has been told stays"
+    assert cut.endswith("".join(delta.function.arguments for delta in deltas)), "returned parts stay"
     assert deltas[0].function.name == "get_weather"
     assert chunks[-1].choices[0].finish_reason == "length"
 
@@ -177,7 +177,7 @@ def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
 
     def alternating(request: GenerateRequest) -> list[RequestOutputs]:
-        """The answers' tokens in turn: nothing before the last choice is there."""
+        """Send the choices' tokens in turn, when the last choice has arrived."""
         if len(scheduler.requests) < 3:
             return []
         texts = [spelled, "plain text", spelled]
@@ -199,9 +199,9 @@ def test_each_of_several_choices_has_its_own_calls(spoken: Any) -> None:
         assert choices[1].message.content == "plain text"
 
 
-def test_none_leaves_the_text_alone_though_the_template_shows_the_tools(spoken: Any) -> None:
+def test_tool_choice_none_leaves_the_text_unchanged_and_the_tools_in_the_prompt(spoken: Any) -> None:
     frontend, scheduler, spelled = spoken
-    scheduler.script(saying(spelled))
+    scheduler.script(answering(spelled))
     answer = whole(frontend, tools=TOOLS, tool_choice="none")
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (
         spelled,
@@ -222,11 +222,11 @@ def schema_of(request: GenerateRequest) -> Any:
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-def test_named_tool_is_demanded_by_the_schema_of_its_parameters(
+def test_named_tool_constrains_the_output_to_its_parameters(
     pair: tuple[Frontend, ScriptedScheduler],
 ) -> None:
     frontend, scheduler = pair
-    scheduler.script(saying(ARGUMENTS))
+    scheduler.script(answering(ARGUMENTS))
     for choice in (
         whole(frontend, tools=TOOLS, tool_choice=NAMED),
         streamed(frontend, tools=TOOLS, tool_choice=NAMED)[0],
@@ -237,10 +237,10 @@ def test_named_tool_is_demanded_by_the_schema_of_its_parameters(
     assert {name: schema[name] for name in CITY} == CITY
 
 
-def test_required_tools_are_demanded_by_a_schema_of_calls(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+def test_required_tools_constrain_the_output_to_calls(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
     text = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "now", "parameters": {{}}}}]'
-    scheduler.script(saying(text))
+    scheduler.script(answering(text))
     required = {"tools": TOOLS, "tool_choice": "required"}
     for choice in (whole(frontend, **required), streamed(frontend, **required)[0]):
         assert calls_of(choice) == CALLS
@@ -253,22 +253,22 @@ def test_required_tools_are_demanded_by_a_schema_of_calls(pair: tuple[Frontend, 
     assert schema_of(scheduler.request(2))["maxItems"] == 1
 
 
-def test_grammar_begins_after_the_reasoning_where_there_may_be_some(
+def test_grammar_begins_after_the_reasoning_of_a_reasoning_model(
     pair: tuple[Frontend, ScriptedScheduler],
 ) -> None:
     frontend, scheduler = pair
-    scheduler.script(saying(f"<think>hm</think>{ARGUMENTS}"))
+    scheduler.script(answering(f"<think>hm</think>{ARGUMENTS}"))
     end = tuple(ids_of("</think>"))
     named = {"tools": TOOLS, "tool_choice": NAMED}
     answer = whole(frontend, **named)
     assert calls_of(answer) == [("get_weather", ARGUMENTS)]
     assert answer.message.reasoning == "hm"
     assert scheduler.request(0).structured.begins_after == end
-    scheduler.script(saying(ARGUMENTS))
+    scheduler.script(answering(ARGUMENTS))
     off = {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
     assert calls_of(whole(frontend, **named, **off)) == [("get_weather", ARGUMENTS)]
     assert scheduler.request(0).structured.begins_after == ()
-    scheduler.script(saying(f"hm</think>{ARGUMENTS}"))
+    scheduler.script(answering(f"hm</think>{ARGUMENTS}"))
     on = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
     answer = whole(frontend, response_format=form, **on)
@@ -276,9 +276,9 @@ def test_grammar_begins_after_the_reasoning_where_there_may_be_some(
     assert scheduler.request(0).structured.begins_after == end
 
 
-def test_reasoning_may_be_left_out(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+def test_reasoning_is_omitted_on_request(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
-    scheduler.script(saying("<think>secret</think>Hi"))
+    scheduler.script(answering("<think>secret</think>Hi"))
     hidden = {"extra_body": {"include_reasoning": False}}
     answer = whole(frontend, **hidden)
     assert answer.message.content == "Hi"
@@ -286,9 +286,9 @@ def test_reasoning_may_be_left_out(pair: tuple[Frontend, ScriptedScheduler]) -> 
     assert not any("secret" in chunk.to_json() for chunk in streamed(frontend, **hidden)[1])
 
 
-def test_token_ids_survive_what_the_text_becomes(pair: tuple[Frontend, ScriptedScheduler]) -> None:
+def test_token_ids_are_complete_though_the_text_is_parsed(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     frontend, scheduler = pair
-    scheduler.script(saying(ARGUMENTS))
+    scheduler.script(answering(ARGUMENTS))
     body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "return_token_ids": True}
     answer = frontend.post("/v1/chat/completions", body).json()["choices"][0]
     assert answer["token_ids"] == ids_of(ARGUMENTS)
@@ -347,13 +347,13 @@ def test_bad_request_is_400_and_named(
     assert scheduler.requests == []
 
 
-def test_auto_needs_a_format_and_a_flag_but_demands_need_neither(
+def test_auto_needs_a_format_and_a_flag_but_required_calls_need_neither(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
     with frontend.client() as client:
         with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice and --tool-call-parser"):
             client.chat.completions.create(model="demo", messages=ASK, tools=TOOLS)
-        scheduler.script(saying(ARGUMENTS))
+        scheduler.script(answering(ARGUMENTS))
         asked = {"model": "demo", "messages": ASK, "tools": TOOLS, "tool_choice": NAMED}
         assert calls_of(client.chat.completions.create(**asked).choices[0]) == [("get_weather", ARGUMENTS)]
 
@@ -370,15 +370,15 @@ def test_template_with_a_tool_use_variant(tmp_path: Path) -> None:
     config["chat_template"] = [{"name": name, "template": text} for name, text in variants.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with scripted(model=str(tmp_path), tokenizer=str(tmp_path)) as (frontend, scheduler):
-        scheduler.script(saying("{}"))
+        scheduler.script(answering("{}"))
         frontend.post("/v1/chat/completions", {"messages": ASK})
         frontend.post("/v1/chat/completions", {"messages": ASK, "tools": TOOLS, "tool_choice": "none"})
         prompts = [prompt_of(scheduler.request(index)) for index in range(2)]
     assert prompts == [f"plain:{ASK[0]['content']}", "tools:get_weather"]
 
 
-def test_marks_that_are_special_tokens_are_seen_and_the_end_of_the_text_is_not_shown(tmp_path: Path) -> None:
-    """As in Mistral's tokenizers, which leave them out of the text otherwise."""
+def test_markers_that_are_special_tokens_are_parsed_and_eos_is_not_shown(tmp_path: Path) -> None:
+    """As in Mistral's tokenizers, whose decoded text lacks them by default."""
     tokenizer = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "<think>", "</think>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Our histogram against prometheus_client's own."""
+"""The histogram equals that of prometheus_client; statistics of the engine are exported."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str | None], float]:
 
 
 @given(st.lists(st.one_of(st.sampled_from(BUCKETS), st.floats(0, 20))))
-def test_histogram_says_what_the_library_would(values: list[float]) -> None:
+def test_histogram_equals_that_of_the_library(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     seconds = Seconds("runahead:x_seconds", "text", BUCKETS, LABELS)
     ours.register(seconds)
@@ -39,7 +39,7 @@ def test_histogram_says_what_the_library_would(values: list[float]) -> None:
     assert samples(ours) == samples(theirs)
 
 
-def test_figures_of_the_engine_by_position() -> None:
+def test_statistics_of_the_engine_are_labelled_by_position() -> None:
     engine = SimpleNamespace(
         state=EngineState(
             EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}

@@ -1,4 +1,4 @@
-"""What the flags say of the model's answers, together with what its tokenizer makes of the marks."""
+"""Output formats from the flags and the tokenizer's handling of their markers."""
 
 import logging
 import shutil
@@ -26,7 +26,7 @@ def tokenizer(directory: Path, special: list[str], ordinary: list[str]) -> Token
 
 
 @pytest.mark.parametrize("config", [FrontendConfig, ServeConfig])
-def test_flag_that_needs_another_is_refused_without_it(config: type[FrontendConfig]) -> None:
+def test_flag_without_the_flag_it_needs_is_refused(config: type[FrontendConfig]) -> None:
     with pytest.raises(pydantic.ValidationError, match="--tool-call-parser"):
         config(enable_auto_tool_choice=True)
     with pytest.raises(pydantic.ValidationError, match="tool_call_parser"):
@@ -34,12 +34,12 @@ def test_flag_that_needs_another_is_refused_without_it(config: type[FrontendConf
     assert config(enable_auto_tool_choice=True, tool_call_parser="hermes").enable_auto_tool_choice
 
 
-def test_nothing_is_told_apart_without_flags() -> None:
+def test_answers_are_not_parsed_without_flags() -> None:
     assert OutputFormats.from_config(FrontendConfig(), Tokenizer(DEMO_MODEL)) == OutputFormats()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_marks_are_shown_only_where_they_would_be_left_out(name: str, tmp_path: Path) -> None:
+def test_special_tokens_are_shown_only_if_a_marker_is_one(name: str, tmp_path: Path) -> None:
     marks, config = list(FORMATS[name].markers), FrontendConfig(tool_call_parser=name)
     assert not OutputFormats.from_config(config, Tokenizer(DEMO_MODEL)).tools_are_special
     assert not OutputFormats.from_config(config, tokenizer(tmp_path, [], marks)).tools_are_special, (
@@ -48,7 +48,7 @@ def test_marks_are_shown_only_where_they_would_be_left_out(name: str, tmp_path: 
     assert OutputFormats.from_config(config, tokenizer(tmp_path, marks[:1], [])).tools_are_special
 
 
-def test_end_of_reasoning_is_one_token_or_the_log_says_what_follows(
+def test_log_warns_if_the_end_of_reasoning_is_several_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = FrontendConfig(reasoning_parser="qwen3")

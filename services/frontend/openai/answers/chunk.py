@@ -8,7 +8,6 @@ from typing import Protocol
 class ScoredToken:
     """A token with its text and log-probability."""
 
-    token_id: int
     text: str
     """Bytes that are no complete character are U+FFFD."""
     raw: bytes

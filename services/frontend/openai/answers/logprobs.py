@@ -27,7 +27,7 @@ class LogprobFormatter:
     def _token(self, token_id: int, value: float | None) -> ScoredToken:
         text, raw = self._texts[token_id]
         text = f"token_id:{token_id}" if self._ids_as_text else text
-        return ScoredToken(token_id, text, raw, value if value is None else max(value, IMPOSSIBLE))
+        return ScoredToken(text, raw, value if value is None else max(value, IMPOSSIBLE))
 
     def position(self, logprobs: RawLogprobs, offset: int) -> ScoredPosition:
         """

@@ -216,7 +216,7 @@ async def test_nothing_is_fed_after_the_end() -> None:
     assert first.fed == [([(0, 7)], LENGTH)]
 
 
-async def test_failure_of_a_request_s_own_ends_the_response() -> None:
+async def test_request_that_cannot_be_fed_ends_the_response() -> None:
     class Failing(Recorder):
         def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
             raise APIError(500, "a token was lost")

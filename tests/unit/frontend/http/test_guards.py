@@ -1,4 +1,4 @@
-"""Keys, sizes and request ids, decided from the ASGI scope before any route sees the request."""
+"""API keys, body sizes and request ids, checked before any route handles the request."""
 
 from collections.abc import AsyncIterator
 
@@ -13,7 +13,7 @@ from services.frontend.http.guards import Guards
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """The smallest app that reads its body and, like ours, answers an APIError with its body."""
+    """A minimal app that reads the body and, like the frontend, answers an APIError with its error body."""
     try:
         body = await Request(scope, receive).body()
         response = PlainTextResponse(str(len(body)))
@@ -51,7 +51,7 @@ async def test_probes_are_open_and_any_configured_key_opens_the_rest() -> None:
             assert response.status_code == 200
 
 
-async def test_body_larger_than_allowed_is_413_announced_or_not() -> None:
+async def test_body_over_the_limit_is_413_with_and_without_content_length() -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 100
@@ -64,7 +64,7 @@ async def test_body_larger_than_allowed_is_413_announced_or_not() -> None:
         assert "1000" in refused.json()["error"]["message"]
 
 
-async def test_request_id_comes_back_or_is_made() -> None:
+async def test_valid_request_id_is_returned_and_others_are_replaced() -> None:
     async with guarded([]) as client:
         assert (await client.get("/", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
         for bad in ("two words", "x" * 129, ""):

@@ -1,4 +1,4 @@
-"""The API's document: valid, complete, and as strict as what checks the bodies."""
+"""/openapi.json is valid, complete, and as strict as the checks of the bodies."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +22,11 @@ def doc() -> dict[str, Any]:
     return document()
 
 
-def test_is_valid_openapi(doc: dict[str, Any]) -> None:
+def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(doc).validate()
 
 
-def test_has_every_route_and_no_other(doc: dict[str, Any]) -> None:
+def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
     app = build(ServedModel.load(FrontendConfig()), EngineClient("ipc:///nowhere", 1))
     served = {
         (route.path, method.lower())
@@ -39,7 +39,7 @@ def test_has_every_route_and_no_other(doc: dict[str, Any]) -> None:
 
 
 def parts(doc: dict[str, Any], node: Any, name: str, seen: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema below `node`, by the property it stands in."""
+    """Yield every schema below `node` with the name of its property."""
     if isinstance(node, list):
         for item in node:
             yield from parts(doc, item, name, seen)
@@ -70,7 +70,7 @@ def bodies(doc: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_every_list_string_and_number_of_a_body_has_its_bound(doc: dict[str, Any]) -> None:
+def test_every_list_string_and_number_of_a_body_has_a_bound(doc: dict[str, Any]) -> None:
     unbounded, counted = [], 0
     for name, schema in bodies(doc):
         keys, kind = set(schema), schema.get("type")

@@ -1,4 +1,4 @@
-"""From a body to sampling parameters: defaults in their order, and every refusal by name."""
+"""Bodies to sampling parameters: the precedence of defaults, and refusals that name the parameter."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def params(body: dict[str, object], defaults: SamplingDefaults = NONE, prompt: i
     )
 
 
-def test_client_beats_checkpoint_beats_openai() -> None:
+def test_body_takes_precedence_over_the_checkpoint_and_the_checkpoint_over_openai() -> None:
     checkpoint = SamplingDefaults({"temperature": 0.6, "top_k": 20}, (2, 3))
     assert params({}).temperature == 1.0
     chosen = params({"top_k": 5}, checkpoint)
@@ -53,7 +53,7 @@ def test_defaults_are_read_from_the_checkpoint_with_every_eos(tmp_path: Path) ->
     assert SamplingDefaults.read(tmp_path, 6, False) == SamplingDefaults({}, (7, 8, 6))
 
 
-def test_max_tokens_defaults_to_16_for_completions_and_to_the_room_for_chat() -> None:
+def test_max_tokens_defaults_to_16_for_completions_and_to_the_rest_of_the_context_for_chat() -> None:
     assert params({}).max_tokens == 16
     assert params({}, prompt=95).max_tokens == 5
     chat = ChatRequest.model_validate(CHAT)
@@ -62,7 +62,7 @@ def test_max_tokens_defaults_to_16_for_completions_and_to_the_room_for_chat() ->
     assert sampling_params(both, NONE, 10, 100, 1000).max_tokens == 6
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_missing_seed_is_drawn_at_random() -> None:
     assert params({"seed": -1}).seed == 2**64 - 1
     assert params({}).seed != params({}).seed
 
@@ -87,7 +87,7 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
         ({"prompt_logprobs": 1, "stream": True}, 10, ["prompt_logprobs", "stream"]),
     ],
 )
-def test_what_cannot_fit_is_refused_with_its_numbers(
+def test_value_out_of_range_is_refused_with_its_numbers(
     body: dict[str, object], prompt: int, words: list[str]
 ) -> None:
     with pytest.raises(APIError) as refused:
@@ -98,7 +98,7 @@ def test_what_cannot_fit_is_refused_with_its_numbers(
 
 
 @pytest.mark.parametrize("bias", [1, "x"])
-def test_biases_are_counted_before_any_is_looked_at(bias: object) -> None:
+def test_biases_are_counted_before_they_are_checked(bias: object) -> None:
     with pytest.raises(pydantic.ValidationError) as refused:
         CompletionRequest.model_validate({"prompt": "x", "logit_bias": {str(i): bias for i in range(1025)}})
     (error,) = refused.value.errors()
@@ -107,7 +107,7 @@ def test_biases_are_counted_before_any_is_looked_at(bias: object) -> None:
 
 
 def test_every_parameter_reaches_the_sampler() -> None:
-    """Each value differs from the default, and each field of what is sent was asked for by one of them."""
+    """Each value differs from the default, and together they set every field of `SamplingParams`."""
     asked = {
         "max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125, "seed": 77, "min_tokens": 3,
         "stop_token_ids": [8, 9, 8], "presence_penalty": 0.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
@@ -139,7 +139,7 @@ def test_every_parameter_reaches_the_sampler() -> None:
     assert all(getattr(given, name) != getattr(plain, name) for name in plain.__struct_fields__)
 
 
-def test_logprobs_of_chat_need_their_switch() -> None:
+def test_top_logprobs_of_chat_need_logprobs() -> None:
     def asked(**fields: object) -> int | None:
         return sampling_params(ChatRequest.model_validate({**CHAT, **fields}), NONE, 10, 100, 1000).logprobs
 
@@ -149,14 +149,14 @@ def test_logprobs_of_chat_need_their_switch() -> None:
     assert refused.value.param == "top_logprobs"
 
 
-def test_echo_asks_for_the_prompt_as_it_asks_for_the_output() -> None:
+def test_echo_requests_the_logprobs_of_the_prompt_as_of_the_output() -> None:
     assert params({"echo": True}).prompt_logprobs is None
     assert params({"echo": True, "logprobs": 2}).prompt_logprobs == 2
     assert params({"echo": True, "logprobs": 2, "prompt_logprobs": 5}).prompt_logprobs == 5
     assert params({"echo": True, "max_tokens": 0}).max_tokens == 1
 
 
-def test_a_checkpoint_s_repetition_penalty_is_served(tmp_path: Path) -> None:
+def test_repetition_penalty_of_a_checkpoint_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
     checkpoint = SamplingDefaults.read(tmp_path, 2, True)
     assert params({}, checkpoint).repetition_penalty == 1.3
@@ -164,8 +164,8 @@ def test_a_checkpoint_s_repetition_penalty_is_served(tmp_path: Path) -> None:
     assert params({}, SamplingDefaults.read(tmp_path, 2, False)).repetition_penalty == 1.0
 
 
-def test_bad_words_are_forbidden_at_the_beginning_and_inside_of_a_text() -> None:
-    """vLLM's rule: the form after a space counts where it is as long and begins with another token."""
+def test_bad_words_are_forbidden_at_the_beginning_and_within_a_text() -> None:
+    """vLLM's rule: the form after a space is added if it has as many tokens and begins with another one."""
     encode = Tokenizer(DEMO_MODEL).encode_rendered
     assert bad_words(["the", "  the"], encode) == ((*encode("the"),), (*encode(" the"),))
     assert len(encode(" the")) == len(encode("the")) == 1
@@ -177,7 +177,7 @@ def test_bad_words_are_forbidden_at_the_beginning_and_inside_of_a_text() -> None
         assert refused.value.param == "bad_words"
 
 
-def test_a_hint_names_the_successor() -> None:
+def test_refusal_names_the_replacement() -> None:
     with pytest.raises(APIError, match=r"structured_outputs\.json"):
         refuse_unserved({"guided_json": {}})
 
@@ -192,14 +192,14 @@ def test_a_hint_names_the_successor() -> None:
         ("best_of", True), ("store", 0),
     ],
 )  # fmt: skip
-def test_unserved_parameter_is_refused_by_name(name: str, value: object) -> None:
+def test_unsupported_parameter_is_refused_by_name(name: str, value: object) -> None:
     body = CompletionRequest.model_validate({"prompt": "x", name: value})
     with pytest.raises(APIError, match=name) as refused:
         refuse_unserved(body.model_extra or {})
     assert refused.value.param == name
 
 
-def test_answer_of_the_official_client_may_come_back_as_a_message_but_sound_may_not() -> None:
+def test_message_of_the_official_client_is_accepted_in_the_next_request_but_not_with_audio() -> None:
     said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
     message = ChatRequest.model_validate({"messages": [said]}).messages[0]
     refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, "messages.0.")
@@ -216,19 +216,17 @@ def test_answer_of_the_official_client_may_come_back_as_a_message_but_sound_may_
         {"eos_token_id": [2, -1]}, {"eos_token_id": 2**40}, {"eos_token_id": True},
     ],
 )  # fmt: skip
-def test_defaults_that_cannot_be_served_are_refused_at_start(
-    tmp_path: Path, content: dict[str, object]
-) -> None:
+def test_invalid_defaults_are_refused_at_start(tmp_path: Path, content: dict[str, object]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="generation_config"):
         SamplingDefaults.read(tmp_path, None, True)
 
 
-def test_eos_ids_beyond_the_logits_are_left_out() -> None:
+def test_eos_ids_beyond_the_logits_are_dropped() -> None:
     assert params({}, SamplingDefaults({}, (2, 5000))).eos_token_ids == (2,)
 
 
-def test_neutral_values_of_unserved_parameters_pass() -> None:
+def test_neutral_values_of_unsupported_parameters_are_accepted() -> None:
     for name, values in NEUTRAL.items():
         for value in (*values, None):
             body = CompletionRequest.model_validate({"prompt": "x", name: value})
@@ -264,7 +262,7 @@ def test_schema_bounds_every_field(body: dict[str, object]) -> None:
         [{"type": "text", "text": 1}],
     ],
 )
-def test_only_text_content_is_taken(content: object) -> None:
+def test_only_text_content_is_accepted(content: object) -> None:
     with pytest.raises(pydantic.ValidationError):
         ChatRequest.model_validate({"messages": [{"role": "user", "content": content}]})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -1,4 +1,4 @@
-"""What a chat answer looks like: whole or put together from a stream, it says the same."""
+"""Chat answers with tools and reasoning: a whole answer equals the joined deltas of a stream."""
 
 from typing import Any
 
@@ -28,12 +28,12 @@ def dialect(begins: ReasoningStart | None = None, shown: bool = True, **more: An
     return ToolDialect(choice(**more), begins, shown)
 
 
-def put_together(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """As a client does it."""
+def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the deltas of a stream as a client does."""
     message: dict[str, Any] = {"content": None, "reasoning": None}
     calls: list[dict[str, Any]] = []
-    for chunk in chunks:
-        delta = chunk["delta"]
+    for choice in choices:
+        delta = choice["delta"]
         assert delta.get("reasoning") == delta.get("reasoning_content")
         for name in ("content", "reasoning"):
             if delta.get(name):
@@ -70,36 +70,36 @@ TEXTS = st.lists(
     TEXTS,
     st.data(),
 )
-def test_stream_and_whole_say_the_same(
+def test_stream_and_whole_answer_are_equal(
     begins: ReasoningStart | None, thought: str, text: str, data: st.DataObject
 ) -> None:
     text = thought + text
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6), "cuts"))
-    pieces = [Chunk(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    pieces[-1].finish = "stop"
+    chunks = [Chunk(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    chunks[-1].finish = "stop"
     streaming = dialect(begins)
-    chunks = [chunk for piece in pieces for chunk in streaming.deltas(3, piece)]
+    choices = [choice for chunk in chunks for choice in streaming.deltas(3, chunk)]
     whole = dialect(begins).choice(3, Chunk(text, finish="stop"))
-    assert put_together(chunks) == {"reasoning": None} | of_whole(whole["message"])
-    finishes = [chunk["finish_reason"] for chunk in chunks]
-    assert finishes == [None] * (len(chunks) - 1) + [whole["finish_reason"]]
+    assert joined(choices) == {"reasoning": None} | of_whole(whole["message"])
+    finishes = [choice["finish_reason"] for choice in choices]
+    assert finishes == [None] * (len(choices) - 1) + [whole["finish_reason"]]
     assert (whole["finish_reason"] == "tool_calls") == bool(whole["message"].get("tool_calls"))
 
 
-def test_choices_do_not_share_a_parser_and_nothing_is_said_while_nothing_is_certain() -> None:
+def test_choices_do_not_share_a_parser_and_uncertain_text_gives_no_delta() -> None:
     streaming = dialect()
     assert streaming.deltas(0, Chunk('<tool_call>{"name": "f"')) == []
     (plain,) = streaming.deltas(1, Chunk("hello"))
     assert plain["delta"] == {"content": "hello"}
-    (told,) = streaming.deltas(0, Chunk(', "arguments": {"a"'))
-    (call,) = told["delta"]["tool_calls"]
-    assert (told["index"], call["index"], call["type"]) == (0, 0, "function")
+    (delta,) = streaming.deltas(0, Chunk(', "arguments": {"a"'))
+    (call,) = delta["delta"]["tool_calls"]
+    assert (delta["index"], call["index"], call["type"]) == (0, 0, "function")
     assert call["function"] == {"name": "f", "arguments": '{"a"'}
     (last,) = streaming.deltas(0, Chunk(": 1}}", finish="stop", stop=None))
     assert last["finish_reason"] == "tool_calls"
 
 
-def test_token_ids_go_out_though_their_text_is_held_back() -> None:
+def test_token_ids_are_sent_while_their_text_is_held_back() -> None:
     (held,) = dialect().deltas(0, Chunk("<tool", token_ids=[5, 6]))
     assert (held["delta"], held["token_ids"]) == ({}, [5, 6])
 
@@ -109,14 +109,14 @@ def test_token_ids_go_out_though_their_text_is_held_back() -> None:
     [("auto", CALL, "tool_calls"), ("required", '[{"name": "f", "parameters": {}}]', "tool_calls"),
      ({"type": "function", "function": {"name": "f"}}, "{}", "stop")],
 )  # fmt: skip
-def test_a_call_that_the_client_named_is_a_plain_stop(demand: Any, text: str, finish: str) -> None:
+def test_finish_reason_of_a_named_tool_is_stop(demand: Any, text: str, finish: str) -> None:
     whole = dialect(tool_choice=demand).choice(0, Chunk(text, finish="stop"))
     (*_, last) = dialect(tool_choice=demand).deltas(0, Chunk(text, finish="stop"))
     assert len(whole["message"]["tool_calls"]) == 1
     assert (whole["finish_reason"], last["finish_reason"]) == (finish, finish)
 
 
-def test_answer_cut_off_after_a_call_says_so() -> None:
+def test_finish_reason_of_an_answer_cut_off_after_a_call_is_length() -> None:
     whole = dialect().choice(0, Chunk(CALL + "And", finish="length"))
     assert (whole["finish_reason"], whole["message"]["content"]) == ("length", "And")
     assert len(whole["message"]["tool_calls"]) == 1
@@ -142,10 +142,10 @@ def test_reasoning_can_be_hidden() -> None:
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, Mode.REQUIRED, None),
     ],
 )
-def test_what_is_asked_of_the_answer(more: dict[str, Any], mode: Mode, max_calls: int | None) -> None:
-    asked = choice(**more)
-    assert (asked.mode, asked.max_calls) == (mode, max_calls)
-    assert (asked.grammar is not None) == (mode in (Mode.REQUIRED, Mode.NAMED))
+def test_tool_choice_of_a_body(more: dict[str, Any], mode: Mode, max_calls: int | None) -> None:
+    tools = choice(**more)
+    assert (tools.mode, tools.max_calls) == (mode, max_calls)
+    assert (tools.grammar is not None) == (mode in (Mode.REQUIRED, Mode.NAMED))
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -172,12 +172,12 @@ def deep(levels: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_tools_that_cannot_be_demanded_are_refused(more: dict[str, Any], words: str) -> None:
+def test_invalid_tools_are_refused(more: dict[str, Any], words: str) -> None:
     with pytest.raises(APIError, match=words) as refused:
         choice(**more)
     assert refused.value.status == 400
 
 
-def test_every_format_says_what_marks_it() -> None:
-    """Or special tokens would be left out of the text that it reads."""
+def test_every_format_lists_its_markers() -> None:
+    """The list decides whether special tokens stay in the text."""
     assert all(parser.markers for parser in FORMATS.values())

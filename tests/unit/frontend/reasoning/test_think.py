@@ -1,4 +1,4 @@
-"""Reasoning is cut off from the answer, whatever the text is cut into."""
+"""Reasoning is separated from the content, however the text is cut into chunks."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from services.frontend.reasoning.think import ReasoningStart, ThinkParser
 
 
 def read(start: ReasoningStart, pieces: list[str]) -> tuple[str, str]:
-    """Reasoning and content."""
+    """Return reasoning and content."""
     parser, said = ThinkParser(start), {True: "", False: ""}
     for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
         assert event.text
@@ -34,7 +34,9 @@ def read(start: ReasoningStart, pieces: list[str]) -> tuple[str, str]:
         (ReasoningStart.OUTSIDE, "\n\n", "", "\n\n"),
     ],
 )
-def test_reasoning_is_told_apart(start: ReasoningStart, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(
+    start: ReasoningStart, text: str, reasoning: str, content: str
+) -> None:
     assert read(start, [text]) == read(start, list(text)) == (reasoning, content)
 
 
@@ -42,7 +44,7 @@ FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "think>", "\n"
 
 
 @given(st.sampled_from(ReasoningStart), st.lists(FRAGMENTS, max_size=10).map("".join), st.data())
-def test_cuts_change_nothing(start: ReasoningStart, text: str, data: st.DataObject) -> None:
+def test_result_does_not_depend_on_the_cuts(start: ReasoningStart, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6), "cuts"))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = read(start, [text])
@@ -50,7 +52,7 @@ def test_cuts_change_nothing(start: ReasoningStart, text: str, data: st.DataObje
     assert "".join(whole).count("text") == text.count("text")
 
 
-def test_prompt_tells_where_an_answer_begins() -> None:
+def test_prompt_determines_where_an_answer_begins() -> None:
     for otherwise in (ReasoningStart.INSIDE, ReasoningStart.BY_TAG):
         assert start_in_prompt("<|assistant|>\n<think>\n", otherwise) is ReasoningStart.INSIDE
         assert start_in_prompt("<think>\n\n</think>\n\n", otherwise) is ReasoningStart.OUTSIDE

@@ -1,4 +1,4 @@
-"""Rendering equals transformers', and a template can neither escape nor blow up."""
+"""Prompts equal those of transformers; a template cannot leave the sandbox or exceed its limits."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_prompt_is_the_one_that_transformers_renders(name: str) -> None:
     assert ChatTemplate(text, special).render(Conversation(MESSAGES)) == expected
 
 
-def test_what_a_template_raises_is_a_400_with_its_words() -> None:
+def test_exception_of_a_template_is_a_400_with_its_message() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(APIError, match="roles must alternate") as refused:
         template.render(Conversation(MESSAGES))
@@ -114,7 +114,7 @@ def test_what_a_template_raises_is_a_400_with_its_words() -> None:
         "{{ cycler.__init__.__globals__.os.system('true') }}",
     ],
 )
-def test_sandbox_holds(text: str) -> None:
+def test_sandbox_denies_unsafe_access(text: str) -> None:
     with pytest.raises(APIError):
         ChatTemplate(text, {}).render(Conversation([dict(message) for message in MESSAGES]))
 
@@ -126,7 +126,7 @@ def test_endless_output_is_cut_off() -> None:
         )
 
 
-def test_model_without_a_template_says_what_to_do() -> None:
+def test_error_without_a_template_names_the_flag() -> None:
     with pytest.raises(APIError, match="--chat-template"):
         ChatTemplate(None, {}).render(Conversation(MESSAGES))
 

@@ -1,4 +1,4 @@
-"""Chat bodies with tools and thoughts in real-style templates: the prompt is the one that transformers renders."""
+"""Chat bodies with tools and reasoning, rendered with realistic templates: prompts equal those of transformers."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "reasoning": {"messages": [USER, {**SAID, "reasoning_content": "Hm.\n"}, USER]},
     "no generation prompt": {"messages": [USER, SAID], "add_generation_prompt": False},
     "continued": {"messages": [USER, SAID], "add_generation_prompt": False, "continue_final_message": True},
-    "kwargs": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False, "unheard_of": [1]}},
+    "kwargs": {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False, "unknown": [1]}},
     "more kwargs": {
         "messages": [USER],
         "tools": TOOLS,
@@ -59,7 +59,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def expected(text: str, body: dict[str, Any]) -> str:
-    """What transformers makes of it, arguments as objects."""
+    """Return the prompt that transformers renders, with the calls' arguments as objects."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL / "tokenizer.json"), **SPECIAL)
     messages = copy.deepcopy(body["messages"])
     for message in messages:
@@ -88,8 +88,8 @@ def test_prompt_is_the_one_that_transformers_renders(name: str, body: dict[str, 
     assert render(FILES[name], body) == expected(FILES[name], body)
 
 
-def test_each_part_of_a_conversation_shows() -> None:
-    """The comparison above says nothing where a template ignores a part."""
+def test_each_part_of_a_conversation_is_rendered() -> None:
+    """The comparison with transformers proves nothing about a part that a template ignores."""
     hermes = FILES["hermes"]
     prompt = render(hermes, BODIES["call and result"])
     assert '"name": "get_weather", "arguments": {"city": "Köln", "days": [1, 2.5, null]}' in prompt
@@ -103,11 +103,11 @@ def test_each_part_of_a_conversation_shows() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_real_style_templates_pass_their_trial(name: str) -> None:
+def test_realistic_templates_pass_their_trial(name: str) -> None:
     try_out(FILES[name], SPECIAL)
 
 
-def test_template_that_hangs_over_tools_only_fails_its_trial() -> None:
+def test_template_that_hangs_only_with_tools_fails_its_trial() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(CheckpointError, match="broken"):
         try_out("{% if tools %}" + endless + "{% endif %}", {})
@@ -119,7 +119,7 @@ def test_template_that_hangs_over_tools_only_fails_its_trial() -> None:
      "tokenize", "bos_token", "raise_exception", "strftime_now",
      "range", "cycler", "namespace", "a b", "a.b", "__class__", "", "x" * 65],
 )  # fmt: skip
-def test_request_cannot_set_what_is_ours(name: str) -> None:
+def test_request_cannot_set_reserved_variables(name: str) -> None:
     text = "{{ " + (name if name.isidentifier() else "x") + " }}"
     body = {"messages": [USER], "chat_template_kwargs": {name: "smuggled"}}
     with pytest.raises(APIError, match="chat_template_kwargs") as refused:
@@ -143,7 +143,7 @@ def test_values_are_bounded(value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["{{ 'x' * v }}", "{{ v * [1, 2] }}", "{{ 2 ** v }}", "{{ v ** v }}"])
-def test_a_number_from_a_request_makes_nothing_huge(text: str) -> None:
+def test_number_from_a_request_cannot_make_a_huge_value(text: str) -> None:
     with pytest.raises(APIError, match="too long") as refused:
         render(text, {"messages": [USER], "chat_template_kwargs": {"v": 2**31}})
     assert refused.value.status == 400
@@ -156,14 +156,14 @@ def test_a_number_from_a_request_makes_nothing_huge(text: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "null", "7", "{} {}", "[" * 100_000])
-def test_arguments_that_are_no_object_are_refused_by_place(arguments: str) -> None:
+def test_arguments_that_are_no_object_are_refused_with_their_path(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     body = {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, call]}]}
     with pytest.raises(APIError, match=r"messages\.1\.tool_calls\.1\.function\.arguments"):
         conversation(ChatRequest.model_validate(body))
 
 
-def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+def test_message_that_the_template_omits_cannot_be_continued() -> None:
     body = BODIES["continued"]
     with pytest.raises(APIError, match="does not show"):
         render("{{ messages[0].content }}", body)
@@ -171,7 +171,7 @@ def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
         render(FILES["hermes"], {**body, "messages": [USER, CALLED]})
 
 
-def test_variant_for_tools_is_found_and_taken(tmp_path: Path) -> None:
+def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
     variants = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": variants}))
     assert find_tool_template(tmp_path, None) == "T"

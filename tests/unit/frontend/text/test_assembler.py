@@ -21,22 +21,22 @@ def ids_of(text: str) -> list[int]:
 
 
 @given(st.text(max_size=60))
-def test_pieces_of_any_text_add_up_to_it_and_never_show_half_a_character(text: str) -> None:
+def test_chunks_join_to_the_text_and_have_no_incomplete_characters(text: str) -> None:
     answer = assembler()
-    pieces = [answer.push(index, token) for index, token in enumerate(ids_of(text))]
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
-    assert "".join(pieces) + answer.finish() == text
+    chunks = [answer.push(index, token) for index, token in enumerate(ids_of(text))]
+    assert all("\ufffd" not in chunk for chunk in chunks) or "\ufffd" in text
+    assert "".join(chunks) + answer.finish() == text
 
 
 def test_emoji_over_several_tokens_comes_out_whole() -> None:
     ids = ids_of("a😀b")
     answer = assembler()
-    pieces = [answer.push(index, token) for index, token in enumerate(ids)]
-    assert len(ids) > 3, "the emoji must span tokens for this test to say anything"
-    assert [piece for piece in pieces if piece] == ["a", "😀", "b"]
+    chunks = [answer.push(index, token) for index, token in enumerate(ids)]
+    assert len(ids) > 3, "this test needs an emoji that spans several tokens"
+    assert [chunk for chunk in chunks if chunk] == ["a", "😀", "b"]
 
 
-def test_answer_that_ends_inside_a_character_shows_it_as_replacement() -> None:
+def test_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
     ids = ids_of("a😀")[:-1]
     answer = assembler()
     text = "".join(answer.push(index, token) for index, token in enumerate(ids))
@@ -49,35 +49,35 @@ def test_answer_that_ends_inside_a_character_shows_it_as_replacement() -> None:
     st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
     st.randoms(use_true_random=False),
 )
-def test_stop_strings_cut_at_the_first_match_however_the_text_is_cut_up(
+def test_text_ends_at_the_first_stop_string_however_it_is_cut_into_chunks(
     text: str, stops: list[str], random
 ) -> None:
     cut = min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-    filtering, shown, rest = StopFilter(stops), "", text
+    stop_filter, shown, rest = StopFilter(stops), "", text
     while rest:
         size = random.randint(1, len(rest))
-        piece, rest = rest[:size], rest[size:]
-        shown += filtering.push(piece)
+        chunk, rest = rest[:size], rest[size:]
+        shown += stop_filter.push(chunk)
         assert not any(stop in shown for stop in stops), "a stop string leaked"
         assert text.startswith(shown)
-        if filtering.matched is not None:
+        if stop_filter.matched is not None:
             break
-    shown += filtering.flush()
-    # A match is found when its last character arrives; of two, the one that is complete first may win.
+    shown += stop_filter.flush()
+    # A match is found when its last character arrives, so of two stop strings the one that is complete first may win.
     if cut is None:
-        assert filtering.matched is None
+        assert stop_filter.matched is None
         assert shown == text
     else:
-        assert filtering.matched in stops
-        assert text[len(shown) :].startswith(filtering.matched)
+        assert stop_filter.matched in stops
+        assert text[len(shown) :].startswith(stop_filter.matched)
 
 
 def test_ending_that_might_become_a_stop_string_is_held_back_and_released() -> None:
-    filtering = StopFilter(["STOP"])
-    assert filtering.push("go ST") == "go "
-    assert filtering.push("ART") == "START"
-    assert filtering.push("!STO") == "!"
-    assert filtering.flush() == "STO"
+    stop_filter = StopFilter(["STOP"])
+    assert stop_filter.push("go ST") == "go "
+    assert stop_filter.push("ART") == "START"
+    assert stop_filter.push("!STO") == "!"
+    assert stop_filter.flush() == "STO"
 
 
 def test_token_that_was_delivered_before_is_dropped_and_a_gap_is_an_error() -> None:
@@ -102,7 +102,7 @@ def test_tokens_after_a_stop_string_are_neither_shown_nor_counted() -> None:
     assert answer.num_tokens < len(ids)
 
 
-def test_stop_strings_count_only_after_min_tokens() -> None:
+def test_stop_strings_apply_only_after_min_tokens() -> None:
     ids = ids_of("a.b.c")
     for min_tokens, expected in ((0, "a"), (ids.index(ids_of("b")[0]) + 1, "a.b"), (len(ids), "a.b.c")):
         answer = assembler(["."], min_tokens)

@@ -1,4 +1,4 @@
-"""What single tokens stand for, in vocabularies of either kind."""
+"""Texts and bytes of single tokens, in both kinds of vocabularies."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from services.frontend.text.tokenizer import Tokenizer
 TEXT = "Grüße, 世界! 👩‍👩‍👧 ok"
 
 
-def test_bytes_of_tokens_join_to_the_text_whatever_they_hold_of_a_character() -> None:
+def test_bytes_of_tokens_join_to_the_text_also_within_characters() -> None:
     tokenizer = Tokenizer(DEMO_MODEL)
     vocabulary = TokenTexts(tokenizer)
     words = [vocabulary[token] for token in tokenizer.encode_rendered(TEXT)]
@@ -20,14 +20,14 @@ def test_bytes_of_tokens_join_to_the_text_whatever_they_hold_of_a_character() ->
     assert all(word.text.encode() == word.raw for word in words if word not in parts)
 
 
-def test_special_tokens_have_their_names_and_unknown_ids_nothing() -> None:
+def test_special_tokens_have_a_text_and_unknown_ids_have_none() -> None:
     vocabulary = TokenTexts(Tokenizer(DEMO_MODEL))
     assert vocabulary[2] == TokenText("<|eos|>", b"<|eos|>")
     assert vocabulary[2**31 - 1] == TokenText("", b"")
 
 
-def test_words_keep_their_space_and_spelt_bytes_are_bytes(tmp_path: Path) -> None:
-    """Alone, such a tokenizer strips the space before a word."""
+def test_words_keep_their_space_and_byte_tokens_are_bytes(tmp_path: Path) -> None:
+    """Such a tokenizer strips the space before the first word of a text."""
     pieces = ["<unk>", "<0xE4>", "<0xB8>", "<0x96>", "▁the", "the", "a", "▁a", "▁"]
     layout = {
         "version": "1.0", "truncation": None, "padding": None, "pre_tokenizer": None, "post_processor": None,

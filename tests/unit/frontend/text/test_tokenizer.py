@@ -1,4 +1,4 @@
-"""Tokens to text without half characters, and text to the token ids that transformers gives."""
+"""Tokens to text without incomplete characters, and text to the token ids of transformers."""
 
 import json
 import shutil
@@ -17,6 +17,7 @@ from services.frontend.text.detokenizer import (
     Detokenizer,
     WindowDetokenizer,
     WordDetokenizer,
+    WordVocabulary,
 )
 from services.frontend.text.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ VOCAB = 4096
 
 
 def with_byte_fallback(directory: Path) -> Tokenizer:
-    """As Llama 2 and Mistral: spaces are "▁", unknown characters are spelt in bytes."""
+    """A tokenizer like those of Llama 2 and Mistral: spaces are "▁", unknown characters are spelled in bytes."""
     words = [
         "<unk>",
         "<s>",
@@ -61,26 +62,26 @@ def all_of(stream: Detokenizer, ids: list[int]) -> list[str]:
     return [*map(stream.push, ids), stream.flush()]
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+def detokenize(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
     return all_of(tokenizer.detokenizer(prompt), ids)
 
 
 def in_windows(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
-    """As tokenizers of other kinds are served."""
+    """Detokenize as for tokenizers of other kinds."""
     return all_of(WindowDetokenizer(tokenizer.decode, prompt), ids)
 
 
-both_ways = pytest.mark.parametrize("pieces", [pieces, in_windows])
+both_ways = pytest.mark.parametrize("detokenize", [detokenize, in_windows])
 
 
 @both_ways
 @given(ids=st.lists(st.integers(0, VOCAB + 9), max_size=80))
-def test_pieces_of_any_tokens_add_up_to_their_decoding(pieces, ids: list[int]) -> None:
-    assert "".join(pieces(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
+def test_texts_of_any_tokens_join_to_their_decoding(detokenize, ids: list[int]) -> None:
+    assert "".join(detokenize(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=40), st.sets(st.integers(0, 5)))
-def test_special_tokens_are_shown_on_demand(ids: list[int], special: set[int]) -> None:
+def test_special_tokens_are_shown_on_request(ids: list[int], special: set[int]) -> None:
     ids = [*ids, *special]
     assert "".join(all_of(BYTE_LEVEL.detokenizer([], show_special=True), ids)) == BYTE_LEVEL.decode_all(ids)
 
@@ -90,43 +91,43 @@ SINGLE_BYTES = [i for i in range(6, 262) if len(BYTE_LEVEL.decode([i])) == 1]
 
 @both_ways
 @given(ids=st.lists(st.sampled_from(SINGLE_BYTES), max_size=200))
-def test_pieces_of_garbage_bytes_add_up_too(pieces, ids: list[int]) -> None:
-    assert "".join(pieces(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
+def test_texts_of_invalid_bytes_join_to_their_decoding(detokenize, ids: list[int]) -> None:
+    assert "".join(detokenize(BYTE_LEVEL, [], ids)) == BYTE_LEVEL.decode(ids)
 
 
 @both_ways
-def test_garbage_without_end_is_shown_as_it_comes(pieces) -> None:
+def test_endless_invalid_bytes_are_shown_as_they_arrive(detokenize) -> None:
     garbage = next(i for i in SINGLE_BYTES if BYTE_LEVEL.decode([i]) == "\ufffd")
-    shown = pieces(BYTE_LEVEL, [], [garbage] * 500)
+    shown = detokenize(BYTE_LEVEL, [], [garbage] * 500)
     assert "".join(shown) == "\ufffd" * 500
-    assert all(len(piece) <= 4 for piece in shown)
+    assert all(len(text) <= 4 for text in shown)
 
 
 def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
-    """Also with letters that byte-level vocabularies use for something else, or do not have."""
+    """Includes letters that byte-level vocabularies use for bytes, or do not have."""
     tokenizer = HFTokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    texts = ["two words", "naïve", "世", "Ġx", "é\n"]
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    added = ["two words", "naïve", "世", "Ġx", "é\n"]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ours = Tokenizer(tmp_path)
-    ids = [token for text in texts for token in (tokenizer.token_to_id(text), SINGLE_BYTES[200])]
+    ids = [token for text in added for token in (tokenizer.token_to_id(text), SINGLE_BYTES[200])]
     assert isinstance(ours.detokenizer([]), ByteLevelDetokenizer)
-    assert "".join(pieces(ours, [], ids)) == ours.decode(ids)
+    assert "".join(detokenize(ours, [], ids)) == ours.decode(ids)
 
 
 @given(st.text(alphabet="ab é世😀", max_size=30), st.text(alphabet="ab é世😀", max_size=30))
-def test_byte_fallback_text_comes_out_whole_after_any_prompt(
+def test_text_with_byte_fallback_is_complete_after_any_prompt(
     byte_fallback: Tokenizer, prompt: str, text: str
 ) -> None:
     before, ids = byte_fallback.encode_rendered("x " + prompt), byte_fallback.encode_rendered(text)
-    shown = pieces(byte_fallback, before, ids)
+    shown = detokenize(byte_fallback, before, ids)
     assert "".join(shown) == byte_fallback.decode(before + ids)[len(byte_fallback.decode(before)) :]
-    assert not any("\ufffd" in piece for piece in shown)
+    assert not any("\ufffd" in text for text in shown)
 
 
 @given(st.lists(st.integers(0, 264), max_size=60))
-def test_byte_fallback_takes_any_tokens(byte_fallback: Tokenizer, ids: list[int]) -> None:
-    assert len("".join(pieces(byte_fallback, [], ids))) <= len(ids) * 6
+def test_byte_fallback_accepts_any_tokens(byte_fallback: Tokenizer, ids: list[int]) -> None:
+    assert len("".join(detokenize(byte_fallback, [], ids))) <= len(ids) * 6
 
 
 WORDS = st.integers(258, 264)
@@ -136,37 +137,43 @@ WORDS = st.integers(258, 264)
     st.lists(st.integers(0, 264), max_size=12),
     st.lists(st.one_of(WORDS, WORDS, WORDS, st.integers(0, 264)), max_size=60),
 )
-def test_words_are_the_pieces_that_windows_give(
+def test_texts_of_words_equal_those_of_windows(
     byte_fallback: Tokenizer, prompt: list[int], ids: list[int]
 ) -> None:
     assert isinstance(byte_fallback.detokenizer(prompt), WordDetokenizer)
-    assert pieces(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
+    assert detokenize(byte_fallback, prompt, ids) == in_windows(byte_fallback, prompt, ids)
 
 
 def test_words_are_not_decoded_again(byte_fallback: Tokenizer) -> None:
-    asked: list[list[int]] = []
+    decoded: list[list[int]] = []
 
     def decode(ids: list[int]) -> str:
-        asked.append(list(ids))
+        decoded.append(list(ids))
         return byte_fallback.decode(ids)
 
-    stream = byte_fallback.detokenizer([])
-    stream._decode = decode
+    stream = WordDetokenizer(decode, [], WordVocabulary(byte_fallback.name, added=frozenset({1, 2})))
+    decoded.clear()
     text = "".join(map(stream.push, byte_fallback.encode_rendered("ab a") * 100))
     assert text.startswith("ab a ab a")
-    assert len(asked) == 2, "only the first word is"
+    assert len(decoded) == 2, "only the first word is"
 
 
-def test_answer_after_a_prompt_that_ends_inside_a_character_is_its_own() -> None:
+def test_answer_does_not_complete_the_last_character_of_the_prompt() -> None:
     ids = BYTE_LEVEL.encode_rendered("a😀b")
-    assert "".join(pieces(BYTE_LEVEL, ids[:2], ids[2:])).endswith("b")
+    assert "".join(detokenize(BYTE_LEVEL, ids[:2], ids[2:])).endswith("b")
 
 
-def test_special_tokens_are_not_shown_and_cost_no_more_than_others() -> None:
-    stream = WindowDetokenizer(BYTE_LEVEL.decode, [])
+def test_hidden_special_tokens_do_not_make_the_window_grow() -> None:
+    lengths: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return BYTE_LEVEL.decode(ids)
+
+    stream = WindowDetokenizer(decode, [])
     assert [stream.push(3) for _ in range(1000)] == [""] * 1000
     assert "".join(map(stream.push, BYTE_LEVEL.encode_rendered(" then text"))) == " then text"
-    assert len(stream._window) < 64
+    assert max(lengths) < 64
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def test_special_tokens_around_a_prompt_are_those_of_transformers(
         assert ours.encode_rendered(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_longest_token_is_known_only_where_no_token_stands_for_any_amount_of_text(
+def test_longest_token_is_unknown_if_a_token_stands_for_any_amount_of_text(
     tmp_path: Path, byte_fallback: Tokenizer
 ) -> None:
     assert 0 < BYTE_LEVEL.max_token_chars < 100

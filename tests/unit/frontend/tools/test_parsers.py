@@ -1,4 +1,4 @@
-"""Tool calls in the models' own formats: whatever the text is cut into, the same is found, and nothing is lost."""
+"""Tool calls in the models' formats: results do not depend on how the text is cut, and no text is lost."""
 
 import json
 from typing import Any
@@ -22,13 +22,13 @@ BOTH = [("f", ONE_ARGUMENTS), ("get_weather", TWO_ARGUMENTS)]
 Found = tuple[str, list[tuple[str, str]]]
 
 
-def events(kind: type[ToolParser], pieces: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
+def events(kind: type[ToolParser], chunks: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
     parser = kind(more.pop("names", NAMES), eager, **more)
-    return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    return [event for chunk in chunks for event in parser.push(chunk)] + parser.finish()
 
 
 def joined(found: list[ParsedEvent]) -> Found:
-    """The content, and name and arguments of each call; after a look at the order of events."""
+    """Return the content, and name and arguments of each call. Checks the order of events."""
     content, calls = "", []
     for event in found:
         match event:
@@ -116,7 +116,7 @@ NO_CALLS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize(("name", "text"), NO_CALLS)
-def test_what_is_no_call_is_content_to_the_last_character(name: str, text: str, eager: bool) -> None:
+def test_text_that_is_no_call_is_unchanged_content(name: str, text: str, eager: bool) -> None:
     assert read(FORMATS[name], text, eager) == (text, [])
     assert joined(events(FORMATS[name], list(text), eager)) == (text, [])
 
@@ -124,7 +124,7 @@ def test_what_is_no_call_is_content_to_the_last_character(name: str, text: str, 
 @pytest.mark.parametrize("broken", ['{"name": "f", "arguments": {"a": tru', '{"name": "f", "arguments": {"a": 01}}',
                                     '{"name": "f", "arguments": {"a" 1}}', '{"name": "f", "arguments": {"a": "\n"}}',
                                     '{"name": "f", "arguments": {}'])  # fmt: skip
-def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_told_in_a_stream(
+def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_partly_returned_in_a_stream(
     broken: str,
 ) -> None:
     text = f"x <tool_call>{broken} y"
@@ -138,33 +138,33 @@ def test_call_that_breaks_after_its_name_is_content_of_a_whole_answer_and_told_i
     assert parser.num_calls == 0
 
 
-def test_whole_calls_remain_when_a_later_one_breaks() -> None:
+def test_complete_calls_remain_when_a_later_one_breaks() -> None:
     assert read(FORMATS["mistral"], f"[TOOL_CALLS][{ONE}, oops]", eager=False) == (", oops]", BOTH[:1])
     text = f'<tool_call>{ONE}</tool_call><tool_call>{{"name": "f", "arg'
     assert read(FORMATS["hermes"], text, eager=False) == ('<tool_call>{"name": "f", "arg', BOTH[:1])
 
 
-def test_arguments_are_told_as_they_come() -> None:
-    pieces = ["<tool_call>", '{"name": "f"', ', "arguments": {', '"a": ', "1", "}", "}", "</tool_call>"]
+def test_arguments_are_returned_as_they_arrive() -> None:
+    chunks = ["<tool_call>", '{"name": "f"', ', "arguments": {', '"a": ', "1", "}", "}", "</tool_call>"]
     parser = FORMATS["hermes"](NAMES, True)
-    told = [parser.push(piece) for piece in pieces]
-    assert [len(each) for each in told] == [0, 0, 2, 1, 1, 1, 0, 0]
-    assert told[3] == [Arguments(0, '"a": ')]
+    returned = [parser.push(chunk) for chunk in chunks]
+    assert [len(each) for each in returned] == [0, 0, 2, 1, 1, 1, 0, 0]
+    assert returned[3] == [Arguments(0, '"a": ')]
 
 
-def test_a_whole_answer_is_told_of_a_call_only_when_it_is_whole() -> None:
+def test_parser_of_whole_answers_returns_only_complete_calls() -> None:
     parser = FORMATS["hermes"](NAMES, False)
     assert parser.push('<tool_call>{"name": "f", "arguments": {"a": 1}') == []
     assert joined(parser.push("}")) == ("", [("f", '{"a": 1}')])
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_calls_beyond_the_wanted_number_are_dropped(eager: bool) -> None:
+def test_calls_beyond_max_calls_are_dropped(eager: bool) -> None:
     text = f"<tool_call>{ONE}</tool_call>\n<tool_call>{TWO}</tool_call>"
     assert read(FORMATS["hermes"], text, eager, max_calls=1) == ("", BOTH[:1])
 
 
-def test_ids_differ_and_those_of_mistral_are_as_its_templates_want_them() -> None:
+def test_ids_differ_and_those_of_mistral_have_the_form_that_its_templates_accept() -> None:
     starts = [
         e for e in events(FORMATS["mistral"], [f"[TOOL_CALLS][{ONE},{TWO}]"]) if isinstance(e, CallStart)
     ]
@@ -172,7 +172,7 @@ def test_ids_differ_and_those_of_mistral_are_as_its_templates_want_them() -> Non
     assert all(len(start.id) == 9 and start.id.isalnum() for start in starts)
 
 
-def test_demanded_calls_are_read_from_the_grammar_s_json() -> None:
+def test_required_calls_are_parsed_from_the_json_of_the_grammar() -> None:
     assert read(RequiredParser, f"[{ONE}, {TWO}]") == ("", BOTH)
     assert read(NamedParser, f" {TWO_ARGUMENTS}", names=frozenset({"f"})) == ("", [("f", TWO_ARGUMENTS)])
     assert read(RequiredParser, f"[{ONE}, {TWO[:-9]}", eager=False) == (f", {TWO[:-9]}", BOTH[:1])
@@ -188,18 +188,20 @@ KINDS = st.sampled_from([*FORMATS.values(), RequiredParser])
 
 
 @given(KINDS, st.lists(FRAGMENTS, max_size=12).map("".join), st.booleans(), st.data())
-def test_cuts_change_nothing(kind: type[ToolParser], text: str, eager: bool, data: st.DataObject) -> None:
+def test_result_does_not_depend_on_the_cuts(
+    kind: type[ToolParser], text: str, eager: bool, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8), "cuts"))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert (
-        joined(events(kind, pieces, eager))
+        joined(events(kind, chunks, eager))
         == joined(events(kind, list(text), eager))
         == read(kind, text, eager)
     )
 
 
 @given(KINDS, st.lists(FRAGMENTS, max_size=12).map("".join))
-def test_nothing_is_lost_and_calls_are_whole(kind: type[ToolParser], text: str) -> None:
+def test_no_text_is_lost_and_calls_are_complete(kind: type[ToolParser], text: str) -> None:
     content, calls = read(kind, text, eager=False)
     for _, arguments in calls:
         assert isinstance(json.loads(arguments), dict)
@@ -208,7 +210,7 @@ def test_nothing_is_lost_and_calls_are_whole(kind: type[ToolParser], text: str) 
     assert "text" not in text or "text" in content or calls
 
 
-def test_bombs_end_and_what_is_held_is_bounded() -> None:
+def test_malicious_text_is_parsed_in_linear_time_and_bounded_memory() -> None:
     deep = '<tool_call>{"name": "f", "arguments": ' + "[" * 200_000
     assert read(FORMATS["hermes"], deep, eager=False) == (deep, [])
     nested = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 200_000

@@ -1,4 +1,4 @@
-"""The schemas behind demanded calls say of arguments what the tools' own schemas say of them."""
+"""The schemas of required calls accept the same arguments as the tools' own schemas."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ ARGUMENTS = st.sampled_from(
 
 
 @given(st.sampled_from(sorted(TOOLS)), ARGUMENTS)
-def test_calls_match_when_the_arguments_match_the_tool_s_own_schema(name: str, arguments: object) -> None:
+def test_call_is_accepted_if_its_arguments_match_the_schema_of_the_tool(name: str, arguments: object) -> None:
     nothing = {"type": "object", "maxProperties": 0}
     fits = isinstance(arguments, dict) and accepts(TOOLS[name] or nothing, arguments)
     assert accepts(arguments_schema(TOOLS[name]), arguments) == fits
@@ -54,7 +54,7 @@ def test_calls_match_when_the_arguments_match_the_tool_s_own_schema(name: str, a
     assert accepts(calls_schema({name: TOOLS[name]}, 1), [{"name": name, "parameters": arguments}]) == fits
 
 
-def test_calls_are_as_many_as_wanted_and_no_more_than_calls() -> None:
+def test_calls_are_limited_in_number_and_have_no_other_fields() -> None:
     call = {"name": "now", "parameters": {}}
     many, one = calls_schema(TOOLS, None), calls_schema(TOOLS, 1)
     assert accepts(many, [call, call])
@@ -62,7 +62,7 @@ def test_calls_are_as_many_as_wanted_and_no_more_than_calls() -> None:
     assert not accepts(one, [call, call])
     for wrong in ([], call, [{**call, "name": "nobody"}], [{**call, "more": 1}], [{"name": "now"}]):
         assert not accepts(many, wrong)
-    assert list(many["items"]["anyOf"][0]["properties"]) == ["name", "parameters"], "written in this order"
+    assert list(many["items"]["anyOf"][0]["properties"]) == ["name", "parameters"], "the order of writing"
 
 
 def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
