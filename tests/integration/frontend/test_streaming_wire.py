@@ -96,14 +96,14 @@ def test_http_1_0_client_reads_until_the_connection_ends(
     with Client(frontend, version="1.0") as client:
         client.post(prompt="x")
         number = begin(client, scheduler)
-        for index, token in enumerate(said := ids_of(" without chunks")):
+        for index, token in enumerate(said := ids_of(" a body without any chunks")):
             scheduler.send(tokens(number, [token], 1 + index))
             assert client.read().startswith(b"data: {")
         scheduler.send(ended(number))
         answer = client.read_all()
         assert client.socket.recv(1) == b""
     assert len(said) > 3
-    assert texts(events_of(answer.body)) == {0: FIRST + " without chunks"}
+    assert texts(events_of(answer.body)) == {0: FIRST + " a body without any chunks"}
 
 
 def test_connection_serves_one_stream_after_another(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
