@@ -31,11 +31,10 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepR
 from services.checkpoint import CheckpointError
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
-from services.scheduler.core.drafting import drafting
+from services.scheduler.core.drafting import drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
@@ -247,11 +246,14 @@ class Service:
         if self.compiler is not None:
             self.compiler.set_vocab_size(started.loaded.vocab_size)
         self.engine = EngineCore(
-            Scheduler(limits, policy, started.epoch, drafting=drafting(c.speculative_config)),
+            limits,
+            policy,
             c.depth,
             started.loaded.vocab_size,
-            c.max_num_queued_reqs,
-            c.max_num_queued_tokens,
+            epoch=started.epoch,
+            drafting=drafting_from_config(c.speculative_config),
+            max_num_queued_reqs=c.max_num_queued_reqs,
+            max_num_queued_tokens=c.max_num_queued_tokens,
             use_priority=c.scheduling_policy == "priority",
             compiler=self.compiler,
             hidden_size=started.loaded.hidden_size,

@@ -1,4 +1,4 @@
-"""What the scheduler costs per step: schedule() + update_from_output(), every request decoding, no model.
+"""Cost of the scheduler per step: forming a step and applying its result, every request decoding, no model.
 
 Prompt lengths are staggered so that block boundaries fall evenly on the steps, prefix caching is on and two steps are
 in flight. Prints the mean microseconds per step and, for comparison from the same run, the cost of the messages.
@@ -12,17 +12,19 @@ import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.sampling import SamplingParams
+from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.parts import DEFAULT_PARTS
+from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
-from services.scheduler.core.results import Sampled
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.results import DecodedResult
 from services.scheduler.policies import ChunkedPolicy
 from tests.benchmarks.support.report import report
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3
 
 
-def build(running: int, block_size: int = 16) -> Scheduler:
+def build(running: int, block_size: int = 16) -> tuple[StepPlanner, ResultApplier]:
     limits = Limits(
         max_num_seqs=running,
         max_num_batched_tokens=max(8192, running * (PROMPT + block_size) + 1),
@@ -30,18 +32,20 @@ def build(running: int, block_size: int = 16) -> Scheduler:
         num_blocks=running * (1024 // block_size + 2) + 64,
         block_size=block_size,
     )
-    scheduler = Scheduler(limits, ChunkedPolicy())
+    store = DEFAULT_PARTS.build_store(None)
+    epoch = DEFAULT_PARTS.build_epoch(1, limits, ChunkedPolicy())
+    lifecycle = DEFAULT_PARTS.lifecycle(store, epoch)
     for number in range(running):
         tokens = (number * 7919 + np.arange(PROMPT + number % block_size) * 31) % 3700 + 300
         params = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
-        scheduler.add(Request(0, number, tokens.astype(np.int32), len(tokens), params, number))
-    return scheduler
+        store.waiting.add(Request(0, number, tokens.astype(np.int32), len(tokens), params, number))
+    return StepPlanner(store, epoch, lifecycle, None), ResultApplier(store, epoch, lifecycle, None)
 
 
 def run(running: int) -> dict[str, float]:
     """Mean microseconds per step and of its parts."""
-    scheduler = build(running)
-    queue, schedule_s, update_s, sizes = [scheduler.schedule(), scheduler.schedule()], [], [], []
+    planner, applier = build(running)
+    queue, schedule_s, update_s, sizes = [planner.schedule(), planner.schedule()], [], [], []
     token_ids = (np.arange(running) * 13 % 3700 + 300).astype(np.int32)
     gc.collect()
     gc.freeze()
@@ -49,10 +53,10 @@ def run(running: int) -> dict[str, float]:
         step, plan = queue.pop(0)  # type: ignore[misc]
         assert len(step.slots) == running
         started = time.perf_counter()
-        scheduler.update_from_output(step, Sampled.one_each(unpack(pack(token_ids))))
-        scheduler.outputs.take()
+        applier.apply(step, DecodedResult.one_token_each(unpack(pack(token_ids))))
+        applier.store.take_outputs()
         middle = time.perf_counter()
-        queue.append(scheduler.schedule())
+        queue.append(planner.schedule())
         ended = time.perf_counter()
         if index >= 20:
             update_s.append(middle - started)
@@ -76,7 +80,7 @@ def main() -> None:
     best = {running: min(rows, key=lambda row: row["step_us"]) for running, rows in repeats.items()}
     report(
         "scheduler_cost",
-        title="schedule() + update_from_output(), all requests decoding",
+        title="forming a step + applying its result, all requests decoding",
         rows=[{"running": running, **row} for running, row in best.items()],
         figures={
             "step_us": {running: row["step_us"] for running, row in best.items()},

@@ -2,7 +2,7 @@
 
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows, SlotTable
+from services.scheduler.core.slots import SlotColumns, SlotIds
 from services.scheduler.policies import BatchingPolicy, SchedulerView, StepBudget
 from tests.simulation.invariants import demand
 
@@ -24,7 +24,7 @@ class WatchedPolicy:
         demand(1 <= self._budget.tokens <= view.limits.max_num_batched_tokens, "S4-5", self._budget)
         return self._budget
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         rows = self.policy.order(view)
         self.shown = rows.tolist()
         return rows
@@ -33,7 +33,7 @@ class WatchedPolicy:
         answer = self._first[request] = self.policy.admit(view, request, hit, count)
         return answer
 
-    def check(self, step: InflightStep, slots: SlotTable, entering: set[int]) -> None:
+    def check(self, step: InflightStep, slots: SlotColumns, entering: set[int]) -> None:
         """Whether the step is within the budget, row by row and as a whole (spec 0.5, S4-5)."""
         budget, sums = self._budget, {"decodes": 0, "prefill": 0, "tokens": 0}
         for slot, start, count in zip(

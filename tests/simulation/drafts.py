@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from services.scheduler.core.drafting import Drafting, Fixed
+from services.scheduler.core.drafting import Drafting, FixedDrafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
@@ -50,7 +50,7 @@ class Speculating:
         return max(self.lengths)
 
     def drafting(self, seed: int = 0) -> Drafting:
-        return Fixed(self.most) if len(self.lengths) == 1 else Drawn(self.lengths, seed)
+        return FixedDrafting(self.most) if len(self.lengths) == 1 else Drawn(self.lengths, seed)
 
     def limits(self, limits: Limits, depth: int) -> Limits:
         ahead = self.most if self.looks_ahead else 0

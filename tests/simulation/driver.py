@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import Observer
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import NO_ANSWER, Stream, World
@@ -21,6 +23,8 @@ def play(
     trace: Callable[[str], None] | None = None,
     speculates: bool = False,
     observer: Observer | None = None,
+    parts: Parts = DEFAULT_PARTS,
+    engine: type[EngineCore] = EngineCore,
 ) -> World:
     """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
     load = draw(seed, speculates)
@@ -36,6 +40,8 @@ def play(
         speculating=load.speculating,
         seed=seed,
         observer=observer,
+        parts=parts,
+        engine=engine,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
@@ -59,7 +65,7 @@ class _Player:
                     world.late_result()
                 return
             self._clients()
-            gated = any(request.stale_rows for request in world.scheduler.waiting)
+            gated = any(request.stale_rows for request in world.store.waiting)
             if rng.random() < self.load.epochs * (8 if gated else 1) and turn < LAST_CHANGE:
                 self._change_workers()
             if world.orphans and rng.random() < 0.3:

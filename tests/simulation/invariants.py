@@ -8,10 +8,12 @@ from collections import Counter
 from hashlib import sha256
 from itertools import pairwise
 
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.slots import DELIVER, DROP, FREE, LIVE
+from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend
 
@@ -35,9 +37,8 @@ class _Chain:
 
 
 class Checker:
-    def __init__(self, scheduler: Scheduler, depth: int) -> None:
-        self.scheduler = scheduler
-        self.depth = depth
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
         self.known: dict[bytes, list[int]] = {}
         """Block hash -> what the oracle's KV must hold in a block of that hash."""
         self._chains: dict[Request, _Chain] = {}
@@ -47,10 +48,18 @@ class Checker:
         """(slot, generation) -> whether its last processed entry was a sampling one."""
         self._processed = 0
 
+    @property
+    def epoch(self) -> EpochState:
+        return self.engine.epoch
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.engine.store.waiting
+
     # -- what happened -------------------------------------------------------------------------------------------
 
     def on_scheduled(self, step: InflightStep) -> None:
-        limits, tables = self.scheduler.limits, self.scheduler.kv.tables
+        limits, tables = self.epoch.limits, self.epoch.kv.tables
         slots, counts = step.slots.tolist(), step.counts.tolist()
         demand(len(set(slots)) == len(slots), "S1-4", "two entries of one request in a step")
         demand(min(counts) >= 1, "S1-5", f"counts {counts}")
@@ -68,68 +77,67 @@ class Checker:
         """S4-4: nothing was scheduled although the queue has room, so nothing was ready that could be computed.
         A row waits for its sampled id, for its certain end, or with all behind it in `order`
         for blocks; a request waits for a seat or for blocks."""
-        scheduler, limits = self.scheduler, self.scheduler.limits
-        s, pool, size = scheduler.slots, scheduler.kv.pool, limits.block_size
+        epoch, limits = self.epoch, self.epoch.limits
+        s, pool, size = epoch.slots, epoch.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
         drafts: Counter[int] = Counter()
-        for step in scheduler.ledger.steps:
+        for step in epoch.ledger.steps:
             drafts.update(dict(zip(step.slots.tolist(), step.drafts.tolist(), strict=True)))
             for slot in step.slots[step.samples].tolist():
                 sampled.setdefault(slot, []).append(step.step_id)
         for slot in order:
             promised = int(s.tokens[slot]) + len(sampled.get(slot, ()))
             want = promised + drafts[slot] - int(s.computed[slot])
-            on_its_way = slot in sampled and scheduler._next_step - sampled[slot][-1] < limits.stages
+            on_its_way = slot in sampled and epoch.next_step - sampled[slot][-1] < limits.stages
             full = int(s.computed[slot]) >= limits.max_model_len
             if want < 1 or promised >= int(s.limit[slot]) or on_its_way or full:
                 continue
             want += int(s.proposed[slot])
             most = int(s.computed[slot]) + min(want, limits.max_num_batched_tokens) + limits.lookahead
             most = min(most, limits.max_model_len)
-            if -(-most // size) - len(scheduler.kv.tables[slot]) > pool.num_free:
+            if -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
                 return
-            demand(False, "S4-4", f"slot {slot} is ready, but step {scheduler._next_step} is empty")
-        if len(scheduler.running) >= limits.max_num_seqs or not s.free:
+            demand(False, "S4-4", f"slot {slot} is ready, but step {epoch.next_step} is empty")
+        if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
-        for request in scheduler.waiting:
+        for request in self.waiting:
             if not request.stale_rows:
                 most = min(len(request.token_ids) + limits.lookahead, limits.max_model_len)
                 fits = -(-most // size) <= pool.num_free
                 demand(
                     not fits,
                     "S4-4",
-                    f"{request.number} could enter, but step {scheduler._next_step} is empty",
+                    f"{request.number} could enter, but step {epoch.next_step} is empty",
                 )
                 return
 
     def on_void(self) -> None:
         """The epoch is over (spec 0.7, void): nothing is in flight, held, fenced, cached or gated any more."""
-        scheduler = self.scheduler
+        epoch = self.epoch
         self._touched.clear()
-        self._processed = scheduler._next_step - 1
-        demand(not len(scheduler.running), "void", "requests run on")
-        demand(not scheduler.ledger.steps and not scheduler._fences, "void", "steps or fences remain")
-        demand(not scheduler.kv.pool.by_hash, "void", "blocks of lost workers can be hit")
-        demand(scheduler.kv.pool.num_free == scheduler.limits.num_blocks, "void", "blocks are held")
-        demand(len(scheduler.slots.free) == scheduler.limits.num_slots, "void", "slots are held")
-        demand(scheduler.take_releases() is None, "void", "lost workers would be told of slots")
-        gated = [request.number for request in scheduler.waiting if request.stale_rows]
+        self._processed = epoch.next_step - 1
+        demand(not len(epoch.running), "void", "requests run on")
+        demand(not epoch.ledger.steps and not epoch.fences, "void", "steps or fences remain")
+        demand(not epoch.kv.pool.by_hash, "void", "blocks of lost workers can be hit")
+        demand(epoch.kv.num_free == epoch.limits.num_blocks, "void", "blocks are held")
+        demand(len(epoch.slots.free) == epoch.limits.num_slots, "void", "slots are held")
+        demand(not epoch.released, "void", "lost workers would be told of slots")
+        gated = [request.number for request in self.waiting if request.stale_rows]
         demand(not gated, "S1-14", f"{gated} wait for rows that will never come")
 
-    def on_new_epoch(self, scheduler: Scheduler) -> None:
+    def on_new_epoch(self) -> None:
         """Other workers, whose step ids begin at 1 and whose cache is empty; what is known about tokens stays."""
-        self.scheduler = scheduler
         self._touched.clear()
         self._last_sampled.clear()
         self._processed = 0
-        demand(not scheduler.kv.pool.by_hash, "S1-9", "a new epoch begins with cached blocks")
+        demand(not self.epoch.kv.pool.by_hash, "S1-9", "a new epoch begins with cached blocks")
 
     def learn(self, requests: list[Request]) -> None:
         """Notes the hashes of full blocks of tokens that the scheduler knows now."""
-        size, history = self.scheduler.limits.block_size, self.scheduler.slots.history
+        size, history = self.epoch.limits.block_size, self.epoch.slots.history
         for request in requests:
             slot = request.slot
-            total = int(self.scheduler.slots.tokens[slot]) if slot >= 0 else len(request.token_ids)
+            total = int(self.epoch.slots.tokens[slot]) if slot >= 0 else len(request.token_ids)
             chain = self._chains.get(request)
             if chain is None:
                 chain = self._chains[request] = _Chain(request.cache_salt)
@@ -155,7 +163,7 @@ class Checker:
 
     def check_grammar(self, request: Request, fresh: Automaton) -> None:
         """S2-7: the state is that of a fresh one which was given the emitted tokens."""
-        s, slot = self.scheduler.slots, request.slot
+        s, slot = self.epoch.slots, request.slot
         known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
         for token in known[request.num_prompt_tokens :].tolist():
             demand(
@@ -169,9 +177,12 @@ class Checker:
             f"{request.number}: the grammar stands elsewhere than after the {len(known)} tokens known",
         )
 
+    def _steps_in_flight(self) -> list[InflightStep]:
+        return list(self.epoch.ledger.steps)
+
     def _check_ledger(self) -> None:
-        s, steps = self.scheduler.slots, self.scheduler.ledger.steps
-        demand(len(steps) <= self.depth, "S1-4", f"{len(steps)} steps in flight at depth {self.depth}")
+        s, steps, depth = self.epoch.slots, self._steps_in_flight(), self.engine.queue.depth
+        demand(len(steps) <= depth, "S1-4", f"{len(steps)} steps in flight at depth {depth}")
         f: Counter[int] = Counter()
         h: Counter[int] = Counter()
         sampling: Counter[int] = Counter()
@@ -211,10 +222,8 @@ class Checker:
             demand(not H or P == T + H - 1, "S1-3", f"slot {slot}: P={P} T={T} H={H}")
             if not F and self._last_sampled.get((slot, generations[slot])):
                 demand(P == T - 1, "I-c", f"slot {slot}: P={P} T={T}")
-        fences = {slot: step for step, slots in self.scheduler._fences.items() for slot in slots}
-        demand(
-            sum(map(len, self.scheduler._fences.values())) == len(fences), "0.7", "a slot behind two fences"
-        )
+        fences = {slot: step for step, slots in self.epoch.fences.items() for slot in slots}
+        demand(sum(map(len, self.epoch.fences.values())) == len(fences), "0.7", "a slot behind two fences")
         retired = {slot for slot, value in enumerate(state) if value in (DELIVER, DROP)}
         demand(set(fences) == retired, "S1-10", f"fenced {set(fences)}, retired {retired}")
         for slot, fence in fences.items():
@@ -223,7 +232,7 @@ class Checker:
             request = s.request(slot)
             if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
                 demand(not stale[request], "S1-14", f"{request.number} resumed before its stale rows arrived")
-        for request in {s.request(slot) for slot in retired} | set(self.scheduler.waiting):
+        for request in {s.request(slot) for slot in retired} | set(self.waiting):
             demand(
                 request.stale_rows == stale[request],
                 "S1-14",
@@ -231,16 +240,16 @@ class Checker:
             )
 
     def _check_slots(self) -> None:
-        s, limits, running = self.scheduler.slots, self.scheduler.limits, self.scheduler.running.tolist()
-        state, ranks = s.state.tolist(), s.rank.tolist()
+        s, limits, running = self.epoch.slots, self.epoch.limits, self.epoch.running.tolist()
+        state, order_keys = s.state.tolist(), s.order_key.tolist()
         demand(len(running) <= limits.max_num_seqs, "S1-5", f"{len(running)} running")
         demand(
             sorted(running) == [i for i, value in enumerate(state) if value == LIVE],
             "running",
             "not the live slots",
         )
-        order = [ranks[slot] for slot in running]
-        demand(all(a < b for a, b in pairwise(order)), "running", f"ranks {order}")
+        order = [order_keys[slot] for slot in running]
+        demand(all(a < b for a, b in pairwise(order)), "running", f"order keys {order}")
         free = list(s.free)
         demand(len(set(free)) == len(free), "slots", "a slot is free twice")
         demand(
@@ -249,39 +258,39 @@ class Checker:
             "free list and states",
         )
         for slot in free:
-            demand(
-                s.owner[slot] is None and not self.scheduler.kv.tables[slot], "slots", f"{slot} is not empty"
-            )
+            demand(s.owner[slot] is None and not self.epoch.kv.tables[slot], "slots", f"{slot} is not empty")
         for slot in running:
             request = s.request(slot)
             params, prompt = request.params, request.num_prompt_tokens
             demand(
                 request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}"
             )
-            demand(ranks[slot] == request.rank, "slots", f"rank of {slot}")
+            demand(order_keys[slot] == request.order_key, "slots", f"order key of {slot}")
             demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "0.5", "limit")
             stops = set(s.stop_ids[slot].tolist()) - {-1}
             demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
             demand(int(s.tokens[slot]) < int(s.limit[slot]), "S1-8", f"slot {slot} runs past its limit")
 
     def _check_waiting(self) -> None:
-        waiting = list(self.scheduler.waiting)
-        demand(len(waiting) == len(self.scheduler.waiting), "waiting", "length")
+        waiting = list(self.waiting)
+        demand(len(waiting) == len(self.waiting), "waiting", "length")
         for request in waiting:
             demand(request.slot == -1, "waiting", f"{request.number} has a slot")
             demand(
                 request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), "waiting", request.status
             )
         total = sum(len(request.token_ids) for request in waiting)
-        demand(total == self.scheduler.waiting.num_tokens, "waiting", "num_tokens")
-        ranks = [request.rank for request in waiting]
-        demand(ranks == sorted(ranks), "waiting", "order")
-        head = self.scheduler.waiting.head()
-        demand((head.rank if head else None) == (ranks[0] if ranks else None), "waiting", "head")
+        demand(total == self.waiting.num_tokens, "waiting", "num_tokens")
+        order_keys = [request.order_key for request in waiting]
+        demand(order_keys == sorted(order_keys), "waiting", "order")
+        head = self.waiting.head()
+        demand(
+            (head.order_key if head else None) == (order_keys[0] if order_keys else None), "waiting", "head"
+        )
 
     def _check_blocks(self) -> None:
-        pool, tables = self.scheduler.kv.pool, self.scheduler.kv.tables
-        s, size = self.scheduler.slots, self.scheduler.limits.block_size
+        pool, tables = self.epoch.kv.pool, self.epoch.kv.tables
+        s, size = self.epoch.slots, self.epoch.limits.block_size
         holders: Counter[int] = Counter()
         capacity, computed = s.capacity.tolist(), s.computed.tolist()
         for slot, table in enumerate(tables):
@@ -295,7 +304,7 @@ class Checker:
             "I3",
             "reference counts are not the holders",
         )
-        blank, cached = pool._blank, list(pool._cached)
+        blank, cached = pool.blank, list(pool.cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
         demand(len(blank) + len(cached) == len(free) == pool.num_free, "S1-10", "free + held is not the pool")
         demand(set(blank) | set(cached) == free, "S1-10", "a held block is in a free list")
@@ -312,7 +321,7 @@ class Checker:
 
     def check_cache(self, kv: list[list[int | None]]) -> None:
         """S1-9, once every dispatched plan has reached the oracle: what can be hit is known, and really there."""
-        for block_hash, block in self.scheduler.kv.pool.by_hash.items():
+        for block_hash, block in self.epoch.kv.pool.by_hash.items():
             content = self.known.get(block_hash)
             demand(content is not None, "S1-9", f"block {block} is cached under a hash of no known tokens")
             demand(kv[block] == content, "S1-9", f"block {block} does not hold what its hash promises")
@@ -324,9 +333,9 @@ class Checker:
 
     def check_drained(self) -> None:
         """S1-11."""
-        scheduler = self.scheduler
-        demand(not scheduler.ledger.steps and not scheduler._fences, "S1-11", "ledger")
-        demand(not len(scheduler.running) and not len(scheduler.waiting), "S1-11", "requests")
-        demand(scheduler.kv.pool.num_free == scheduler.limits.num_blocks, "S1-11", "blocks")
-        demand(len(scheduler.slots.free) == scheduler.limits.num_slots, "S1-11", "slots")
-        demand(scheduler.take_releases() is None, "S1-11", "releases that no worker was told")
+        epoch = self.epoch
+        demand(not epoch.ledger.steps and not epoch.fences, "S1-11", "ledger")
+        demand(not len(epoch.running) and not len(self.waiting), "S1-11", "requests")
+        demand(epoch.kv.num_free == epoch.limits.num_blocks, "S1-11", "blocks")
+        demand(len(epoch.slots.free) == epoch.limits.num_slots, "S1-11", "slots")
+        demand(not epoch.released, "S1-11", "releases that no worker was notified of")

@@ -22,7 +22,6 @@ from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import BatchingPolicy
 
 Seconds = NDArray[np.float64]
@@ -212,7 +211,9 @@ def simulate(
     keep_plans: bool = False,
 ) -> PipelineRun:
     """Runs all jobs to their end. Each prompt differs from all others, from its first token on."""
-    core = EngineCore(Scheduler(limits, policy), depth, VOCAB, len(jobs) + 1, 1 << 40)
+    core = EngineCore(
+        limits, policy, depth, VOCAB, max_num_queued_reqs=len(jobs) + 1, max_num_queued_tokens=1 << 40
+    )
     pipeline = _Pipeline(costs, limits.stages, limits.num_slots)
     run = PipelineRun(limits.stages)
     due = deque(sorted(enumerate(jobs), key=lambda job: job[1].at))
@@ -232,7 +233,7 @@ def simulate(
                 results.append((run.steps[-1].ended[-1], _result(message)))
                 if keep_plans:
                     run.plans.append(message)
-    run.preemptions = core.scheduler.counters["preemptions"]
+    run.preemptions = core.store.counters["preemptions"]
     return run
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import (
     BalancedPolicy,
     BatchingPolicy,
@@ -30,7 +30,7 @@ class WhimsicalPolicy:
         decodes, prefill = (rng.choice((None, None, rng.randint(1, tokens))) for _ in range(2))
         return StepBudget(tokens, rng.randint(1, tokens), decodes, prefill, rng.choice((None, 1)))
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         slots: list[int] = view.running.tolist()
         shown = [slot for slot in slots if self._rng.random() < 0.8] or slots[:1]
         self._rng.shuffle(shown)

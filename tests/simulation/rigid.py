@@ -13,8 +13,9 @@ import numpy as np
 
 from protocol.codec import pack, unpack
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
-from services.scheduler.core.ledger import InflightStep, Ledger
+from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import StepDispatched
 from services.scheduler.core.slots import LIVE
 from services.scheduler.policies import BatchingPolicy
 from services.scheduler.policies.geometry import Geometry
@@ -169,31 +170,24 @@ def _with_progress(result: ModelRunnerOutput, report: list[tuple[int, int]]) -> 
 
 
 class RigidChecker(Checker):
-    """The invariants as ever, entries of a generation that was rolled back set aside: they count for nothing."""
+    """The same invariants without entries of a generation that was rolled back: they count for nothing."""
 
-    def _check_ledger(self) -> None:
-        ledger = self.scheduler.ledger
-        steps = ledger.steps
-        try:
-            ledger.steps = type(steps)(_without_void(ledger, step) for step in steps)
-            super()._check_ledger()
-        finally:
-            ledger.steps = steps
+    def _steps_in_flight(self) -> list[InflightStep]:
+        return [self._without_void(step) for step in super()._steps_in_flight()]
 
-
-def _without_void(ledger: Ledger, step: InflightStep) -> InflightStep:
-    """Live slots: no such entry. Retired ones: it keeps its fence, and promises nothing."""
-    slots, current = ledger._slots, ledger.current(step)
-    kept = current | (slots.state.take(step.slots) != LIVE)
-    return InflightStep(
-        step.step_id,
-        step.slots[kept],
-        slots.generation.take(step.slots[kept]),
-        step.starts[kept],
-        step.counts[kept],
-        (step.samples & current)[kept],
-        step.drafts[kept],
-    )
+    def _without_void(self, step: InflightStep) -> InflightStep:
+        """Drop void entries of live slots. Entries of retired slots stay, for the fence, but promise nothing."""
+        slots, current = self.epoch.slots, self.epoch.ledger.current(step)
+        kept = current | (slots.state.take(step.slots) != LIVE)
+        return InflightStep(
+            step.step_id,
+            step.slots[kept],
+            slots.generation.take(step.slots[kept]),
+            step.starts[kept],
+            step.counts[kept],
+            (step.samples & current)[kept],
+            step.drafts[kept],
+        )
 
 
 class RigidWorld(World):
@@ -224,23 +218,25 @@ class RigidWorld(World):
         policy = policy or PhasedPolicy(limits, interleave, max_volume, pausing)
         super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
         self.worker = RigidWorker(limits, vocab, max_volume, progress)
-        self.checker = RigidChecker(self.scheduler, depth)
+        self.checker = RigidChecker(self.engine)
 
     def replace_workers(self) -> None:
         """The epoch ends; others of the same shapes take over."""
         self.end_epoch()
         limits = self.limits
         self.start_epoch(limits, PhasedPolicy(limits, self.interleave, self.max_volume, self.pausing))
-        self.worker = RigidWorker(limits, self.vocab, self.max_volume, self.progress, self.scheduler.epoch)
+        self.worker = RigidWorker(limits, self.vocab, self.max_volume, self.progress, self.epoch.number)
         self.kinds.append("|")
 
-    def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
-        super()._on_scheduled(planned)
-        able = self._decodable(None if planned is None else planned[0])
-        if planned is None:
-            demand(not able, "rule 4", f"slots {able} could decode, but nothing was scheduled")
-            return
-        step, s = planned[0], self.scheduler.slots
+    def _on_nothing_scheduled(self) -> None:
+        super()._on_nothing_scheduled()
+        able = self._decodable(None)
+        demand(not able, "rule 4", f"slots {able} could decode, but nothing was scheduled")
+
+    def _on_dispatched(self, event: StepDispatched) -> None:
+        super()._on_dispatched(event)
+        step, s = event.step, self.epoch.slots
+        able = self._decodable(step)
         kind = "P" if step.starts[0] < s.entry[step.slots[0]] else "D"
         if self.interleave and kind == "P" and self.kinds[-1:] == ["P"]:
             demand(not able, "S0-4", f"two prefills in a row while slots {able} could decode")
@@ -248,18 +244,18 @@ class RigidWorld(World):
             self.coverage["paused"] += bool(able)
         self.kinds.append(kind)
         self.coverage["steps of prefill" if kind == "P" else "steps of decode"] += 1
-        rows = self.scheduler.running
+        rows = self.epoch.running
         part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
-        demand(len(part) <= 1 or self.scheduler.counters["rollbacks"] > 0, "S0-2", f"slots {part} in prefill")
+        demand(len(part) <= 1 or self.store.counters["rollbacks"] > 0, "S0-2", f"slots {part} in prefill")
         self._check_reservations()
 
     def _decodable(self, step: InflightStep | None) -> list[int]:
         """Those that could have been in the step and are not."""
-        s, scheduler = self.scheduler.slots, self.scheduler
+        s, epoch = self.epoch.slots, self.epoch
         named = set() if step is None else set(step.slots.tolist())
-        at = scheduler._next_step if step is None else step.step_id
+        at = epoch.next_step if step is None else step.step_id
         able = []
-        for slot in scheduler.running.tolist():
+        for slot in epoch.running.tolist():
             total, promised = int(s.tokens[slot]), int(s.tokens[slot] + s.placeholders[slot])
             under_way = (
                 promised > total and self.limits.stages > 1 and at - s.sampled_step[slot] < self.limits.stages
@@ -270,15 +266,15 @@ class RigidWorld(World):
 
     def _check_reservations(self) -> None:
         """S0-7: what running requests may still need is free."""
-        s, pool, size = self.scheduler.slots, self.scheduler.kv.pool, self.limits.block_size
+        s, pool, size = self.epoch.slots, self.epoch.kv.pool, self.limits.block_size
         owed = 0
-        for slot in self.scheduler.running.tolist():
+        for slot in self.epoch.running.tolist():
             needed = -(-(int(s.limit[slot]) - 1) // size)
-            owed += max(0, needed - len(self.scheduler.kv.tables[slot]))
+            owed += max(0, needed - len(self.epoch.kv.tables[slot]))
         demand(0 <= owed <= pool.num_free, "S0-7", f"{owed} blocks are reserved, {pool.num_free} are free")
 
     def _on_updated(self, step: InflightStep) -> None:
-        s = self.scheduler.slots
+        s = self.epoch.slots
         for slot in step.slots.tolist():
             if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
                 committed = int(s.committed(np.array([slot]))[0])
@@ -298,7 +294,7 @@ class RigidWorld(World):
         return sent
 
     def _check_scheduled(self, name: str, stream: Stream, finish: object) -> None:
-        if not self.scheduler.counters["rollbacks"]:
+        if not self.store.counters["rollbacks"]:
             super()._check_scheduled(name, stream, finish)  # type: ignore[arg-type]
 
 

@@ -61,7 +61,7 @@ def test_1_the_worked_table_of_the_specification() -> None:
     world.add(prompt_of(100), params(3, eos=False))
 
     def now() -> tuple[int, ...]:
-        s = world.scheduler.slots
+        s = world.epoch.slots
         return tuple(int(column[0]) for column in (s.tokens, s.computed, s.placeholders, s.inflight))
 
     world.dispatch()
@@ -134,7 +134,7 @@ def _two_hundred(depth: int) -> list[Stream]:
         for _ in range(rng.choice((0, 0, 1, 4))):
             world.step()
     world.drain()
-    assert world.scheduler.counters["preemptions"] > 0
+    assert world.store.counters["preemptions"] > 0
     return world.streams
 
 
@@ -156,8 +156,8 @@ def test_6_preemption_storm(num_blocks: int, depth: int) -> None:
         return world
 
     storm, calm = run(num_blocks, depth), run(1024, 1)
-    assert storm.scheduler.counters["preemptions"] > 0
-    assert calm.scheduler.counters["preemptions"] == 0
+    assert storm.store.counters["preemptions"] > 0
+    assert calm.store.counters["preemptions"] == 0
     assert storm.coverage["chunked prefills"] > 0
     assert [stream.tokens for stream in storm.streams] == [stream.tokens for stream in calm.streams]
 
@@ -208,5 +208,5 @@ def test_7_a_stop_token_arrives_while_the_request_is_preempted() -> None:
     assert stream.request.status is RequestStatus.FINISHED
     assert stream.finish is not None
     assert (stream.finish.stop_reason, len(stream.tokens)) == (third, 3)
-    assert stream.request not in list(world.scheduler.waiting)
+    assert stream.request not in list(world.store.waiting)
     world.drain()

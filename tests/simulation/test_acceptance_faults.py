@@ -8,7 +8,7 @@ from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
@@ -31,7 +31,7 @@ def test_8_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
     world.dispatch()
     assert world.stage(stream) == "prefill in flight"
     world.abort(stream)
-    assert world.scheduler.kv.pool.num_free < 32, "the fence holds the blocks that the chunk still writes"
+    assert world.epoch.kv.pool.num_free < 32, "the fence holds the blocks that the chunk still writes"
     world.drain()
     assert stream.tokens == []
 
@@ -63,7 +63,7 @@ def test_8_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int)
     world.abort(*streams)
     world.drain()
     assert streams[0].finish is not None
-    assert world.scheduler.counters["aborted"] == 4
+    assert world.store.counters["aborted"] == 4
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -76,7 +76,7 @@ def test_8_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
     world.engine.abort(stream.client, [stream.number])
     world.drain()
     assert stream.finish is not None
-    assert world.scheduler.counters["aborted"] == 0
+    assert world.store.counters["aborted"] == 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -117,7 +117,7 @@ def test_10_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 class WorstFirst(ChunkedPolicy):
     """Takes from the budget in the order opposite to rank, so that a victim may have been chosen before."""
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         return view.running[::-1]
 
 
@@ -158,7 +158,7 @@ def test_12_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool
         world.reset_prefix_cache(reset_running)
         world.step()
     world.drain()
-    assert (world.scheduler.counters["preemptions"] > 0) == reset_running
+    assert (world.store.counters["preemptions"] > 0) == reset_running
     assert all(stream.tokens == stream.answer.tokens for stream in world.streams)
 
 

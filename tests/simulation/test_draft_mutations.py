@@ -1,23 +1,25 @@
 """Faults in what the scheduler does with drafts, put there on purpose: the simulator must notice each of them."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
-from services.scheduler.core.results import Results
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.slots import DELIVER, LIVE, SlotTable
+from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
 from tests.simulation.drafts import Speculating
+from tests.simulation.faults import Fault, assert_caught
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference
-from tests.simulation.test_mutations import Fault, assert_caught
 from tests.simulation.test_speculation import ROOMY, prompt_of
 from tests.simulation.world import World, params
 
@@ -25,28 +27,28 @@ from tests.simulation.world import World, params
 def rejected_drafts_stay_computed(settle: Any) -> Any:
     """P is not reduced (2(b) 3)."""
 
-    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
-        before = self.slots.computed.copy()
+    def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        before = self.epoch.slots.computed.copy()
         settle(self, rows, drafts, sampled, live)
-        self.slots.computed[:] = before
+        self.epoch.slots.computed[:] = before
 
     return broken
 
 
 def rejected_drafts_are_settled_twice(settle: Any) -> Any:
-    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
-        before = self.slots.computed.copy()
+    def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+        before = self.epoch.slots.computed.copy()
         settle(self, rows, drafts, sampled, live)
-        self.slots.computed -= before - self.slots.computed
+        self.epoch.slots.computed -= before - self.epoch.slots.computed
 
     return broken
 
 
 def one_rejected_draft_too_few(settle: Any) -> Any:
-    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+    def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
         settle(self, rows, drafts, sampled, live)
         mine = live & (drafts - sampled.counts + 1 > 1)
-        self.slots.computed[rows[mine]] += 1
+        self.epoch.slots.computed[rows[mine]] += 1
 
     return broken
 
@@ -69,7 +71,7 @@ def a_row_follows_before_its_drafts_can_be_there(wanted: Any) -> Any:
 
 
 def one_draft_more_than_was_asked_for(wanted: Any) -> Any:
-    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+    def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         self.proposed[rows] += self.proposed[rows] > 0
         try:
             return wanted(self, rows, next_step, stages)
@@ -80,7 +82,7 @@ def one_draft_more_than_was_asked_for(wanted: Any) -> Any:
 
 
 def more_drafts_than_the_context_has_room_for(wanted: Any) -> Any:
-    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+    def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         history, self.history = self.history, np.empty((len(self.history), 1 << 20), np.int8)
         try:
             return wanted(self, rows, next_step, stages)
@@ -93,7 +95,7 @@ def more_drafts_than_the_context_has_room_for(wanted: Any) -> Any:
 def drafts_count_as_certain_tokens(wanted: Any) -> Any:
     """A request counts as certainly finished as soon as its drafts might finish it."""
 
-    def broken(self: SlotTable, rows: Any, next_step: int, stages: int) -> Any:
+    def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         sampling, self.sampling = self.sampling, self.placeholders
         try:
             return wanted(self, rows, next_step, stages)
@@ -116,14 +118,14 @@ def drafts_are_not_reserved(add: Any) -> Any:
 def tokens_after_a_stop_are_delivered(until: Any) -> Any:
     """2(b) 12"""
 
-    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+    def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
         return until(self, rows, token_ids, first, counts)._replace(counts=counts)
 
     return broken
 
 
 def a_stop_counts_at_the_end_of_a_row_only(until: Any) -> Any:
-    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+    def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
         tokens = until(self, rows, token_ids, first, counts)
         early = tokens.counts < counts
         return tokens._replace(counts=counts, ends=tokens.ends & ~early, stops=tokens.stops & ~early)
@@ -132,13 +134,13 @@ def a_stop_counts_at_the_end_of_a_row_only(until: Any) -> Any:
 
 
 def min_tokens_hold_for_rows_of_one_token(until: Any) -> Any:
-    def broken(self: Results, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
-        before = self.slots.stops_from.copy()
-        self.slots.stops_from[rows[counts > 1]] = 0
+    def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+        before = self.epoch.slots.stops_from.copy()
+        self.epoch.slots.stops_from[rows[counts > 1]] = 0
         try:
             return until(self, rows, token_ids, first, counts)
         finally:
-            self.slots.stops_from[:] = before
+            self.epoch.slots.stops_from[:] = before
 
     return broken
 
@@ -146,9 +148,9 @@ def min_tokens_hold_for_rows_of_one_token(until: Any) -> Any:
 def drafts_enter_the_prefix_cache_at_dispatch(register: Any) -> Any:
     """0.7: eager registration is for tokens that are known."""
 
-    def broken(self: Scheduler, rows: Any, counts: Any) -> None:
+    def broken(self: StepPlanner, rows: Any, counts: Any) -> None:
         register(self, rows, counts)
-        self.kv.register(rows, self.slots.computed[rows] + counts)
+        self.epoch.kv.register(rows, self.epoch.slots.computed[rows] + counts)
 
     return broken
 
@@ -170,13 +172,14 @@ def what_a_stop_cut_off_enters_the_prefix_cache(commit: Any) -> Any:
 
 
 def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
-    def broken(self: Results, slot: int, token_ids: list[int], sampled: Any) -> None:
-        deliver(self, slot, token_ids, sampled)
-        request = self.slots.request(slot)
+    def broken(self: ResultApplier, slot: int, token_ids: list[int], embedding: Any) -> int:
+        appended = int(deliver(self, slot, token_ids, embedding))
+        request = self.epoch.slots.request(slot)
         if request.finished and len(token_ids) > 1:
-            self.outputs.token(
-                request, int(self.slots.tokens[slot]) - request.num_prompt_tokens, token_ids[-1]
+            self.store.outputs.token(
+                request, int(self.epoch.slots.tokens[slot]) - request.num_prompt_tokens, token_ids[-1]
             )
+        return appended
 
     return broken
 
@@ -184,11 +187,11 @@ def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
 def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
     """One stale row for each token that may come, and not for each row."""
 
-    def broken(self: Scheduler, slot: int, cause: Any, stale: int = DELIVER) -> None:
-        sampling = self.slots.sampling[slot]
-        self.slots.sampling[slot] = self.slots.placeholders[slot]
+    def broken(self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER) -> None:
+        sampling = self.epoch.slots.sampling[slot]
+        self.epoch.slots.sampling[slot] = self.epoch.slots.placeholders[slot]
         preempt(self, slot, cause, stale)
-        self.slots.sampling[slot] = sampling
+        self.epoch.slots.sampling[slot] = sampling
 
     return broken
 
@@ -196,8 +199,8 @@ def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
 def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
     """2(b) 13: tagged with the producing step."""
 
-    def broken(self: Results, rows: Any, draft_ids: Any) -> None:
-        owners = [self.slots.request(int(row)) for row in rows]
+    def broken(self: ResultApplier, rows: Any, draft_ids: Any) -> None:
+        owners = [self.epoch.slots.request(int(row)) for row in rows]
         before = [owner.draft_ids for owner in owners]
         remember(self, rows, draft_ids)
         for owner, ids in zip(owners, before, strict=True):
@@ -208,7 +211,7 @@ def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
 
 
 def every_position_has_its_rows_first_mask(output: Any) -> Any:
-    def broken(self: Scheduler, step: Any, vocab_size: int) -> Any:
+    def broken(self: StepPlanner, step: Any, vocab_size: int) -> Any:
         grammar = output(self, step, vocab_size)
         if grammar is None or not grammar.counts:
             return grammar
@@ -228,24 +231,27 @@ def a_grammar_takes_the_rows_last_token_only(matching: Any) -> Any:
 
 
 def logprobs_of_what_a_stop_cut_off(publish: Any) -> Any:
-    def broken(self: Results, logprobs: Any) -> None:
-        tokens, self.slots.tokens = self.slots.tokens, np.full_like(self.slots.tokens, 1 << 20)
+    def broken(self: ResultApplier, logprobs: Any) -> None:
+        tokens, self.epoch.slots.tokens = (
+            self.epoch.slots.tokens,
+            np.full_like(self.epoch.slots.tokens, 1 << 20),
+        )
         publish(self, logprobs)
-        self.slots.tokens = tokens
+        self.epoch.slots.tokens = tokens
 
     return broken
 
 
 def drafts_are_counted_twice(settle: Any) -> Any:
-    def broken(self: Results, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
+    def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
         settle(self, rows, drafts, sampled, live)
-        self.slots.drafted[rows] += sampled.drafted
+        self.epoch.slots.drafted[rows] += sampled.drafted
 
     return broken
 
 
 def a_preempted_request_forgets_its_drafts(give: Any) -> Any:
-    def broken(self: SlotTable, slot: int) -> None:
+    def broken(self: SlotColumns, slot: int) -> None:
         if self.state[slot] != LIVE:
             self.drafted[slot] = self.accepted[slot] = 0
         give(self, slot)
@@ -253,51 +259,63 @@ def a_preempted_request_forgets_its_drafts(give: Any) -> Any:
     return broken
 
 
-def blocks_for_what_is_computed_only(held: Any) -> Any:
-    """The drafter's look-ahead has none."""
-    return lambda self, ends: ends
+class NoLookahead(Limits):
+    """Sizes without blocks for the positions at which a drafter writes KV."""
+
+    def held(self, ends: Column) -> Column:
+        return ends
 
 
-FAULTS: list[Fault] = [
-    (Results, "_settle", rejected_drafts_stay_computed),
-    (Results, "_settle", rejected_drafts_are_settled_twice),
-    (Results, "_settle", one_rejected_draft_too_few),
-    (Results, "_settle", drafts_are_counted_twice),
-    (SlotTable, "wanted", a_row_follows_before_its_drafts_can_be_there),
-    (SlotTable, "wanted", one_draft_more_than_was_asked_for),
-    (SlotTable, "wanted", more_drafts_than_the_context_has_room_for),
-    (SlotTable, "wanted", drafts_count_as_certain_tokens),
-    (SlotTable, "give_draft_counts", a_preempted_request_forgets_its_drafts),
-    (Ledger, "add", drafts_are_not_reserved),
-    (Ledger, "add", drafts_survive_the_row_that_had_them),
-    (Results, "_until_the_end", tokens_after_a_stop_are_delivered),
-    (Results, "_until_the_end", a_stop_counts_at_the_end_of_a_row_only),
-    (Scheduler, "_register_known", drafts_enter_the_prefix_cache_at_dispatch),
-    (KVCacheManager, "commit", drafts_enter_the_prefix_cache_with_their_result),
-    (Scheduler, "preempt", a_preempted_request_waits_for_its_drafts),
-    (Limits, "held", blocks_for_what_is_computed_only),
+def blocks_for_what_is_computed_only(init: Any) -> Any:
+    def broken(self: EpochState, number: int, limits: Limits, *owned: Any) -> None:
+        init(self, number, NoLookahead(**asdict(limits)), *owned)
+
+    return broken
+
+
+FAULTS = [
+    Fault("applier", "settle", rejected_drafts_stay_computed),
+    Fault("applier", "settle", rejected_drafts_are_settled_twice),
+    Fault("applier", "settle", one_rejected_draft_too_few),
+    Fault("applier", "settle", drafts_are_counted_twice),
+    Fault("slots", "wanted", a_row_follows_before_its_drafts_can_be_there),
+    Fault("slots", "wanted", one_draft_more_than_was_asked_for),
+    Fault("slots", "wanted", more_drafts_than_the_context_has_room_for),
+    Fault("slots", "wanted", drafts_count_as_certain_tokens),
+    Fault("slots", "give_draft_counts", a_preempted_request_forgets_its_drafts),
+    Fault("ledger", "add", drafts_are_not_reserved),
+    Fault("ledger", "add", drafts_survive_the_row_that_had_them),
+    Fault("applier", "cut", tokens_after_a_stop_are_delivered),
+    Fault("applier", "cut", a_stop_counts_at_the_end_of_a_row_only),
+    Fault("planner", "register_known", drafts_enter_the_prefix_cache_at_dispatch),
+    Fault("kv", "commit", drafts_enter_the_prefix_cache_with_their_result),
+    Fault("lifecycle", "preempt", a_preempted_request_waits_for_its_drafts),
+    Fault("epoch", "__init__", blocks_for_what_is_computed_only),
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
-def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_caught(fault, monkeypatch, speculates=True)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_caught(fault: Fault) -> None:
+    assert_caught(fault, speculates=True)
 
 
-RARE_FAULTS: list[Fault] = [
-    (Results, "_remember_drafts", a_grammar_looks_at_drafts_of_a_step_before),
-    (Scheduler, "grammar_output", every_position_has_its_rows_first_mask),
-    (Request, "matching", a_grammar_takes_the_rows_last_token_only),
-    (Results, "_publish_logprobs", logprobs_of_what_a_stop_cut_off),
-    (Results, "_until_the_end", min_tokens_hold_for_rows_of_one_token),
-    (KVCacheManager, "commit", what_a_stop_cut_off_enters_the_prefix_cache),
-    (Results, "_deliver_stale", a_stale_row_delivers_behind_its_stop),
+RARE_FAULTS = [
+    Fault("applier", "keep_drafts", a_grammar_looks_at_drafts_of_a_step_before),
+    Fault("planner", "grammar_output", every_position_has_its_rows_first_mask),
+    Fault("request", "matching", a_grammar_takes_the_rows_last_token_only),
+    Fault("applier", "publish_logprobs", logprobs_of_what_a_stop_cut_off),
+    Fault("applier", "cut", min_tokens_hold_for_rows_of_one_token),
+    Fault("kv", "commit", what_a_stop_cut_off_enters_the_prefix_cache),
+    Fault("applier", "deliver_stale", a_stale_row_delivers_behind_its_stop),
 ]
-"""Of what random workloads have few: grammars, log-probabilities, rows that go on behind a stop."""
+"""Faults in what random workloads have few of: grammars, log-probabilities, rows that go on behind a stop."""
+
+NO_FAULT = Fault("waiting", "head", lambda head: head)
 
 
-def many_stops_and_grammars() -> None:
-    world = World(replace(ROOMY, block_size=4), 2, speculating=Speculating("by request", (5,)))
+def many_stops_and_grammars(fault: Fault) -> None:
+    limits, drafts = replace(ROOMY, block_size=4), Speculating("by request", (5,))
+    world = World(limits, 2, speculating=drafts, parts=fault.parts, engine=fault.engine)
     for i in range(18):
         stops = range(i, 64, 9 if i % 3 else 4)
         sampling = params(14, *stops, eos=False, min_tokens=4)
@@ -306,11 +324,10 @@ def many_stops_and_grammars() -> None:
     world.drain()
 
 
-def displaced_within_a_row_that_stops() -> None:
+def displaced_within_a_row_that_stops(fault: Fault) -> None:
     answer = reference(prompt_of(9), params(9, eos=False), 512, 64).tokens
-    world = World(
-        replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (5,))
-    )
+    limits, drafts = replace(ROOMY, max_num_seqs=1), Speculating("always", (5,))
+    world = World(limits, 3, use_priority=True, speculating=drafts, parts=fault.parts, engine=fault.engine)
     world.add(prompt_of(9), params(9, answer[3], eos=False), priority=1)
     world.dispatch()
     world.add(prompt_of(5, 1), params(3, eos=False))
@@ -318,14 +335,16 @@ def displaced_within_a_row_that_stops() -> None:
     assert world.coverage["stops while preempted"]
 
 
+def play_rare_scenarios(fault: Fault) -> None:
+    many_stops_and_grammars(fault)
+    displaced_within_a_row_that_stops(fault)
+
+
 def test_without_a_fault_nothing_is_caught() -> None:
-    many_stops_and_grammars()
-    displaced_within_a_row_that_stops()
+    play_rare_scenarios(NO_FAULT)
 
 
-@pytest.mark.parametrize("fault", RARE_FAULTS, ids=lambda fault: fault[2].__name__)
-def test_rare_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, broken = fault
-    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+@pytest.mark.parametrize("fault", RARE_FAULTS, ids=lambda fault: fault.name)
+def test_rare_fault_is_caught(fault: Fault) -> None:
     with pytest.raises(Exception, match=r"."):
-        test_without_a_fault_nothing_is_caught()
+        play_rare_scenarios(fault)

@@ -45,7 +45,7 @@ def test_the_cache_of_lost_workers_is_not_hit(depth: int) -> None:
     world = World(ROOMY, depth)
     world.add(prompt_of(160), params(3, eos=False))
     world.drain()
-    assert world.scheduler.kv.pool.by_hash
+    assert world.epoch.kv.pool.by_hash
     change_workers(world)
     world.add(prompt_of(160), params(3, eos=False))
     world.drain()
@@ -82,7 +82,7 @@ def test_slots_and_blocks_behind_a_fence_come_back(depth: int) -> None:
     world.add(prompt_of(40, seed=1), params(20, eos=False))
     world.dispatch()
     world.abort(stream)
-    assert world.scheduler._fences
+    assert world.epoch.fences
     world.end_epoch()
     assert world.coverage["epochs: ended with fences"] == 1
     world.start_epoch(world.limits, ChunkedPolicy())

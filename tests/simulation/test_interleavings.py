@@ -128,14 +128,14 @@ def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[st
         yield "dispatch", lambda world: world.dispatch() and None
     if world.pending:
         yield "complete", lambda world: world.complete()
-    if case.reset and "reset" not in done and len(world.scheduler.running):
+    if case.reset and "reset" not in done and len(world.epoch.running):
         yield "reset", lambda world: world.reset_prefix_cache(reset_running=True)
 
 
 def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
     """Everything that decides what happens next; request numbers stand for requests."""
-    scheduler, s = world.scheduler, world.scheduler.slots
-    pool, live = scheduler.kv.pool, [i for i, state in enumerate(s.state.tolist()) if state]
+    epoch, s = world.epoch, world.epoch.slots
+    pool, live = epoch.kv.pool, [i for i, state in enumerate(s.state.tolist()) if state]
     return (
         done,
         tuple(
@@ -145,20 +145,20 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
                 int(s.state[i]),
                 int(s.tokens[i]),
                 int(s.computed[i]),
-                tuple(scheduler.kv.tables[i]),
+                tuple(epoch.kv.tables[i]),
             )
             for i in live
         ),
-        tuple((r.number, len(r.token_ids), r.stale_rows) for r in scheduler.waiting),
-        tuple((tuple(x.slots.tolist()), tuple(x.counts.tolist())) for x in scheduler.ledger.steps),
+        tuple((r.number, len(r.token_ids), r.stale_rows) for r in world.store.waiting),
+        tuple((tuple(x.slots.tolist()), tuple(x.counts.tolist())) for x in epoch.ledger.steps),
         len(world.pending),
-        tuple(pool._blank),
-        tuple(pool._cached),
+        tuple(pool.blank),
+        tuple(pool.cached),
         tuple(pool.by_hash.items()),
         tuple(s.free),
         tuple((x.number, len(x.tokens), x.finish is None, x.aborted) for x in world.streams),
-        tuple(scheduler._released),
-        (world.lost, scheduler.epoch, len(world.orphans), tuple(world.pipeline.ran)),
+        tuple(epoch.released),
+        (world.lost, epoch.number, len(world.orphans), tuple(world.pipeline.ran)),
     )
 
 
@@ -195,6 +195,6 @@ def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> 
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}\nevents, then drained: {list(path)}")
         happened += world.coverage
-        happened["preemptions"] += world.scheduler.counters["preemptions"]
+        happened["preemptions"] += world.store.counters["preemptions"]
     assert happened[case.proves]
     assert seen > 100, f"only {seen} states explored"

@@ -6,7 +6,7 @@ import pytest
 from protocol.codec import encode
 from services.scheduler.core.engine import StallError
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from tests.simulation.test_acceptance import ROOMY, prompt_of
 from tests.simulation.world import World, params
@@ -47,7 +47,7 @@ def test_a_lack_of_blocks_preempts_no_request_in_flight(depth: int) -> None:
     for i in range(4):
         world.add(prompt_of(8, seed=i), params(16, eos=False))
     world.drain()
-    assert world.scheduler.counters["preemptions"] > 0
+    assert world.store.counters["preemptions"] > 0
     assert world.coverage["stale deliveries"] == 0
 
 
@@ -69,7 +69,7 @@ def test_a_slot_behind_its_fence_holds_up_no_admission(depth: int) -> None:
 class NeverAnything(ChunkedPolicy):
     """Leaves every running request out of every step."""
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         return np.empty(0, np.int64)
 
 

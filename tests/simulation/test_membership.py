@@ -183,7 +183,7 @@ class ServedWorld(World):
 
     def on_worker_result(self, frame: bytes) -> None:
         result = RESULTS.decode(frame)
-        if self.lost or result.epoch != self.scheduler.epoch:
+        if self.lost or result.epoch != self.epoch.number:
             self.coverage["late results of lost workers"] += 1
             self.expected_stale += 1
             self.engine.on_result(result)

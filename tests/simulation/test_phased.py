@@ -9,7 +9,7 @@ import pytest
 from protocol.codec import unpack
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
 from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.rigid import RigidWorld, limits, play
@@ -70,7 +70,7 @@ def test_the_random_workloads_meet_what_they_are_for() -> None:
     for seed in range(40):
         world = play(seed, 2 + seed % 2)
         happened += world.coverage
-        happened += world.scheduler.counters
+        happened += world.store.counters
     assert [name for name in MUST_HAPPEN if not happened[name]] == []
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_remembered_between_steps(depth: int) -> None:
             anew().begin(view)
             return anew().begin(view)
 
-        def order(self, view: SchedulerView) -> Rows:
+        def order(self, view: SchedulerView) -> SlotIds:
             anew().begin(view)
             return anew().order(view)
 
@@ -176,11 +176,11 @@ def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
     world = RigidWorld(limits(), 4)
     world.add(prompt(20), params(4, eos=False))
     world.dispatch()
-    newest = world.scheduler.ledger.newest
-    assert len(world.scheduler.ledger.steps) == 3
+    newest = world.epoch.ledger.newest
+    assert len(world.epoch.ledger.steps) == 3
     for _ in range(3):
-        assert world.scheduler.schedule() is None
-        assert world.scheduler.ledger.newest is newest
+        assert world.engine.planner.schedule() is None
+        assert world.epoch.ledger.newest is newest
     world.drain()
     assert "".join(world.kinds) == "PPPDDD"
 
@@ -198,12 +198,12 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
     for _ in range(20):
         world.step()
     assert first.open
-    assert world.scheduler.kv.pool.num_free >= 6
+    assert world.epoch.kv.pool.num_free >= 6
     assert not second.steps
     assert not third.steps
     world.drain()
     assert second.steps
-    assert world.scheduler.counters["preemptions"] == 0
+    assert world.store.counters["preemptions"] == 0
 
 
 def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
@@ -295,14 +295,14 @@ def test_less_progress_with_the_next_chunk_in_flight() -> None:
     world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
     stream = world.add(prompt(16), params(3, eos=False))
     world.dispatch()
-    table = list(world.scheduler.kv.tables[0])
+    table = list(world.epoch.kv.tables[0])
     world.complete()
-    s = world.scheduler.slots
+    s = world.epoch.slots
     assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (4, 0, 0)
-    assert world.scheduler.kv.tables[0] == table
+    assert world.epoch.kv.tables[0] == table
     world.drain()
     assert starts(world, stream)[:4] == [(1, 0, 8), (1, 8, 16), (2, 4, 8), (2, 8, 16)]
-    assert world.scheduler.counters["rollbacks"] == 1
+    assert world.store.counters["rollbacks"] == 1
 
 
 def test_more_progress_with_the_next_chunk_in_flight() -> None:
@@ -343,7 +343,7 @@ def test_a_request_leaves_while_its_rows_are_void(when: str) -> None:
             world.reset_prefix_cache(reset_running=True)
     world.drain()
     assert stream.aborted or len(stream.tokens) == 3
-    assert world.scheduler.counters["rollbacks"] >= 1
+    assert world.store.counters["rollbacks"] >= 1
 
 
 def test_progress_of_a_request_that_has_left_is_ignored() -> None:
@@ -353,7 +353,7 @@ def test_progress_of_a_request_that_has_left_is_ignored() -> None:
     world.dispatch()
     world.abort(stream)
     world.drain()
-    assert world.scheduler.counters["rollbacks"] == 0
+    assert world.store.counters["rollbacks"] == 0
 
 
 def test_workers_are_lost_while_rows_are_void() -> None:
@@ -363,9 +363,9 @@ def test_workers_are_lost_while_rows_are_void() -> None:
     stream = world.add(prompt(24), params(3, eos=False))
     world.dispatch()
     world.complete()
-    assert world.scheduler.counters["rollbacks"] == 1
+    assert world.store.counters["rollbacks"] == 1
     world.replace_workers()
-    assert world.scheduler.ledger.newest is None
+    assert world.epoch.ledger.newest is None
     world.drain()
     assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
 
@@ -407,7 +407,7 @@ def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
             world.step()
     assert world.coverage["prefix hits"] == 3
     assert all(stream.hit in (16, 20, 24) for stream in world.streams[1:])
-    cached = {world.scheduler.kv.pool.hash_of[block] for block in range(128)} - {None}
+    cached = {world.epoch.kv.pool.hash_of[block] for block in range(128)} - {None}
     assert len(cached) < 6 + 4 * 3  # one block for each six of the shared prefix
     world.drain()
 
@@ -417,9 +417,9 @@ def test_only_confirmed_blocks_are_shared() -> None:
     world = RigidWorld(limits(), 2)
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()
-    assert not world.scheduler.kv.pool.by_hash
+    assert not world.epoch.kv.pool.by_hash
     world.complete()
-    assert len(world.scheduler.kv.pool.by_hash) == 2
+    assert len(world.epoch.kv.pool.by_hash) == 2
     world.drain()
 
 
@@ -428,7 +428,7 @@ def test_entries_of_another_generation_count_for_nothing() -> None:
     world = RigidWorld(limits(), 3)
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()
-    ledger, s = world.scheduler.ledger, world.scheduler.slots
+    ledger, s = world.epoch.ledger, world.epoch.slots
     assert [int(step.counts[0]) for step in ledger.steps] == [8, 8, 8]
     ledger.roll_back(0, 5)
     assert int(s.computed[0]) - int(s.inflight[0]) == 5

@@ -26,7 +26,6 @@ from services.scheduler.core.observer import (
     StepDispatched,
     TimeAdvanced,
 )
-from services.scheduler.core.scheduler import Scheduler
 from tests.simulation.driver import play
 from tests.simulation.grammar import Compilation
 from tests.simulation.oracle import HIDDEN_SIZE
@@ -43,11 +42,11 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
     limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
     compilation = Compilation(load.vocab)
     engine = EngineCore(
-        Scheduler(
-            limits, build(load, limits, seed), drafting=None if drafts is None else drafts.drafting(seed)
-        ),
+        limits,
+        build(load, limits, seed),
         depth,
         load.vocab,
+        drafting=None if drafts is None else drafts.drafting(seed),
         use_priority=load.use_priority,
         compiler=compilation,
         hidden_size=HIDDEN_SIZE,
@@ -64,7 +63,7 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
             case RequestsAborted(frontend=frontend, numbers=numbers):
                 engine.abort(frontend, list(numbers))
             case FrontendLeft(frontend=frontend):
-                engine.drop_client(frontend)
+                engine.drop_frontend(frontend)
             case GrammarReady(ticket=ticket):
                 engine.on_grammar(ticket, compilation.finish(ticket))
             case ResultArrived(result=result):

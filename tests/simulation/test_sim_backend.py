@@ -14,10 +14,9 @@ from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
-from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
 from services.worker.backends.sim.extras import HIDDEN_SIZE
 from services.worker.runner import Output
@@ -51,9 +50,11 @@ class Engine:
         self.compilation = Compilation(VOCAB)
         limits = replace(STORM, drafts_in_flight=depth * drafts)
         self.core = EngineCore(
-            Scheduler(limits, ChunkedPolicy(), drafting=Fixed(drafts) if drafts else None),
+            limits,
+            ChunkedPolicy(),
             depth,
             VOCAB,
+            drafting=FixedDrafting(drafts) if drafts else None,
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
         )
@@ -160,9 +161,9 @@ def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int,
             engine.add(Client(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
         engine.turn()
     engine.runner.shutdown()
-    assert engine.core.scheduler.counters["preemptions"] > 0
+    assert engine.core.store.counters["preemptions"] > 0
     assert bool(engine.deferred) == (STRUCTURED in name and depth > 1)
-    counters = engine.core.scheduler.counters
+    counters = engine.core.store.counters
     if drafts:
         assert 0 < counters["spec_decode_num_accepted_tokens"] < counters["spec_decode_num_draft_tokens"]
     for client in engine.clients:

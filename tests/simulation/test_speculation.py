@@ -15,7 +15,7 @@ from protocol.codec import unpack
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy, SchedulerView
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
@@ -70,7 +70,7 @@ def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str
     assert [counted(world) for world in ahead] == [expected, expected]
     for world in (synchronous, *ahead):
         assert [stream.tokens for stream in world.streams] == [plain(stream) for stream in world.streams]
-        assert world.scheduler.counters["preemptions"] == 0
+        assert world.store.counters["preemptions"] == 0
     drafted, accepted = (sum(column) for column in zip(*expected, strict=True))
     assert drafted > 100
     assert {"always": accepted > 0.8 * drafted, "never": not accepted}.get(acceptance, 0 < accepted < drafted)
@@ -81,7 +81,7 @@ def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str
 def test_statistics_are_the_sums_of_all_requests() -> None:
     """2(b) 4, under vLLM's names."""
     world = together("every third", 3, 2)
-    counters = world.scheduler.counters
+    counters = world.store.counters
     drafted, accepted = (sum(column) for column in zip(*counted(world), strict=True))
     # What was verified behind an unforeseen stop is no request's any more.
     assert counters["spec_decode_num_draft_tokens"] >= drafted > 0
@@ -98,7 +98,7 @@ def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
     """2(e) 2: preemptions, chunks, requests that join and leave in every step; k is drawn anew for each."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
     world = storm(STORM, depth, name, speculating=how)
-    assert world.scheduler.counters["preemptions"] > 0
+    assert world.store.counters["preemptions"] > 0
     assert world.coverage["chunked prefills"] > 0
     assert world.coverage["resumed"] > 0
     assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
@@ -114,7 +114,7 @@ class Rotating(ChunkedPolicy):
         super().__init__()
         self._turn = 0
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         self._turn += 1
         return np.roll(super().order(view), -self._turn)
 
@@ -290,7 +290,7 @@ def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], sta
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
     for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
         world = storm(replace(STORM, stages=stages), depth, name, speculating=how, policy=policy())
-        assert world.scheduler.counters["preemptions"] > 0
+        assert world.store.counters["preemptions"] > 0
         assert world.coverage["resumed"] > 0
         assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
         assert_it_shows(world, name)

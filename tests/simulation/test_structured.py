@@ -149,7 +149,7 @@ def test_preemption(state: int) -> None:
     """Its tokens in flight are delivered and move its grammar, or are dropped and sampled again."""
     world, stream, others = deferred()
     assert stream.request is not None
-    world.scheduler.preempt(stream.request.slot, PreemptionCause.RESET, state)
+    world.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, state)
     assert stream.request.stale_rows == (2 if state == DELIVER else 0)
     world._transition()
     world.dispatch()
@@ -258,7 +258,7 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     world.compiled()
     world.dispatch()
     assert bad.request is not None
-    world.scheduler.preempt(bad.request.slot, PreemptionCause.BLOCKS)
+    world.engine.lifecycle.preempt(bad.request.slot, PreemptionCause.BLOCKS)
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.drain()
     assert bad.request.status is RequestStatus.FINISHED
@@ -347,7 +347,7 @@ def test_a_rigid_device_that_goes_its_own_way(depth: int) -> None:
         world.compiled() if grammar else None
         world.step()
     world.drain()
-    assert world.scheduler.counters["rollbacks"] > 3
+    assert world.store.counters["rollbacks"] > 3
     assert world.coverage["log-probabilities"] > 50
 
 

@@ -13,17 +13,26 @@ import msgspec
 
 from protocol.codec import Decoder, encode, pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs
-from protocol.rows import LogprobRows
+from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import Observer
+from services.scheduler.core.observer import (
+    DispatchStarted,
+    Event,
+    Observer,
+    PreemptionCause,
+    RequestPreempted,
+    ResultApplied,
+    StepDispatched,
+)
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.results import Applied, Sampled
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.slots import DELIVER, DROP, LIVE
+from services.scheduler.core.slots import DELIVER, DROP
+from services.scheduler.core.store import RequestStore
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
@@ -112,38 +121,6 @@ class Stream:
         return reference(self.prompt, self.params, max_model_len, vocab, self.grammar(vocab), self.pooling)
 
 
-class _Watched(Scheduler):
-    """The production scheduler, reporting its transitions."""
-
-    world: "World"
-
-    def schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
-        before = self.counters["preemptions"]
-        planned = super().schedule()
-        self.world.admitting = self.counters["preemptions"] == before
-        self.world._on_scheduled(planned)
-        return planned
-
-    def update_from_output(self, step: InflightStep, sampled: Sampled) -> Applied | None:
-        self.world._on_verified(step, sampled)
-        applied = super().update_from_output(step, sampled)
-        self.world._on_updated(step)
-        return applied
-
-    def _displace(self) -> None:
-        before = self.counters["preemptions"]
-        super()._displace()
-        self.world.coverage["displacements"] += self.counters["preemptions"] - before
-
-    def _deliver_stale(self, slot: int, token_ids: list[int], sampled: Sampled) -> int:
-        owner = self.slots.request(slot)
-        appended = super()._deliver_stale(slot, token_ids, sampled)
-        self.world.coverage["stale deliveries"] += 1
-        self.world.coverage["drafts: stale rows of several tokens"] += len(token_ids) > 1
-        self.world.coverage["stops while preempted"] += owner.status is RequestStatus.FINISHED
-        return appended
-
-
 class World:
     def __init__(
         self,
@@ -158,33 +135,43 @@ class World:
         speculating: Speculating | None = None,
         seed: int = 0,
         observer: Observer | None = None,
+        parts: Parts = DEFAULT_PARTS,
+        engine: type[EngineCore] = EngineCore,
     ) -> None:
-        """`conserves_work`: the policy leaves no step empty that something could be computed in (S4-4); `seed`: of the
-        lengths that `speculating` draws."""
+        """A world with one epoch of workers.
+
+        Args:
+            conserves_work: the policy leaves no step empty in which a request could be computed (work conservation).
+            seed: of the lengths that `speculating` draws.
+            observer: receives every event of the core before the world does.
+            parts, engine: other classes than the production ones, to inject faults.
+        """
         limits = limits if speculating is None else speculating.limits(limits, depth)
         self.limits, self.depth, self.vocab, self.speculating = limits, depth, vocab, speculating
         self.conserves_work = conserves_work
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
-        drafting = None if speculating is None else speculating.drafting(seed)
-        scheduler = _Watched(limits, self.policy, epoch, drafting=drafting)
-        scheduler.world = self
         self.compilation = Compilation(vocab)
-        self.engine = EngineCore(
-            scheduler,
+        self.engine = engine(
+            limits,
+            self.policy,
             depth,
             vocab,
+            epoch=epoch,
+            drafting=None if speculating is None else speculating.drafting(seed),
             use_priority=use_priority,
             compiler=self.compilation,
             hidden_size=HIDDEN_SIZE,
             observer=observer,
+            parts=parts,
         )
+        self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
         self.pipeline = Pipeline(limits.stages)
-        self.checker = Checker(scheduler, depth)
+        self.checker = Checker(self.engine)
         self.lost = False
         """Whether the epoch has ended and no other has begun."""
         self.admitting = True
-        """Whether the last call preempted nobody; otherwise it lets nobody in (spec 0.5 B)."""
+        """Whether no request was preempted since the last step was dispatched; else the next step admits nobody."""
         self.even = True
         """Whether all stages took as long for every step so far."""
         self.coverage: Counter[str] = Counter()
@@ -196,17 +183,23 @@ class World:
         self.orphans: deque[bytes] = deque()
         """Results of epochs that have ended."""
         self.expected_stale = 0
+        self._rows: dict[int, list[Stream]] = {}
+        """step_id -> the streams of its sampling rows, of steps in flight."""
         self._by_key: dict[tuple[int, int], Stream] = {}
         self._by_request: dict[Request, Stream] = {}
         self._trace = trace
 
     def _future(self, slot: int) -> list[int]:
-        stream = self._by_request[self.scheduler.slots.request(slot)]
+        stream = self._by_request[self.epoch.slots.request(slot)]
         return stream.prompt + stream.answer.tokens
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self.engine.scheduler
+    def store(self) -> RequestStore:
+        return self.engine.store
+
+    @property
+    def epoch(self) -> EpochState:
+        return self.engine.epoch
 
     def log(self, *parts: object) -> None:
         if self._trace is not None:
@@ -271,7 +264,7 @@ class World:
     def compiled(self, which: int = 0) -> None:
         """The `which`-th grammar that is being compiled is ready, or is refused."""
         ticket = list(self.compilation.waiting)[which]
-        known, grammar = ticket in self.engine._compiling, self.compilation.finish(ticket)
+        known, grammar = ticket in self.store.compiling, self.compilation.finish(ticket)
         self.coverage[
             "grammars: "
             + ("of nobody any more" if not known else "refused" if isinstance(grammar, str) else "ready")
@@ -299,28 +292,29 @@ class World:
         for key in [key for key in self._by_key if key[0] == client]:
             self._by_key.pop(key).aborted = True
             self.coverage["client drops"] += 1
-        self.engine.drop_client(client)
+        self.engine.drop_frontend(client)
         self._transition()
 
     def reset_prefix_cache(self, reset_running: bool) -> None:
         self.log("reset prefix cache", "with running" if reset_running else "")
-        if len(self.engine.queue) and len(self.scheduler.running):
+        if len(self.engine.queue) and len(self.epoch.running):
             self.coverage[f"resets in flight: running={reset_running}"] += 1
         self.engine.reset_prefix_cache(reset_running)
-        assert not self.scheduler.kv.pool.by_hash
+        assert not self.epoch.kv.pool.by_hash
         self._transition()
 
     def stage(self, stream: Stream) -> str:
         """Where a request is, for coverage."""
-        request, slots = stream.request, self.scheduler.slots
+        request, slots = stream.request, self.epoch.slots
         if request is None or request.status is RequestStatus.FINISHED:
             return "finished"
-        if request in self.engine._compiling.values():
+        if request in list(self.store.compiling):
             return "compiling"
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
         computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
-        if self.engine._unsampled is not None and request.slot in self.engine._unsampled.slots:
+        unsampled = self.engine.queue.unsampled
+        if unsampled is not None and request.slot in unsampled.slots:
             return "sampling deferred"
         kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
         return f"{kind} in flight" if inflight else f"{kind} idle"
@@ -337,21 +331,22 @@ class World:
 
     def end_epoch(self) -> None:
         """The workers are lost, whatever is going on. Their results may still arrive."""
-        scheduler, queue, happened = self.scheduler, self.engine.queue, self.coverage
-        self.log("end of epoch", scheduler.epoch)
+        epoch, queue, happened = self.epoch, self.engine.queue, self.coverage
+        self.log("end of epoch", epoch.number)
         happened["epochs: ended in flight"] += len(queue) > 0
-        happened["epochs: ended with fences"] += bool(scheduler._fences)
-        happened["epochs: ended with stale rows"] += any(r.stale_rows for r in scheduler.waiting)
+        happened["epochs: ended with fences"] += bool(epoch.fences)
+        happened["epochs: ended with stale rows"] += any(r.stale_rows for r in self.store.waiting)
         happened["epochs: ended with results on the way"] += bool(self.pending)
-        happened["epochs: ended with results held back"] += bool(queue._results)
-        happened["epochs: ended with a filled cache"] += bool(scheduler.kv.pool.by_hash)
+        happened["epochs: ended with results held back"] += bool(queue.results)
+        happened["epochs: ended with a filled cache"] += bool(epoch.kv.pool.by_hash)
         happened["epochs: ended twice"] += self.lost
-        happened["epochs: ended with a sampling deferred"] += self.engine._unsampled is not None
-        for slot in scheduler.running.tolist():
-            self._by_request[scheduler.slots.request(slot)].voids += 1
+        happened["epochs: ended with a sampling deferred"] += queue.unsampled is not None
+        for slot in epoch.running.tolist():
+            self._by_request[epoch.slots.request(slot)].voids += 1
         self.orphans.extend(self.pending.values())
         self.orphans.extend(self.pipeline.take_results())
         self.pending.clear()
+        self._rows.clear()
         self.lost = True
         self.engine.end_epoch()
         self.checker.on_void()
@@ -371,7 +366,7 @@ class World:
             limits = self.speculating.limits(limits, self.depth)
         more = limits.num_blocks - self.limits.num_blocks
         self.coverage["epochs: " + ("larger" if more > 0 else "smaller" if more else "of equal size")] += 1
-        self.limits, self.lost, epoch = limits, False, epoch or self.scheduler.epoch + 1
+        self.limits, self.lost, epoch = limits, False, epoch or self.epoch.number + 1
         self.log("epoch", epoch, limits)
         for stream in self._by_key.values():
             stream.doomed = not self._fits(stream)
@@ -379,13 +374,10 @@ class World:
         doomed = [stream for stream in self._by_key.values() if stream.doomed]
         self.policy = WatchedPolicy(policy)
         self.engine.start_epoch(limits, self.policy, epoch)
-        self.scheduler.__class__ = _Watched  # made by the engine: from here on it reports its transitions too
-        assert isinstance(self.scheduler, _Watched)
-        self.scheduler.world = self
         self._count_drafts()
         self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
         self.pipeline, self.even = Pipeline(limits.stages), True
-        self.checker.on_new_epoch(self.scheduler)
+        self.checker.on_new_epoch()
         self._transition()
         self.publish()
         assert all(stream.finish is not None for stream in doomed), "a request that cannot fit lives on"
@@ -403,7 +395,7 @@ class World:
     def late_result(self) -> None:
         """Workers of an epoch that has ended finish a step after all."""
         result = _RESULTS.decode(self.orphans.popleft())
-        queued = any(step.step_id == result.step_id for step in self.engine.queue._steps)
+        queued = any(step.step_id == result.step_id for step in self.engine.queue.steps)
         self.coverage["late results: of a step id that is in flight again"] += queued
         self.coverage["late results: epoch ended"] += 1
         self.expected_stale += 1
@@ -434,7 +426,7 @@ class World:
                 self.coverage["sampling: deferred"] += self.worker.waits_for_grammar
             if isinstance(message, GrammarOutput):
                 self.coverage["sampling: with a grammar"] += 1
-                states = self.scheduler.slots.state[unpack(message.slots)]
+                states = self.epoch.slots.state[unpack(message.slots)]
                 self.coverage["sampling: of a request that ended meanwhile"] += int((states == DROP).sum())
             if result is None:
                 continue
@@ -442,12 +434,14 @@ class World:
                 self.pipeline.sampled(result)
             else:
                 self.pending[_RESULTS.decode(result).step_id] = result
-        waits = self.engine._unsampled is not None
+        if self.engine.has_requests and not self.engine.queue.full and self.engine.queue.unsampled is None:
+            self._on_nothing_scheduled()
+        waits = self.engine.queue.unsampled is not None
         assert waits == self.worker.waits_for_grammar, "a sampling is deferred on one side only"
         self.coverage["sampling: waits for tokens in flight"] += waits
         self.checker.check_cache(self.worker.kv)
-        queued = [step.step_id for step in self.engine.queue._steps]
-        assert queued == [step.step_id for step in self.scheduler.ledger.steps], (
+        queued = [step.step_id for step in self.engine.queue.steps]
+        assert queued == [step.step_id for step in self.epoch.ledger.steps], (
             "I-d: ledger and batch queue differ"
         )
         assert self.engine.queue or not self.engine.has_requests, (
@@ -548,52 +542,75 @@ class World:
     def _on_sent(self, frame: bytes) -> None:
         """A message leaves for the workers."""
 
-    def _on_scheduled(self, planned: tuple[InflightStep, SchedulerOutput] | None) -> None:
-        if planned is not None:
-            step, plan = planned
-            self.checker.on_scheduled(step)
-            entering = {new.slot for new in plan.new}
-            self.policy.check(step, self.scheduler.slots, entering)
-            columns = (step.slots, step.starts, step.counts, step.samples, step.drafts)
-            rows = [column.tolist() for column in columns]
-            for slot, start, count, samples, drafts in zip(*rows, strict=True):
-                stream = self._by_request[self.scheduler.slots.request(slot)]
-                assert stream.request is not None
-                if slot in entering and not stream.request.reads_prefix_cache:
-                    assert start == 0, f"{stream.number} must read no prefix cache"
-                stream.hit = start if not stream.steps else stream.hit
-                stream.scheduled += count
-                stream.planned_drafts += drafts
-                stream.steps += 1
-                self.coverage["prefix hits"] += start > 0 and slot in entering
-                self.coverage["chunked prefills"] += not samples
-                self.coverage["resumed"] += slot in entering and stream.steps > 1
-                self.coverage["resumed in another epoch"] += slot in entering and stream.voids > 0
-                self.coverage["prefix hits in another epoch"] += (
-                    start > 0 and slot in entering and plan.epoch > 1
-                )
-            self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
-        elif self.conserves_work and self.admitting:
-            self.checker.on_idle(self.policy.shown)
+    def observe(self, event: Event) -> None:
+        """Check a decision of the core when it is made."""
+        match event:
+            case DispatchStarted():
+                self.admitting = True
+            case StepDispatched():
+                self._on_dispatched(event)
+                self.admitting = True
+            case RequestPreempted(cause=cause):
+                self.admitting = False
+                self.coverage["displacements"] += cause is PreemptionCause.PRIORITY
+            case ResultApplied():
+                self._on_applied(event)
+
+    def _on_dispatched(self, event: StepDispatched) -> None:
+        step, plan = event.step, event.plan
+        self.checker.on_scheduled(step)
+        entering = {new.slot for new in plan.new}
+        self.policy.check(step, self.epoch.slots, entering)
+        streams = [self._by_request[self.epoch.slots.request(slot)] for slot in step.slots.tolist()]
+        self._rows[step.step_id] = [s for s, samples in zip(streams, step.samples, strict=True) if samples]
+        columns = (step.slots, step.starts, step.counts, step.samples, step.drafts)
+        rows = [column.tolist() for column in columns]
+        for stream, slot, start, count, samples, drafts in zip(streams, *rows, strict=True):
+            assert stream.request is not None
+            if slot in entering and not stream.request.reads_prefix_cache:
+                assert start == 0, f"{stream.number} must read no prefix cache"
+            stream.hit = start if not stream.steps else stream.hit
+            stream.scheduled += count
+            stream.planned_drafts += drafts
+            stream.steps += 1
+            self.coverage["prefix hits"] += start > 0 and slot in entering
+            self.coverage["chunked prefills"] += not samples
+            self.coverage["resumed"] += slot in entering and stream.steps > 1
+            self.coverage["resumed in another epoch"] += slot in entering and stream.voids > 0
+            self.coverage["prefix hits in another epoch"] += start > 0 and slot in entering and plan.epoch > 1
+        self.log("step", step.step_id, *zip(*rows, strict=True), "new", sorted(entering))
         self.checker.check()
 
-    def _on_verified(self, step: InflightStep, sampled: Sampled) -> None:
-        """A result is about to be applied: whose drafts were verified, and how many held (2(b) 4)."""
-        slots, current = self.scheduler.slots, self.scheduler.ledger.current(step)[step.samples]
-        rows = (step.slots[step.samples], current, sampled.counts, sampled.drafted)
-        for slot, is_current, count, drafted in zip(*(column.tolist() for column in rows), strict=True):
-            if is_current and slots.state[slot] in (LIVE, DELIVER):
-                stream = self._by_request[slots.request(slot)]
-                stream.drafted += drafted
-                stream.accepted += count - 1
-                self.coverage["drafts: rows cut by a stop"] += self._ends_within(stream, count)
+    def _on_nothing_scheduled(self) -> None:
+        """Requests exist and the queue has room, but no step was formed."""
+        if self.conserves_work and self.admitting:
+            self.checker.on_idle(self.policy.shown)
 
-    def _ends_within(self, stream: Stream, count: int) -> bool:
-        """Whether the answer ends before the last of so many further tokens."""
+    def _on_applied(self, event: ResultApplied) -> None:
+        """Count verified and accepted drafts of the rows whose result was used; check the state after the result."""
+        result = ResultRows.from_message(event.result)
+        columns = (event.states, result.counts, result.drafted, event.counts)
+        streams = self._rows.pop(event.step.step_id)
+        for stream, state, count, drafted, appended in zip(
+            streams, *(column.tolist() for column in columns), strict=True
+        ):
+            if state == DROP:
+                continue
+            stream.drafted += drafted
+            stream.accepted += count - 1
+            self.coverage["drafts: rows cut by a stop"] += self._ends_within(stream, count, appended)
+            if state == DELIVER:
+                self.coverage["stale deliveries"] += 1
+                self.coverage["drafts: stale rows of several tokens"] += count > 1
+                self.coverage["stops while preempted"] += (stream.client, stream.number) in event.ended
+        self._on_updated(event.step)
+
+    def _ends_within(self, stream: Stream, count: int, appended: int) -> bool:
+        """Return whether the answer ends before the last of the row's `count` tokens; `appended` of them were taken."""
         assert stream.request is not None
-        s, request = self.scheduler.slots, stream.request
+        s, request = self.epoch.slots, stream.request
         known = int(s.tokens[request.slot]) if request.slot >= 0 else len(request.token_ids)
-        return known + count > len(stream.prompt) + len(stream.answer.tokens)
+        return known - appended + count > len(stream.prompt) + len(stream.answer.tokens)
 
     def _on_updated(self, step: InflightStep) -> None:
         self.checker.on_processed(step)

@@ -14,10 +14,9 @@ from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
 from services.config import SchedulerConfig, WorkerConfig
-from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.drafting import Drafting, FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import Output
@@ -89,7 +88,9 @@ class Run:
         num_blocks: int = 200,
         prefix_caching: bool = True,
         policy: str = "chunked",
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting` None: the number of drafts that the worker was started with."""
         how = worker.speculation
         drafts = how.num_speculative_tokens if how is not None else 0
         limits = Limits(
@@ -101,10 +102,15 @@ class Run:
         config = SchedulerConfig.model_validate(
             {"batching_policy": policy, "block_size": BLOCK, "max_num_batched_tokens": CHUNK}
         )
-        drafting = Fixed(drafts) if drafts else None
-        scheduler = Scheduler(limits, make_policy(config, limits), worker.epoch, drafting=drafting)
         self.core = EngineCore(
-            scheduler, depth, VOCAB, compiler=self.compilation, hidden_size=worker.loaded.hidden_size
+            limits,
+            make_policy(config, limits),
+            depth,
+            VOCAB,
+            epoch=worker.epoch,
+            drafting=drafting or (FixedDrafting(drafts) if drafts else None),
+            compiler=self.compilation,
+            hidden_size=worker.loaded.hidden_size,
         )
         self._outputs: deque[Output] = deque()
         self.counts: list[int] = []

@@ -189,7 +189,7 @@ def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict
     with Run(worker, depth, prefix_caching=False) as run:
         streams = [run.add(n, s) for n, s in enumerate(everything()[:3])]
         victim = run.add(9, Stream(text(3, 250), GREEDY))
-        while victim.tokens == [] and not len(run.core.scheduler.running) > 3:
+        while victim.tokens == [] and not len(run.core.epoch.running) > 3:
             run.turn()
         run.turn()
         assert victim.tokens == []

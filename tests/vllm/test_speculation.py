@@ -213,8 +213,7 @@ class Varying:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_number_of_drafts_may_change_with_every_step(depth: int, worker: Worker, plain: Plain) -> None:
-    with Run(worker, depth) as run:
-        run.core.scheduler.drafting = Varying()
+    with Run(worker, depth, drafting=Varying()) as run:
         for got, expected in zip(run.serve(*everything()), plain.everything.values(), strict=True):
             assert_equal(got, expected)
         assert accepted(run) > 0

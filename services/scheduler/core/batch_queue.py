@@ -1,4 +1,4 @@
-"""The steps in flight, at most `depth`, and their results in the order of dispatch. It knows nothing about tokens."""
+"""The steps in flight, at most `depth`, and their results in the order of dispatch. Tokens are not its business."""
 
 from collections import deque
 
@@ -7,40 +7,44 @@ from services.scheduler.core.ledger import InflightStep
 
 
 class BatchQueue:
-    """Depth 1 is the synchronous engine, 2 runs one step ahead; the same code at every depth (spec 0.4)."""
+    """Queue of the run-ahead loop. Depth 1 is the synchronous engine, depth 2 runs one step ahead."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._steps: deque[InflightStep] = deque()
-        self._results: dict[int, ModelRunnerOutput] = {}
+        self.steps: deque[InflightStep] = deque()
+        self.results: dict[int, ModelRunnerOutput] = {}
+        """step_id -> result that arrived before that of an older step."""
+        self.unsampled: InflightStep | None = None
+        """The newest step, while its sampling waits for its `GrammarOutput` (deferred sampling)."""
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     @property
     def full(self) -> bool:
-        return len(self._steps) >= self.depth
+        return len(self.steps) >= self.depth
 
-    def push(self, step: InflightStep) -> None:
-        self._steps.append(step)
+    def push(self, step: InflightStep, waits_for_grammar: bool = False) -> None:
+        self.steps.append(step)
+        self.unsampled = step if waits_for_grammar else None
 
     def deliver(self, result: ModelRunnerOutput) -> bool:
-        """Matches a result to its step by id, never by arrival (spec 0.4 L4). False: no such step is in flight."""
+        """Match a result to its step by id (identity matching). Return False if no such step is in flight."""
         known = (
-            any(step.step_id == result.step_id for step in self._steps)
-            and result.step_id not in self._results
+            any(step.step_id == result.step_id for step in self.steps) and result.step_id not in self.results
         )
         if known:
-            self._results[result.step_id] = result
+            self.results[result.step_id] = result
         return known
 
     def pop(self) -> tuple[InflightStep, ModelRunnerOutput] | None:
-        """The oldest step, if its result is here."""
-        if not self._steps or self._steps[0].step_id not in self._results:
+        """Remove the oldest step, if its result has arrived."""
+        if not self.steps or self.steps[0].step_id not in self.results:
             return None
-        step = self._steps.popleft()
-        return step, self._results.pop(step.step_id)
+        step = self.steps.popleft()
+        return step, self.results.pop(step.step_id)
 
     def clear(self) -> None:
-        self._steps.clear()
-        self._results.clear()
+        self.steps.clear()
+        self.results.clear()
+        self.unsampled = None

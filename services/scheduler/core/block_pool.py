@@ -1,7 +1,7 @@
-"""KV blocks: who holds them, which of them are cached under a hash, which are free.
+"""KV blocks: reference counts, cached blocks by hash, free blocks.
 
-A free block is *blank* (content worthless) or *cached* (found again by its hash until it is evicted). Blank blocks
-are given away first, then cached ones, least recently freed first.
+A free block is *blank* (its content is worthless) or *cached* (it can be found by its hash until it is evicted). Blank
+blocks are taken first, then cached ones, least recently freed first.
 """
 
 from collections import OrderedDict
@@ -9,30 +9,32 @@ from collections.abc import Iterable
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. `refs[b] == 0` exactly while b is free; only free blocks are evicted (spec 0.7)."""
+    """Blocks 0 .. num_blocks - 1. `refs[b] == 0` exactly while b is free; only free blocks are evicted."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.by_hash: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self.blank = list(range(num_blocks - 1, -1, -1))
+        """Free blocks without a hash; the last one is taken first."""
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with a hash; the first one is evicted first."""
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._cached)
+        return len(self.blank) + len(self.cached)
 
     def is_free(self, block: int) -> bool:
         return self.refs[block] == 0
 
     def take(self, count: int) -> list[int]:
-        """`count` free blocks, each now held once and without a hash; the caller has checked that they exist."""
-        blank = min(count, len(self._blank))
-        blocks = self._blank[len(self._blank) - blank :]
-        del self._blank[len(self._blank) - blank :]
+        """Take `count` free blocks, each with one holder and no hash; the caller has checked that they exist."""
+        blank = min(count, len(self.blank))
+        blocks = self.blank[len(self.blank) - blank :]
+        del self.blank[len(self.blank) - blank :]
         for _ in range(count - blank):
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self.cached.popitem(last=False)
             self.forget(block)
             blocks.append(block)
         for block in blocks:
@@ -40,38 +42,38 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block: a prefix hit."""
+        """Add a holder to each block: a prefix hit."""
         for block in blocks:
             if self.refs[block] == 0:
-                del self._cached[block]
+                del self.cached[block]
             self.refs[block] += 1
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """One holder less for each block. Pass tail blocks first, so that prefixes survive longest."""
+        """Remove a holder from each block. Pass tail blocks first, so that prefixes are evicted last."""
         for block in blocks:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 if self.hash_of[block] is None:
-                    self._blank.append(block)
+                    self.blank.append(block)
                 else:
-                    self._cached[block] = None
+                    self.cached[block] = None
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Makes a held block findable. The first block under a hash stays; a twin simply is not cached."""
+        """Make a held block findable. The first block under a hash stays; another one is not cached."""
         if self.hash_of[block] is None and block_hash not in self.by_hash:
             self.by_hash[block_hash] = block
             self.hash_of[block] = block_hash
 
     def forget(self, block: int) -> None:
-        """The block's content is about to change."""
+        """Remove the block from the prefix cache, because its content is about to change."""
         block_hash = self.hash_of[block]
         if block_hash is not None:
             del self.by_hash[block_hash]
             self.hash_of[block] = None
 
     def forget_all(self) -> None:
-        """Empties the prefix cache; held blocks stay with their holders."""
+        """Empty the prefix cache; held blocks stay with their holders."""
         self.by_hash.clear()
         self.hash_of = [None] * self.num_blocks
-        self._blank.extend(self._cached)
-        self._cached.clear()
+        self.blank.extend(self.cached)
+        self.cached.clear()

@@ -1,4 +1,4 @@
-"""How many drafts to propose: always the same number, or what has paid lately."""
+"""How many drafts a step proposes: a fixed number, or the number that yields the most tokens per second."""
 
 from typing import Protocol
 
@@ -9,50 +9,49 @@ from services.config import SpeculativeConfig
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.slots import Column
 
-_MEMORY = 0.98
-"""What a step's figures are worth one step later: about the last fifty count."""
+_DECAY = 0.98
+"""Weight of a step's figures after one more step: about the last fifty steps count."""
 _PROBE_AFTER = (32, 1024)
-"""Steps after which drafts that do not pay are tried once more: at first, and at most after trying in vain."""
+"""Steps without drafts before they are tried again: the first time, and at most after unsuccessful attempts."""
 _LOOK_EVERY = 4
-"""Steps after which it thinks again."""
+"""Steps between two estimates of the best number."""
 _ENOUGH = 4
-"""Steps that the first estimate of what they cost needs."""
+"""Steps that the first estimate of the cost needs."""
 _VARY_EVERY = 12
-"""Steps after which one proposes a draft less, to see what it costs."""
+"""Steps after which one step proposes a draft less, to measure what a draft costs."""
 _OUTLIER = 2.0
-"""A step that takes so many times what was expected was held up by something else, and counts as no more."""
+"""A step that takes more than this multiple of the expected time was delayed by something else; the excess is cut."""
 _LEAST_CHANCE = (0.1, 0.5)
-"""What a draft must have until that was measured, and what may be asked of it at most: a draft that is not verified
-teaches nothing."""
+"""`least_chance` until costs are known, and its maximum: drafts that are not verified teach nothing."""
 _REMEMBERED = 1.0
-"""Rows whose drafts are not forgotten while there are no others: what failed then is expected to fail still."""
-_HOPE = 0.7
+"""Rows of a position below which its figures do not decay while no drafts are proposed: a failure stays known."""
+_PRIOR_ACCEPTANCE = 0.7
 """Acceptance at the first position until it was measured."""
 _MARGIN = 1.02
-"""Drafts must promise so much more than none: an estimate is noisy, and no draft costs nothing."""
+"""Drafts must promise this multiple of the rate without drafts: estimates are noisy, and no draft costs nothing."""
 
 
 class Drafting(Protocol):
     least_chance: float
-    """From where a draft of the step that is formed is not worth verifying."""
+    """Acceptance probability below which a draft of the step that is formed is not worth verifying."""
 
     def length(self, num_rows: int) -> int:
-        """Drafts to propose in the step that is formed, which has `num_rows` rows."""
+        """Return the number of drafts per row that a step of `num_rows` rows proposes."""
         ...
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
-        """A step returned.
+        """Learn from a step that returned.
 
         Args:
-            drafted: int32[rows with samples], verified drafts of each row.
-            counts: int32[rows with samples], tokens of each row: accepted drafts and one more.
-            seconds: what it took; 0: not known.
+            drafted: int32[sampling rows], verified drafts of each row.
+            counts: int32[sampling rows], tokens of each row: accepted drafts and one more.
+            seconds: time of the step on the device; 0: unknown.
         """
         ...
 
 
-class Fixed:
-    """A `Drafting`: as many as configured."""
+class FixedDrafting:
+    """A `Drafting` that always proposes the same number."""
 
     least_chance = 0.0
 
@@ -63,28 +62,28 @@ class Fixed:
         return self._num_drafts
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
-        """Nothing it sees changes it."""
+        """Ignored."""
 
 
-class Adaptive:
-    """A `Drafting`: the number that yields the most tokens per second, by what was measured lately.
+class AdaptiveDrafting:
+    """A `Drafting` that proposes the number with the highest estimated rate of tokens.
 
-    What a step yields with k drafts is 1 + sum(P(at least j accepted), j = 1..k) for each row. What it takes is taken
-    to be linear, `a + b * computed tokens + c * proposed drafts`, fitted by least squares with forgetting.
+    A row of a step with k drafts yields 1 + sum(P(at least j accepted), j = 1..k) tokens. The time of a step is
+    modelled as `a + b * computed tokens + c * proposed drafts`, fitted by least squares with exponential decay.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._positions = np.arange(1, most + 1)
         self._rows = np.zeros((4, most))
-        """Of recent steps, by position: rows that a draft was planned for there, that had one, that accepted every
-        draft before, and that accepted this one too."""
+        """Decayed counts of rows by draft position: a draft was planned; there was one; every draft before it was
+        accepted; it was accepted too."""
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
         self._cost: NDArray[np.float64] | None = None
-        """What a step takes as such, per token and per proposed draft, in seconds; None until that is known."""
+        """Seconds per step, per token and per proposed draft; None until known."""
         self._best, self._num_rows = most, 0
-        """What was best when last looked at, for so many rows."""
+        """The latest estimate, and the number of rows it is for."""
         self.least_chance = _LEAST_CHANCE[0]
         self._steps = self._since_change = 0
         self._patience = _PROBE_AFTER[0]
@@ -117,13 +116,13 @@ class Adaptive:
             rate = tokens / (base + per_token * num_rows * computed + per_draft * (position + 1))
             if rate > best_rate:
                 best, best_rate = position + 1, rate
-        # A draft must bring more than what its row takes would bring otherwise.
+        # A draft must yield more than its share of the step's time yields otherwise.
         self.least_chance = min(per_token * num_rows * best_rate, _LEAST_CHANCE[1])
         return best
 
     def _acceptance(self) -> list[float]:
-        """P(at least j accepted), j = 1 .. most. A position of which little is known is like the one before it."""
-        chances, all_so_far, here = [], 1.0, _HOPE
+        """P(at least j accepted), j = 1 .. most. A position with few figures takes those of the position before."""
+        chances, all_so_far, here = [], 1.0, _PRIOR_ACCEPTANCE
         for reached, accepted in self._rows[2:].T.tolist():
             here = (accepted + here) / (reached + 1)
             all_so_far *= here
@@ -132,12 +131,10 @@ class Adaptive:
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
         self._steps += 1
-        if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill would tell of other things
+        if seconds > 0 and (step.counts - step.drafts == 1).all():  # a prefill has other costs
             self._learn_cost(np.array((1.0, len(step.slots) + drafted.sum(), step.proposes)), seconds)
         planned = step.drafts[step.samples][:, None]
-        self._rows *= np.where(
-            (self._rows[2] > _REMEMBERED) | (planned >= self._positions).any(0), _MEMORY, 1
-        )
+        self._rows *= np.where((self._rows[2] > _REMEMBERED) | (planned >= self._positions).any(0), _DECAY, 1)
         if planned.any():
             at, drafted, counts = self._positions, drafted[:, None], counts[:, None]
             had_room = planned >= at
@@ -152,18 +149,18 @@ class Adaptive:
     def _learn_cost(self, x: NDArray[np.float64], seconds: float) -> None:
         if self._cost is not None:
             seconds = min(seconds, _OUTLIER * float(x @ self._cost))
-        self._normal = _MEMORY * self._normal + x[:, None] * x
-        self._moment = _MEMORY * self._moment + x * seconds
+        self._normal = _DECAY * self._normal + x[:, None] * x
+        self._moment = _DECAY * self._moment + x * seconds
         if self._normal[0, 0] > _ENOUGH and self._steps % _LOOK_EVERY == 0:
-            # What the steps so far cannot tell apart is the step's own: drafts cost nothing until they were seen to.
+            # Ridge: what the steps cannot tell apart counts as the step's own time, so drafts cost nothing at first.
             ridge = np.diag(self._normal.diagonal() * (1e-6, 1e-3, 1e-3)) + 1e-9 * np.eye(3)
             solved = np.linalg.solve(self._normal + ridge, self._moment)
             self._cost = np.array(np.maximum(solved, (1e-6, 0, 0)), np.float64)
 
 
-def drafting(config: SpeculativeConfig | None) -> Drafting | None:
-    """None without speculation."""
+def drafting_from_config(config: SpeculativeConfig | None) -> Drafting | None:
+    """Return None without speculation."""
     if config is None:
         return None
     most = config.num_speculative_tokens
-    return Adaptive(most) if config.adaptive else Fixed(most)
+    return AdaptiveDrafting(most) if config.adaptive else FixedDrafting(most)

@@ -1,20 +1,17 @@
-"""The run-ahead loop without I/O: events go in, messages come out (spec 0.4).
+"""The run-ahead loop without I/O: events go in, messages come out.
 
-The shell calls `add`, `abort` and `on_result` as messages arrive, and after each batch of events `dispatch`, which
-fills the batch queue: filling it has priority over reading results. Aborts that arrived with a result are applied
-before it.
+The shell calls `advance` with the time, then `add`, `abort`, `on_grammar` and `on_result` as messages arrive, and after
+each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling it comes before reading
+results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
 """
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from protocol.codec import ProtocolError, unpack
+from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs, RequestTimes
-from protocol.rows import EmbeddingRows, LogprobRows, ProgressRows, ResultRows
-from protocol.sampling import Pooling
-from protocol.steps import NO_DRAFT, GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepMessage
-from services.scheduler.core.batch_queue import BatchQueue
+from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from services.scheduler.core.admission import Admission
+from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
@@ -29,7 +26,6 @@ from services.scheduler.core.observer import (
     Observers,
     PrefixCacheReset,
     RequestArrived,
-    RequestKey,
     RequestRefused,
     RequestsAborted,
     ResultApplied,
@@ -39,423 +35,325 @@ from services.scheduler.core.observer import (
     StepDispatched,
     TimeAdvanced,
 )
-from services.scheduler.core.request import Request
-from services.scheduler.core.results import NO_EMBEDDINGS, Sampled, UnknownResult
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.slots import Column
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.plan import PlannedStep
+from services.scheduler.core.request import Request, RequestKey, make_order_key
+from services.scheduler.core.results import decode_result
 from services.scheduler.grammar import Compiler, Grammar
 from services.scheduler.policies import BatchingPolicy
 
-MAX_PRIORITY = 2**20
-"""Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
-
 
 class StallError(Exception):
-    """Requests exist, nothing is in flight and nothing can be scheduled (spec 0.4 L7): a bug, said aloud."""
+    """Requests exist, nothing is in flight and nothing can be scheduled: a bug in the scheduler or its policy."""
 
 
 class EngineCore:
+    """The scheduler: what survives an epoch (`store`), what does not (`epoch`), and the steps in flight (`queue`)."""
+
     def __init__(
         self,
-        scheduler: Scheduler,
+        limits: Limits,
+        policy: BatchingPolicy,
         depth: int,
         vocab_size: int,
+        *,
+        epoch: int = 1,
+        drafting: Drafting | None = None,
         max_num_queued_reqs: int = 1024,
         max_num_queued_tokens: int = 1 << 22,
         use_priority: bool = False,
         compiler: Compiler | None = None,
         hidden_size: int = 0,
         observer: Observer | None = None,
+        parts: Parts = DEFAULT_PARTS,
     ) -> None:
-        """`compiler` None: structured output is refused; `hidden_size` 0: embeddings are. `observer` is attached before
-        the first event; others may be added to `observers` at any time."""
-        self.scheduler = scheduler
-        self.queue = BatchQueue(depth)
-        self.requests: dict[tuple[int, int], Request] = {}
+        """Start with the group of workers of an epoch.
+
+        Args:
+            drafting: None: no speculation.
+            compiler: None: structured output is refused.
+            hidden_size: length of an embedding; 0: embeddings are refused.
+            observer: receives every event from the first one on; others may be added to `observers` at any time.
+        """
+        self.parts = parts
         self.vocab_size = vocab_size
-        self._max_reqs = max_num_queued_reqs
-        self._max_tokens = max_num_queued_tokens
-        self._use_priority = use_priority
-        self._compiler = compiler
-        self._compiling: dict[int, Request] = {}
-        """By ticket: requests whose grammar is not ready; they wait here and not in the scheduler, in nobody's way."""
-        self._unsampled: InflightStep | None = None
-        """The step dispatched last, while its sampling waits for its `GrammarOutput`."""
+        self.store = parts.build_store(compiler)
+        self.queue = parts.queue(depth)
+        self.drafting = drafting
         self._hidden_size = hidden_size
+        self._admission = Admission(vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens)
+        self._use_priority = use_priority
         self._arrivals = 0
         self.stale_results = 0
+        """Results that belonged to no step in flight."""
         if observer is not None:
             self.observers.add(observer)
+        self._build_epoch(epoch, limits, policy)
+
+    def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:
+        self.epoch = self.parts.build_epoch(number, limits, policy)
+        self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
+        self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
+        self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
 
     @property
     def observers(self) -> Observers:
-        return self.scheduler.observers
+        return self.store.observers
+
+    @property
+    def requests(self) -> dict[RequestKey, Request]:
+        """Open requests."""
+        return self.store.requests
 
     @property
     def now(self) -> float:
         """The time of the last `advance`, in seconds."""
-        return self.scheduler.now
+        return self.store.now
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is running or in the waiting queue."""
+        return bool(len(self.epoch.running) or len(self.store.waiting))
 
     def advance(self, now: float) -> None:
         """Set the time of everything that happens until the next call. `now`: a monotonic clock, in seconds."""
         if self.observers.listening:
             self.observers.emit(TimeAdvanced(now))
-        self.scheduler.now = now
+        self.store.now = now
 
-    # -- clients -------------------------------------------------------------------------------------------------
+    # -- frontends -----------------------------------------------------------------------------------------------
 
-    def add(self, client: int, message: GenerateRequest) -> None:
-        """Admits a request, or answers with the `Finish` that says why not."""
+    def add(self, frontend: int, message: GenerateRequest) -> None:
+        """Admit a request, or answer with the `Finish` that says why not.
+
+        Raises: ValueError, if the frontend has an open request of that number.
+        """
         if self.observers.listening:
-            self.observers.emit(RequestArrived(client, message))
-        key = (client, message.number)
-        if key in self.requests:
-            raise ValueError(f"frontend {client} reused number {message.number}, which is still open")
-        refusal = self._refusal(message)
+            self.observers.emit(RequestArrived(frontend, message))
+        key, store = (frontend, message.number), self.store
+        if key in store.requests:
+            raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
+        refusal = self._admission.refusal(message, self.epoch.limits, store)
         if refusal is not None:
-            times = RequestTimes(ended=self.now)
-            finish = Finish(message.number, refusal[0], message=refusal[1], times=times)
-            self.scheduler.outputs.finish(client, finish)
-            if self.observers.listening:
-                self.observers.emit(RequestRefused(client, message.request_id, finish))
-            self.scheduler.counters["rejected" if refusal[0] is FinishReason.REJECTED else "invalid"] += 1
+            self._refuse(frontend, message, *refusal)
             return
         self._arrivals += 1
-        request = Request(
-            client,
+        request = store.requests[key] = self.parts.request(
+            frontend,
             message.number,
             unpack(message.token_ids),
             message.num_prompt_tokens,
             message.params,
-            Request.rank_of(message.priority if self._use_priority else 0, self._arrivals),
+            make_order_key(message.priority if self._use_priority else 0, self._arrivals),
             message.cache_salt,
             message.pooling,
             message.request_id,
             self.now,
         )
-        self.requests[key] = request
-        self.scheduler.counters["prompt_tokens"] += request.num_prompt_tokens
-        if message.structured is None or self._compiler is None:
-            self.scheduler.add(request)
+        store.counters["prompt_tokens"] += request.num_prompt_tokens
+        if message.structured is None:
+            store.waiting.add(request)
         else:
-            self._compiling[self._arrivals] = request
-            self._compiler.submit(self._arrivals, message.structured, message.params.eos_token_ids)
+            store.compiling.submit(self._arrivals, request, message.structured)
+
+    def _refuse(self, frontend: int, message: GenerateRequest, reason: FinishReason, why: str) -> None:
+        finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.now))
+        self.store.outputs.finish(frontend, finish)
+        self.store.counters["rejected" if reason is FinishReason.REJECTED else "invalid"] += 1
+        if self.observers.listening:
+            self.observers.emit(RequestRefused(frontend, message.request_id, finish))
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
-        """A request's grammar is ready, or cannot be: then the text says why. The tokens that the request came with
-        belong to it."""
-        request = self._compiling.pop(ticket, None)
+        """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
+        came with must match the grammar."""
+        request = self.store.compiling.take(ticket)
         if self.observers.listening:
-            key = None if request is None else (request.client, request.number)
             error = grammar if isinstance(grammar, str) else ""
-            self.observers.emit(GrammarReady(ticket, key, error))
+            self.observers.emit(GrammarReady(ticket, None if request is None else request.key, error))
         if request is None:
-            return  # it was aborted meanwhile
+            return
         if not isinstance(grammar, str):
             outputs = request.token_ids[request.num_prompt_tokens :].tolist()
             if all(map(grammar.accept, outputs)):
                 request.grammar = grammar
-                self.scheduler.add(request)
+                self.store.waiting.add(request)
                 return
             grammar = "the tokens delivered before do not match what the output must match"
-        self.scheduler.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
-        self.scheduler.counters["invalid"] += 1
+        self.store.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
+        self.store.counters["invalid"] += 1
 
-    def _refusal(self, message: GenerateRequest) -> tuple[FinishReason, str] | None:
-        """Guards the shared loop: whatever a frontend lets through, a request that cannot be served ends alone."""
-        limits, waiting, params = self.scheduler.limits, self.scheduler.waiting, message.params
-        tokens = unpack(message.token_ids)
-        prompt, room = message.num_prompt_tokens, limits.max_model_len - message.num_prompt_tokens
-        outputs = len(tokens) - prompt
-        if prompt < 1 or outputs < 0:
-            return FinishReason.INVALID, "the prompt is empty"
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            return FinishReason.INVALID, f"token ids must lie between 0 and {self.vocab_size - 1}"
-        if room < 1:
-            longest = limits.max_model_len - 1
-            return (
-                FinishReason.INVALID,
-                f"the prompt has {prompt} tokens, but the context holds at most {longest}",
-            )
-        if outputs >= min(params.max_tokens, room):
-            return FinishReason.INVALID, "every token this request may have was already delivered"
-        positions, pool = limits.positions(prompt, params), limits.num_blocks * limits.block_size
-        if positions > pool:
-            return (
-                FinishReason.INVALID,
-                f"the request needs {positions} tokens of KV cache, but it holds {pool}",
-            )
-        if max(params.stop_token_ids, default=0) >= self.vocab_size:
-            return FinishReason.INVALID, f"stop_token_ids must lie between 0 and {self.vocab_size - 1}"
-        if params.min_tokens > limits.max_model_len:
-            return (
-                FinishReason.INVALID,
-                f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens",
-            )
-        refusal = self._lacking(message)
-        if refusal is not None:
-            return FinishReason.INVALID, refusal
-        if abs(message.priority) > MAX_PRIORITY:
-            return FinishReason.INVALID, f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-        num_waiting = len(waiting) + len(self._compiling)
-        num_tokens = waiting.num_tokens + sum(len(r.token_ids) for r in self._compiling.values())
-        if num_waiting >= self._max_reqs or num_tokens + len(tokens) > self._max_tokens:
-            return FinishReason.REJECTED, "the server is overloaded; try again later"
-        return None
-
-    def _lacking(self, message: GenerateRequest) -> str | None:
-        """What the request names or needs that this engine does not have."""
-        params = message.params
-        named = max(
-            (
-                *(token for token, _ in params.logit_bias),
-                *(token for word in params.bad_words for token in word),
-            ),
-            default=0,
-        )
-        allowed = unpack(params.allowed_token_ids)
-        if max(named, allowed.max(initial=0)) >= self.vocab_size or allowed.min(initial=0) < 0:
-            return f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {self.vocab_size - 1}"
-        if message.structured is not None and self._compiler is None:
-            return "structured output is not served: the scheduler was started without the model's tokenizer"
-        if message.pooling is not Pooling.NONE and not self._hidden_size:
-            return "this backend serves no embeddings"
-        return None
-
-    def abort(self, client: int, numbers: list[int]) -> None:
-        """Unknown and finished numbers are ignored. Outputs were published before: a number may be used again at
-        once, and what the old request produced must not reach the new one."""
+    def abort(self, frontend: int, numbers: list[int]) -> None:
+        """End requests without a `Finish`; unknown and finished numbers are ignored. A number may be used again at
+        once: outputs of the old request were published before."""
         if self.observers.listening:
-            self.observers.emit(RequestsAborted(client, tuple(numbers)))
-        self._abort(client, numbers)
+            self.observers.emit(RequestsAborted(frontend, tuple(numbers)))
+        self._abort(frontend, numbers)
 
-    def _abort(self, client: int, numbers: list[int]) -> None:
+    def _abort(self, frontend: int, numbers: list[int]) -> None:
         for number in numbers:
-            request = self.requests.pop((client, number), None)
+            request = self.store.requests.pop((frontend, number), None)
             if request is not None and not request.finished:
-                self._finish(request, None)
-                self.scheduler.counters["aborted"] += 1
+                self.lifecycle.finish(request, None)
+                self.store.counters["aborted"] += 1
 
-    def _finish(self, request: Request, finish: Finish | None) -> None:
-        """Wherever the request is."""
-        ticket = next((ticket for ticket, waits in self._compiling.items() if waits is request), None)
-        if ticket is None or self._compiler is None:
-            self.scheduler.finish(request, finish)
-        else:
-            del self._compiling[ticket]
-            self._compiler.cancel(ticket)
-            self.scheduler.end(request, finish)
-
-    def drop_client(self, client: int) -> None:
-        """A frontend is gone: nobody waits for its requests."""
+    def drop_frontend(self, frontend: int) -> None:
+        """Abort all requests of a frontend that is gone."""
         if self.observers.listening:
-            self.observers.emit(FrontendLeft(client))
-        self._abort(client, [number for owner, number in self.requests if owner == client])
-        self.scheduler.outputs.drop_client(client)
+            self.observers.emit(FrontendLeft(frontend))
+        self._abort(frontend, [number for owner, number in self.store.requests if owner == frontend])
+        self.store.outputs.drop_frontend(frontend)
+
+    def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
+        """Return the outputs to publish, one message per frontend."""
+        return self.store.take_outputs()
+
+    # -- epochs --------------------------------------------------------------------------------------------------
+
+    def end_epoch(self) -> None:
+        """The workers are lost: nothing in flight is delivered, requests wait with their confirmed tokens. Until
+        `start_epoch`, requests may come and go, but `dispatch` must not be called."""
+        if self.observers.listening:
+            self.observers.emit(EpochEnded(self.epoch.number))
+        self._void()
+
+    def start_epoch(self, limits: Limits, policy: BatchingPolicy, number: int) -> None:
+        """Go on with another group of workers. Requests that exceed its sizes end with an error."""
+        if self.observers.listening:
+            self.observers.emit(EpochStarted(number, limits))
+        self._build_epoch(number, limits, policy)
+        for request in [*self.store.waiting, *self.store.compiling]:
+            positions = limits.positions(request.num_prompt_tokens, request.params)
+            if len(request.token_ids) >= limits.max_model_len or positions > limits.num_cached_tokens:
+                message = "the workers were replaced by others with less memory, in which it does not fit"
+                self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=message))
 
     def fail_all(self, error: str) -> None:
-        """The workers are lost for good: every request ends with the error, nothing in flight is delivered."""
+        """The workers are lost for good: every request ends with the error."""
         if self.observers.listening:
             self.observers.emit(AllRequestsFailed(error))
         self._void()
-        for request in self.requests.values():
+        for request in self.store.requests.values():
             if not request.finished:
-                self._finish(request, request.finish_message(FinishReason.ERROR, message=error))
-
-    def end_epoch(self) -> None:
-        """The workers are lost: requests wait with their confirmed tokens, nothing in flight is delivered. Until
-        `start_epoch`, requests may come and go, but nothing may be dispatched."""
-        if self.observers.listening:
-            self.observers.emit(EpochEnded(self.scheduler.epoch))
-        self._void()
+                self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=error))
 
     def _void(self) -> None:
         self.queue.clear()
-        self._unsampled = None
-        self.scheduler.void()
-
-    def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int) -> None:
-        """Goes on with another group of workers. What does not fit its sizes any more ends with an error."""
-        if self.observers.listening:
-            self.observers.emit(EpochStarted(epoch, limits))
-        self.scheduler = Scheduler(limits, policy, epoch, self.scheduler, self.scheduler.drafting)
-        for request in [*self.scheduler.waiting, *self._compiling.values()]:
-            most = limits.positions(request.num_prompt_tokens, request.params)
-            if len(request.token_ids) >= limits.max_model_len or most > limits.num_blocks * limits.block_size:
-                message = "the workers were replaced by others with less memory, in which it does not fit"
-                self._finish(request, request.finish_message(FinishReason.ERROR, message=message))
+        self.lifecycle.void()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """See `Scheduler.reset_prefix_cache`."""
+        """Empty the prefix cache; with `reset_running`, recompute running requests too. Return False if running
+        requests still share blocks."""
         if self.observers.listening:
             self.observers.emit(PrefixCacheReset(reset_running))
-        return self.scheduler.reset_prefix_cache(reset_running)
+        return self.lifecycle.reset_prefix_cache(reset_running)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> Iterator[StepMessage]:
-        """Schedules until the queue is full or nothing more can be scheduled. Each message is to be sent as it comes,
-        before the next step is formed.
+        """Form steps until the queue is full or nothing more can be scheduled. Each message must be sent before the
+        next one is requested from the iterator.
 
-        A step that waits for its grammar is the last one until it has it: its forward pass runs, no other does
-        before it was sampled (spec 0.4 L1).
+        While a step waits for its grammar masks, no further step is dispatched (deferred sampling).
 
         Raises: StallError
         """
-        observers = self.observers
+        observers, queue = self.observers, self.queue
         if observers.listening:
             observers.emit(DispatchStarted())
-        while (grammar := self._grammar_output()) is not None or self._unsampled is None:
+        while (grammar := self._grammar_output()) is not None or queue.unsampled is None:
             if grammar is not None:
                 if observers.listening:
                     observers.emit(GrammarSent(grammar))
                 yield grammar
                 continue
-            planned = None if self.queue.full else self._schedule()
+            planned = None if queue.full else self._schedule()
             if planned is None:
                 break
-            self.queue.push(planned[0])
-            self._unsampled = planned[0] if planned[1].has_structured_output_requests else None
+            step, plan = planned
+            queue.push(step, plan.has_structured_output_requests)
             if observers.listening:
-                observers.emit(self._dispatched(*planned))
-            yield planned[1]
-        if not self.queue and (release := self.scheduler.take_releases()) is not None:
+                observers.emit(self._dispatched(step, plan))
+            yield plan
+        if not queue and (released := self.epoch.take_released()):
+            release = ReleaseSlots(self.epoch.number, pack(released))
             if observers.listening:
                 observers.emit(SlotsReleased(release))
             yield release
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
-        scheduler, slots = self.scheduler, self.scheduler.slots
+        slots = self.epoch.slots
         return StepDispatched(
             step,
             plan,
-            requests=tuple(self._key_of(new.slot) for new in plan.new),
-            frontends=slots.client.take(step.slots),
+            requests=tuple(slots.request(new.slot).key for new in plan.new),
+            frontends=slots.frontend.take(step.slots),
             numbers=slots.number.take(step.slots),
             prefills=step.starts < slots.entry.take(step.slots),
             steps_in_flight=len(self.queue),
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(self._compiling),
-            kv_cache_usage=scheduler.kv.usage,
+            num_running=len(self.epoch.running),
+            num_waiting=self.store.num_waiting,
+            kv_cache_usage=self.epoch.kv.usage,
         )
 
-    def _key_of(self, slot: int) -> RequestKey:
-        request = self.scheduler.slots.request(slot)
-        return request.client, request.number
-
     def _grammar_output(self) -> GrammarOutput | None:
-        """That of the step which waits for it, as soon as the tokens before it are known."""
-        if self._unsampled is None:
+        """Masks of the step that waits for them, as soon as the tokens before it are known."""
+        if self.queue.unsampled is None:
             return None
-        grammar = self.scheduler.grammar_output(self._unsampled, self.vocab_size)
+        grammar = self.planner.grammar_output(self.queue.unsampled, self.vocab_size)
         if grammar is not None:
-            self._unsampled = None
+            self.queue.unsampled = None
         return grammar
 
-    def _schedule(self) -> tuple[InflightStep, SchedulerOutput] | None:
-        scheduler = self.scheduler
+    def _schedule(self) -> PlannedStep | None:
         if not self.has_requests:
             return None
-        planned = scheduler.schedule()
+        planned = self.planner.schedule()
         if planned is None and not self.queue:
-            planned = scheduler.schedule()  # a preemption just now may have made room for what waits
+            planned = self.planner.schedule()  # a preemption in the first call may have made room
             if planned is None:
-                waits = ", ".join(
-                    f"{r.client}/{r.number} {r.status.name}" for r in list(scheduler.waiting)[:8]
-                )
-                raise StallError(
-                    f"nothing can be scheduled: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting "
-                    f"({waits}), {scheduler.kv.pool.num_free} of {scheduler.kv.pool.num_blocks} blocks free"
-                )
+                raise StallError(self._describe_stall())
         return planned
 
-    def on_result(self, result: ModelRunnerOutput) -> None:
-        """Takes a result in any order, applies results in the order of their steps; late or doubled ones are counted
+    def _describe_stall(self) -> str:
+        epoch, waiting, limits = self.epoch, self.store.waiting, self.epoch.limits
+        heads = ", ".join(f"{r.frontend}/{r.number} {r.status.name}" for r in list(waiting)[:8])
+        return (
+            f"nothing can be scheduled: {len(epoch.running)} running, {len(waiting)} waiting ({heads}), "
+            f"{epoch.kv.num_free} of {limits.num_blocks} blocks free"
+        )
+
+    def on_result(self, message: ModelRunnerOutput) -> None:
+        """Take a result, in any order; apply results in the order of their steps. Late and repeated ones are counted
         and dropped.
 
         Raises: UnknownResult, if the result's rows are not those of its plan.
         """
         if self.observers.listening:
-            self.observers.emit(ResultArrived(result))
-        if result.epoch != self.scheduler.epoch or not self.queue.deliver(result):
+            self.observers.emit(ResultArrived(message))
+        if message.epoch != self.epoch.number or not self.queue.deliver(message):
             self.stale_results += 1
             if self.observers.listening:
-                self.observers.emit(StaleResultDropped(result))
+                self.observers.emit(StaleResultDropped(message))
             return
         while (ready := self.queue.pop()) is not None:
-            step, output = ready
-            try:
-                rows, progress = ResultRows.from_message(output), ProgressRows.from_message(output)
-                logprobs = LogprobRows.from_message(output.logprobs) if output.logprobs is not None else None
-                embeddings = (
-                    EmbeddingRows.from_message(output).by_slot() if output.embeddings else NO_EMBEDDINGS
-                )
-            except ProtocolError as error:
-                raise UnknownResult(f"step {step.step_id}: {error}") from error
-            self._check(step, rows)
-            if logprobs is not None and not np.isin(logprobs.owners, step.slots).all():
-                raise UnknownResult(f"step {step.step_id} has log-probabilities of slots not its own")
-            if any(len(values) != 4 * self._hidden_size for values in embeddings.values()):
-                raise UnknownResult(f"step {step.step_id} has embeddings of another size than the model's")
-            if len(progress.slots):
-                self.scheduler.report_progress(step, *progress)
-            drafts = None
-            if output.draft_token_ids:
-                drafts = self._drafts_of(step, output, len(rows.counts))
-            seconds = output.times.sampled - output.times.forward_began
-            sampled = Sampled(
-                rows.counts, rows.token_ids, rows.drafted, drafts, logprobs, embeddings, seconds
+            step, result = ready
+            applied = self.applier.apply(
+                step, decode_result(step, result, self.vocab_size, self._hidden_size)
             )
-            applied = self.scheduler.update_from_output(step, sampled)
-            if applied is not None:
-                self.observers.emit(ResultApplied(step, output, *applied))
-            self.scheduler.counters["steps"] += 1
-
-    def _check(self, step: InflightStep, rows: ResultRows) -> None:
-        """The rows must be the plan's (identity, not counting), and tokens of the vocabulary."""
-        if not np.array_equal(rows.slots, step.slots[step.samples]) or not np.array_equal(
-            rows.generations, step.generations[step.samples]
-        ):
-            raise UnknownResult(f"the rows of step {step.step_id}'s result are not those of its plan")
-        if rows.token_ids.max(initial=0) >= self.vocab_size:
-            raise UnknownResult(
-                f"step {step.step_id} returned a token outside the vocabulary of {self.vocab_size}"
-            )
-
-    def _drafts_of(self, step: InflightStep, output: ModelRunnerOutput, num_rows: int) -> Column:
-        """int32[rows, proposed]"""
-        ids = unpack(output.draft_token_ids)
-        if len(ids) != num_rows * step.proposes or ids.min() < NO_DRAFT or ids.max() >= self.vocab_size:
-            raise UnknownResult(
-                f"step {step.step_id} returned {len(ids)} drafts, some outside the vocabulary or not "
-                f"{step.proposes} for each of {num_rows} rows"
-            )
-        return ids.reshape(num_rows, step.proposes)
-
-    def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
-        """What to publish, a message per frontend; finished requests are forgotten here."""
-        taken = self.scheduler.outputs.take()
-        for client, outputs in taken:
-            for finish in outputs.finished:
-                key = (client, finish.number)
-                if key in self.requests and self.requests[key].finished:
-                    del self.requests[key]
-        return taken
-
-    @property
-    def has_requests(self) -> bool:
-        return bool(len(self.scheduler.running) or len(self.scheduler.waiting))
+            self.store.counters["steps"] += 1
+            if self.observers.listening:
+                self.observers.emit(ResultApplied(step, result, *applied))
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's metric names, without a prefix."""
-        scheduler, counters = self.scheduler, self.scheduler.counters
+        counters = self.store.counters
         return {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling),
-            "kv_cache_usage_perc": scheduler.kv.usage,
+            "num_requests_running": len(self.epoch.running),
+            "num_requests_waiting": self.store.num_waiting,
+            "kv_cache_usage_perc": self.epoch.kv.usage,
             "num_preemptions": counters["preemptions"],
-            "prefix_cache_queries": scheduler.kv.queries,
-            "prefix_cache_hits": scheduler.kv.hits,
+            "prefix_cache_queries": counters["prefix_cache_queries"],
+            "prefix_cache_hits": counters["prefix_cache_hits"],
             "prompt_tokens": counters["prompt_tokens"],
             "generation_tokens": counters["generation_tokens"],
             "admission_rejections": counters["rejected"],

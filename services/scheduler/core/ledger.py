@@ -1,4 +1,4 @@
-"""What is in flight: one FIFO of dispatched steps. Every counter about promised work is a sum over it (spec 0.2)."""
+"""The steps in flight. Every count of promised work is a sum over them (the ledger, docs/invariants.md)."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.core.slots import Column, Rows, SlotTable
+from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,26 +14,26 @@ class InflightStep:
     """One dispatched step; columns with a row per scheduled request."""
 
     step_id: int
-    slots: Rows
+    slots: SlotIds
     generations: Column
     starts: Column
     counts: Column
     samples: NDArray[np.bool_]
-    """Rows that must return a token; decided when scheduled and obeyed by the worker."""
+    """Sampling rows; decided when the step is formed and followed by the worker."""
     drafts: Column
-    """How many of `counts` are drafts."""
+    """Number of drafts among `counts`."""
     proposes: int = 0
-    """Drafts that it proposes for each row that samples."""
+    """Number of drafts that the step proposes for each sampling row."""
 
 
 class Ledger:
-    """Adds and removes entries, and keeps their sums in the slots: `inflight` (F), `placeholders` (H), `sampling`."""
+    """FIFO of steps in flight. Maintains the columns that are sums over it: `inflight`, `placeholders`, `sampling`."""
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: SlotColumns) -> None:
         self._slots = slots
         self.steps: deque[InflightStep] = deque()
         self.newest: InflightStep | None = None
-        """The step dispatched last, in flight or not."""
+        """The step that was dispatched last, in flight or not."""
 
     def add(self, step: InflightStep) -> None:
         self.steps.append(step)
@@ -60,12 +60,11 @@ class Ledger:
         return step
 
     def current(self, step: InflightStep) -> NDArray[np.bool_]:
-        """bool[rows]: entries of their slot's present generation. The others count for nothing (spec 0.2)."""
+        """bool[rows]: rows of their slot's present generation. Other rows count for nothing."""
         return step.generations == self._slots.generation.take(step.slots)
 
     def roll_back(self, slot: int, frontier: int) -> None:
-        """What is in flight for the slot was formed from a wrong start: it counts for nothing, and the slot goes on
-        from `frontier` with its blocks (spec 0.7)."""
+        """Void everything in flight for the slot; it goes on from position `frontier` with its blocks (rollback)."""
         s = self._slots
         s.generation[slot] += 1
         s.inflight[slot] = s.placeholders[slot] = s.sampling[slot] = 0
@@ -73,9 +72,9 @@ class Ledger:
 
     @property
     def oldest(self) -> int:
-        """Id of the oldest step in flight; without any, one that no slot's fence can reach."""
+        """Id of the oldest step in flight; with none in flight, an id greater than every fence."""
         return self.steps[0].step_id if self.steps else np.iinfo(np.int64).max
 
     def names(self, slot: int) -> bool:
-        """Whether a step in flight names the slot."""
+        """Return whether a step in flight names the slot."""
         return bool(self._slots.last_step[slot] >= self.oldest)

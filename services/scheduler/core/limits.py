@@ -1,3 +1,5 @@
+"""The sizes within which steps are formed."""
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +10,7 @@ from services.scheduler.core.slots import Column
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes the scheduler plans within; all in tokens unless named otherwise."""
+    """Sizes of one epoch, in tokens unless named otherwise."""
 
     max_num_seqs: int
     """Requests running at once."""
@@ -18,23 +20,29 @@ class Limits:
     block_size: int
     enable_prefix_caching: bool = True
     stages: int = 1
-    """Pipeline stages that a step passes through (PP)."""
+    """Pipeline stages."""
     lookahead: int = 0
-    """Positions after a row that a drafter writes KV at."""
+    """Positions behind a row at which a drafter writes KV."""
     drafts_in_flight: int = 0
-    """Most drafts of one request in all steps in flight together."""
+    """Maximum number of drafts of one request in all steps in flight together."""
 
     @property
     def num_slots(self) -> int:
-        """Twice the running requests, so that slots behind a fence never hold up admission (spec 0.7)."""
+        """Number of slots: twice the running requests (spare slots, docs/invariants.md)."""
         return 2 * self.max_num_seqs
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
     def held(self, ends: Column) -> Column:
-        """int32[rows]: tokens to have blocks for where rows end at `ends`; a drafter looks ahead."""
+        """Tokens for which rows that end at `ends` need blocks, int32[rows]; includes the drafter's positions."""
         return np.minimum(ends + np.int32(self.lookahead), self.max_model_len) if self.lookahead else ends
 
     def positions(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens whose KV a request may need at most: the last token's is never written, but a draft's after it may."""
+        """Maximum number of tokens whose KV a request may need. The last token's KV is never written, unless a draft
+        follows it."""
         drafts = self.drafts_in_flight + self.lookahead
         return min(
             num_prompt_tokens + params.max_tokens - 1 + drafts, self.max_model_len - (0 if drafts else 1)

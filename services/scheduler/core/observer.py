@@ -17,11 +17,8 @@ from protocol.requests import Finish, GenerateRequest
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
-
-RequestKey = tuple[int, int]
-"""(frontend, number): identifies an open request."""
-
 
 # -- inbound events ----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Token events on their way to the frontends: columns per frontend, one message per step."""
+"""Outputs on their way to the frontends: columns per frontend, one message per turn of the loop."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,20 +7,21 @@ from protocol.codec import pack
 from protocol.requests import Embedding, Finish, RequestOutputs
 from protocol.rows import LogprobRows
 from services.scheduler.core.request import Request
+from services.scheduler.core.slots import Column
 
 
-class _Columns:
+class _FrontendOutputs:
+    """Outputs for one frontend since the last message."""
+
     def __init__(self) -> None:
         self.numbers: list[NDArray[np.uint32]] = []
-        self.indices: list[NDArray[np.int32]] = []
-        self.token_ids: list[NDArray[np.int32]] = []
+        self.indices: list[Column] = []
+        self.token_ids: list[Column] = []
         self.finished: list[Finish] = []
         self.logprobs: list[LogprobRows] = []
         self.embeddings: list[Embedding] = []
 
-    def add(
-        self, numbers: NDArray[np.uint32], indices: NDArray[np.int32], token_ids: NDArray[np.int32]
-    ) -> None:
+    def add(self, numbers: NDArray[np.uint32], indices: Column, token_ids: Column) -> None:
         self.numbers.append(numbers)
         self.indices.append(indices)
         self.token_ids.append(token_ids)
@@ -35,53 +36,46 @@ class _Columns:
 
 class OutputBuffer:
     def __init__(self) -> None:
-        self._by_client: dict[int, _Columns] = {}
+        self._by_frontend: dict[int, _FrontendOutputs] = {}
 
-    def _of(self, client: int) -> _Columns:
-        return self._by_client.setdefault(client, _Columns())
+    def _for_frontend(self, frontend: int) -> _FrontendOutputs:
+        return self._by_frontend.setdefault(frontend, _FrontendOutputs())
 
     def tokens(
-        self,
-        clients: NDArray[np.int32],
-        numbers: NDArray[np.uint32],
-        indices: NDArray[np.int32],
-        token_ids: NDArray[np.int32],
+        self, frontends: Column, numbers: NDArray[np.uint32], indices: Column, token_ids: Column
     ) -> None:
-        """Columns with a row per token, in order for each request."""
-        while len(clients):
-            client = int(clients[0])
-            mine = clients == client
+        """Add a row per token, in order for each request."""
+        while len(frontends):
+            frontend = int(frontends[0])
+            mine = frontends == frontend
             if mine.all():
-                self._of(client).add(numbers, indices, token_ids)
+                self._for_frontend(frontend).add(numbers, indices, token_ids)
                 return
-            self._of(client).add(numbers[mine], indices[mine], token_ids[mine])
-            clients, numbers, indices, token_ids = (
-                clients[~mine],
-                numbers[~mine],
-                indices[~mine],
-                token_ids[~mine],
-            )
+            self._for_frontend(frontend).add(numbers[mine], indices[mine], token_ids[mine])
+            others = ~mine
+            frontends, numbers = frontends[others], numbers[others]
+            indices, token_ids = indices[others], token_ids[others]
 
     def token(self, request: Request, index: int, token_id: int) -> None:
         number, row = np.array([request.number], np.uint32), np.array([index, token_id], np.int32)
-        self._of(request.client).add(number, row[:1], row[1:])
+        self._for_frontend(request.frontend).add(number, row[:1], row[1:])
 
-    def logprobs(self, clients: NDArray[np.int32], rows: LogprobRows) -> None:
-        """`rows.owners` are request numbers of `clients`, int32[rows]."""
-        for client in np.unique(clients).tolist():
-            self._of(client).logprobs.append(rows.select(clients == client))
+    def logprobs(self, frontends: Column, rows: LogprobRows) -> None:
+        """Add log-probabilities; `rows.owners` are request numbers of `frontends`, int32[rows]."""
+        for frontend in np.unique(frontends).tolist():
+            self._for_frontend(frontend).logprobs.append(rows.select(frontends == frontend))
 
-    def embedding(self, client: int, embedding: Embedding) -> None:
-        self._of(client).embeddings.append(embedding)
+    def embedding(self, frontend: int, embedding: Embedding) -> None:
+        self._for_frontend(frontend).embeddings.append(embedding)
 
-    def finish(self, client: int, finish: Finish) -> None:
-        self._of(client).finished.append(finish)
+    def finish(self, frontend: int, finish: Finish) -> None:
+        self._for_frontend(frontend).finished.append(finish)
 
-    def drop_client(self, client: int) -> None:
-        self._by_client.pop(client, None)
+    def drop_frontend(self, frontend: int) -> None:
+        self._by_frontend.pop(frontend, None)
 
     def take(self) -> list[tuple[int, RequestOutputs]]:
-        """Everything since the last call, a message per frontend."""
-        taken = [(client, columns.message()) for client, columns in self._by_client.items()]
-        self._by_client.clear()
+        """Return one message per frontend with everything since the last call."""
+        taken = [(frontend, outputs.message()) for frontend, outputs in self._by_frontend.items()]
+        self._by_frontend.clear()
         return taken

@@ -1,4 +1,4 @@
-"""A request and the states it may be in. A transition that is not in the table raises and changes nothing."""
+"""A request and its states. A transition that is not in the table raises and changes nothing."""
 
 import enum
 
@@ -9,16 +9,19 @@ from protocol.requests import Finish, FinishReason, RequestTimes
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar
 
+RequestKey = tuple[int, int]
+"""(frontend, number): identifies an open request. The frontend chooses the number."""
+
 
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
-    """Never scheduled yet."""
+    """Never scheduled."""
     RUNNING = enum.auto()
     """Owns a live slot and its blocks."""
     PREEMPTED = enum.auto()
-    """Lost slot and blocks, kept its tokens; waits to be recomputed."""
+    """Lost its slot and blocks, kept its tokens; waits to be recomputed."""
     FINISHED = enum.auto()
-    """Terminal. In-flight rows may still name its slot; what they bring is ignored."""
+    """Terminal. Steps in flight may still name its slot; their rows are ignored."""
 
 
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
@@ -28,31 +31,30 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.FINISHED: frozenset(),
 }
 
-
 _NO_DRAFTS = np.empty(0, np.int32)
 
 
 class IllegalTransition(Exception):
-    """A state change the table does not know: a bug in the scheduler, never the peer's fault."""
+    """A state change that is not in the table: a bug in the scheduler, never the peer's fault."""
 
 
-RANK_BITS = 42
-"""A rank is `priority << RANK_BITS | arrival`; 2^42 arrivals outlast any process."""
+ARRIVAL_BITS = 42
+"""An order key is `priority << ARRIVAL_BITS | arrival`; a process never sees 2^42 arrivals."""
 
 
 class Request:
     """One request from arrival to its finish.
 
-    What changes each step lives in the columns of its slot (`SlotTable`), not here. Without a slot (waiting or
-    preempted) the request holds its own tokens.
+    Numbers that change each step are columns of its slot (`SlotColumns`). While it has no slot (waiting or preempted),
+    the request holds its own tokens.
     """
 
     __slots__ = (
         "block_hashes",
         "cache_salt",
-        "client",
         "draft_ids",
         "first_token",
+        "frontend",
         "grammar",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -60,10 +62,10 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "number",
+        "order_key",
         "params",
         "pooling",
         "queued",
-        "rank",
         "request_id",
         "scheduled",
         "slot",
@@ -74,41 +76,41 @@ class Request:
 
     def __init__(
         self,
-        client: int,
+        frontend: int,
         number: int,
         token_ids: NDArray[np.int32],
         num_prompt_tokens: int,
         params: SamplingParams,
-        rank: int,
+        order_key: int,
         cache_salt: str = "",
         pooling: Pooling = Pooling.NONE,
         request_id: str = "",
         queued: float = 0.0,
     ) -> None:
-        self.client = client
+        self.frontend = frontend
         self.number = number
         self.token_ids = token_ids
-        """int32[T]: prompt and confirmed outputs; valid while `slot` is -1."""
+        """int32[T]: prompt and confirmed output tokens; valid while `slot` is -1."""
         self.num_prompt_tokens = num_prompt_tokens
         self.params = params
-        self.rank = rank
-        """Order among requests, unique: lower is served first and preempted last."""
+        self.order_key = order_key
+        """Unique; the request with the lowest key is served first and preempted last."""
         self.cache_salt = cache_salt
         self.pooling = pooling
         self.grammar: Grammar | None = None
-        """What the output must match; it has accepted the confirmed output tokens, and no others."""
+        """Constraint on the output. It has accepted exactly the confirmed output tokens."""
         self.status = RequestStatus.WAITING
         self.slot = -1
         self.stale_rows = 0
-        """Rows of an earlier slot in flight whose tokens will be delivered; no resume before 0 (S1-14)."""
+        """Sampling rows of an earlier slot in flight whose tokens will be delivered. The resume gate opens at 0."""
         self.block_hashes: list[bytes] = []
         """Hash chain over the full blocks of the known tokens, as far as computed."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.draft_ids = _NO_DRAFTS
-        """int32[proposed]: what its latest sampling row proposed, NO_DRAFT where nothing; under a grammar only."""
+        """int32[proposed]: drafts of the latest sampling row, NO_DRAFT where there is none; only with a grammar."""
         self.num_draft_tokens = 0
-        """Verified so far, in slots it has left."""
+        """Verified drafts, counted when the request leaves a slot."""
         self.num_accepted_tokens = 0
         self.request_id = request_id
         """The external id, for log lines."""
@@ -118,15 +120,19 @@ class Request:
         self.first_token = 0.0
 
     def become(self, status: RequestStatus) -> None:
-        """Raises: IllegalTransition, with nothing changed."""
+        """Change the status.
+
+        Raises: IllegalTransition, with nothing changed.
+        """
         if status not in _TRANSITIONS[self.status]:
             raise IllegalTransition(
-                f"request {self.client}/{self.number}: {self.status.name} -> {status.name}"
+                f"request {self.frontend}/{self.number} ({self.request_id or 'no id'}): "
+                f"{self.status.name} -> {status.name}"
             )
         self.status = status
 
     def matching(self, token_ids: list[int]) -> int:
-        """How many of new output tokens, from the first on, are what the output must match."""
+        """Advance the grammar by new output tokens. Return how many of them, from the first on, match."""
         if self.grammar is None:
             return len(token_ids)
         for index, token in enumerate(token_ids):
@@ -135,34 +141,39 @@ class Request:
         return len(token_ids)
 
     @property
+    def key(self) -> RequestKey:
+        return self.frontend, self.number
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether it can do without computing positions that others have computed."""
+        """False if every position must be computed, because the answer contains something of each."""
         return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
 
     @property
     def stops_from(self) -> int:
-        """Total tokens from which stop tokens count. Under a grammar at once: one that `min_tokens` forbids is only
-        sampled where nothing else may follow."""
+        """Total tokens from which stop tokens count. With a grammar they always count: where `min_tokens` forbids one,
+        it is sampled only if the grammar allows nothing else."""
         return self.num_prompt_tokens + (self.params.min_tokens if self.grammar is None else 0)
 
     def finish_message(
         self, reason: FinishReason, stop_token: int | None = None, message: str = ""
     ) -> Finish:
-        """The one terminal message of this request. EOS is not named as a stop reason, a client's stop token is."""
+        """Return the terminal message. An EOS token is not reported as stop reason, a stop token of the client is."""
         named = stop_token if stop_token not in self.params.eos_token_ids else None
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)
 
     def times(self, ended: float) -> RequestTimes:
         return RequestTimes(self.queued, self.scheduled, self.first_token, ended)
 
-    @staticmethod
-    def rank_of(priority: int, arrival: int) -> int:
-        return (priority << RANK_BITS) | arrival
 
-    @staticmethod
-    def priority_of(rank: int) -> int:
-        return rank >> RANK_BITS
+def make_order_key(priority: int, arrival: int) -> int:
+    """Order key of the `arrival`-th request. Lower priority numbers come first."""
+    return (priority << ARRIVAL_BITS) | arrival
+
+
+def priority_of(order_key: int) -> int:
+    return order_key >> ARRIVAL_BITS

@@ -1,4 +1,4 @@
-"""Requests without a slot, in the order in which they are to be served."""
+"""Requests without a slot, in the order in which they will be served."""
 
 import heapq
 from collections.abc import Iterator
@@ -9,33 +9,33 @@ from services.scheduler.core.request import Request
 
 
 class WaitingQueue:
-    """Ordered by rank, so a preempted request stands before everything that arrived after it."""
+    """Requests by order key. A preempted request therefore precedes everything that arrived after it."""
 
     def __init__(self) -> None:
         self._heap: list[int] = []
-        """Ranks of members, and of some that left: these go when they come to the top."""
+        """Order keys of members and of some that have left; the latter are removed when they reach the top."""
         self._members: dict[int, Request] = {}
         self.num_tokens = 0
-        """Tokens that wait to be computed: the bound on queued prompt tokens counts these."""
+        """Tokens of all members; the limit on queued tokens counts these."""
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order of rank."""
+        """Iterate over all members in order."""
         return iter(request for _, request in sorted(self._members.items()))
 
     def add(self, request: Request) -> None:
-        self._members[request.rank] = request
-        heapq.heappush(self._heap, request.rank)
+        self._members[request.order_key] = request
+        heapq.heappush(self._heap, request.order_key)
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        del self._members[request.rank]
+        del self._members[request.order_key]
         self.num_tokens -= len(request.token_ids)
 
     def append_token(self, request: Request, token: int) -> None:
-        """A token that arrived after its request was preempted."""
+        """Append a token that arrived after the request was preempted."""
         request.token_ids = np.append(request.token_ids, np.int32(token))
         self.num_tokens += 1
 
@@ -48,15 +48,15 @@ class WaitingQueue:
         return None
 
     def in_order(self) -> Iterator[Request]:
-        """Walks the queue from its head, cheaply when the walk ends early. Members may be removed on the way."""
+        """Iterate from the head. Cheap if the walk ends early; members may be removed during the walk."""
         walked: list[int] = []
         try:
             while (request := self.head()) is not None:
-                while self._heap and self._heap[0] == request.rank:  # more than once if it left and came back
+                while self._heap and self._heap[0] == request.order_key:  # twice if it left and came back
                     heapq.heappop(self._heap)
-                walked.append(request.rank)
+                walked.append(request.order_key)
                 yield request
         finally:
-            for rank in walked:
-                if rank in self._members:
-                    heapq.heappush(self._heap, rank)
+            for order_key in walked:
+                if order_key in self._members:
+                    heapq.heappush(self._heap, order_key)

@@ -11,7 +11,7 @@ round.
 import numpy as np
 
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 
 MIN_CHUNK = 64
@@ -37,7 +37,7 @@ class BalancedPolicy:
         widest = 1 + int(view.slots.proposed.take(view.running).max(initial=0))
         return StepBudget(min(most, decodes * widest + prefill), chunk, decodes, prefill)
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         """Longest not scheduled first, then by rank: cohorts take turns, and none starves."""
         rows = view.running
         if view.limits.stages == 1:

@@ -6,7 +6,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows, SlotTable
+from services.scheduler.core.slots import SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 
 
@@ -14,9 +14,9 @@ from services.scheduler.core.waiting import WaitingQueue
 class SchedulerView:
     """What a policy may look at while a step is formed. It reads; only the scheduler writes."""
 
-    running: Rows
+    running: SlotIds
     """Live slots in order of rank."""
-    slots: SlotTable
+    slots: SlotColumns
     ledger: Ledger
     waiting: WaitingQueue
     kv: KVCacheManager
@@ -24,7 +24,7 @@ class SchedulerView:
     next_step: int
     """Id of the step that is being formed."""
 
-    def ready(self, rows: Rows) -> Rows:
+    def ready(self, rows: SlotIds) -> SlotIds:
         """Those of `rows` whose next token could be computed now."""
         return rows[self.slots.wanted(rows, self.next_step, self.limits.stages) > 0]
 
@@ -33,16 +33,14 @@ class SchedulerView:
 
         For `begin` only: while requests are being admitted the queue is walked already."""
         seats = min(self.limits.max_num_seqs - len(self.running), len(self.slots.free))
-        free = self.kv.pool.num_free
+        free = self.kv.num_free
         for request in self.waiting.in_order():
             if seats <= 0:
                 return
             if request.stale_rows:
                 continue
             prefix = self.kv.find_prefix(request)
-            needed = self.kv.blocks_for(len(request.token_ids)) - sum(
-                not self.kv.pool.is_free(block) for block in prefix
-            )
+            needed = self.kv.num_missing(prefix, len(request.token_ids))
             if needed > free:
                 return
             seats, free = seats - 1, free - needed
@@ -76,7 +74,7 @@ class BatchingPolicy(Protocol):
         """Called once at the start of each `schedule()`."""
         ...
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         """The running slots in the order in which they take from the budget; leaving one out hides it this step.
         Called again when a request was preempted meanwhile."""
         ...

@@ -1,5 +1,5 @@
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 
 
@@ -13,7 +13,7 @@ class ChunkedPolicy:
         most = view.limits.max_num_batched_tokens
         return StepBudget(most, self._threshold or most)
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         return view.running
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:

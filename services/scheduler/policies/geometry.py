@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.scheduler.core.slots import Column, Rows
+from services.scheduler.core.slots import Column, SlotIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Geometry:
         blocks = -(-lengths // self.block)
         return int(blocks.max()) * self.block + int((lengths - blocks * self.block).max())
 
-    def fitting(self, lengths: Column, max_rows: int, max_tkv: int, max_volume: int) -> Rows:
+    def fitting(self, lengths: Column, max_rows: int, max_tkv: int, max_volume: int) -> SlotIds:
         """Indices of the rows that one decode step can take: each in turn, unless the step would get more rows than
         `max_rows`, become longer than `max_tkv` or larger than `max_volume` (rows times longest)."""
         rows = len(lengths)

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import LIVE, Rows
+from services.scheduler.core.slots import LIVE, SlotIds
 from services.scheduler.policies.base import BatchingPolicy, SchedulerView, StepBudget
 
 log = logging.getLogger("runahead.scheduler")
@@ -36,7 +36,7 @@ class GuardedPolicy:
             return LEAST
         return budget
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         """Running slots, each at most once."""
         try:
             rows = self._policy.order(view)
@@ -76,6 +76,6 @@ class GuardedPolicy:
             )
 
 
-def _some_of(rows: Rows, view: SchedulerView) -> bool:
+def _some_of(rows: SlotIds, view: SchedulerView) -> bool:
     live = view.slots.state.take(rows) == LIVE
     return bool(live.all()) and (len(rows) < 2 or int(np.bincount(rows).max()) == 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 from services.scheduler.policies.geometry import Geometry
 
@@ -60,7 +60,7 @@ class PhasedPolicy:
             chunk = self._geometry.chunk_end(entry, at) - at if at < entry else 1
         return StepBudget(most, chunk, admissions=0, runner_reports=True)
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         rows = self._step(view)
         return _NO_ROWS if rows is None else rows
 
@@ -68,7 +68,7 @@ class PhasedPolicy:
         """Whole chunks of the hit, and the chunk behind them."""
         return self._first_chunk(view, request) or (0, 0)
 
-    def _step(self, view: SchedulerView) -> Rows | None:
+    def _step(self, view: SchedulerView) -> SlotIds | None:
         """The decode batch or the request with the ongoing prefill; None where a waiting request is to start."""
         able = self._decodable(view)
         if self._interleave and len(able) and _after_prefill(view):
@@ -83,18 +83,18 @@ class PhasedPolicy:
     # -- phases (rules 2, 10, 11) --------------------------------------------------------------------------------
 
     @staticmethod
-    def _decodable(view: SchedulerView) -> Rows:
+    def _decodable(view: SchedulerView) -> SlotIds:
         """Those that could decode one token now."""
         s, rows = view.slots, view.running
         return view.ready(rows[s.committed(rows) >= s.entry.take(rows)])
 
     @staticmethod
-    def _ongoing(view: SchedulerView) -> Rows:
+    def _ongoing(view: SchedulerView) -> SlotIds:
         """The request whose prefill goes on. After a rollback there may be two, which go on in order of rank."""
         s, rows = view.slots, view.running
         return rows[s.computed.take(rows) < s.entry.take(rows)][:1]
 
-    def _batch(self, view: SchedulerView, able: Rows) -> Rows:
+    def _batch(self, view: SchedulerView, able: SlotIds) -> SlotIds:
         """As many of `able` as one step can take, longest-waiting first (rule 9)."""
         fits = self._fitting(view, able)
         if len(fits) == len(able):
@@ -102,7 +102,7 @@ class PhasedPolicy:
         waiting = able[np.argsort(view.slots.last_step.take(able), kind="stable")]
         return waiting[self._fitting(view, waiting)]
 
-    def _fitting(self, view: SchedulerView, rows: Rows) -> Rows:
+    def _fitting(self, view: SchedulerView, rows: SlotIds) -> SlotIds:
         limits = view.limits
         lengths = view.slots.computed.take(rows) + 1
         return self._geometry.fitting(
@@ -125,9 +125,9 @@ class PhasedPolicy:
         kv, geometry, tokens = view.kv, self._geometry, len(request.token_ids)
         prefix = kv.find_prefix(request)
         hit = geometry.usable_prefix(tokens, len(prefix) * kv.block_size)
-        shared = sum(not kv.pool.is_free(block) for block in prefix[: hit // kv.block_size])
+        del prefix[hit // kv.block_size :]
         limit = min(request.num_prompt_tokens + request.params.max_tokens, view.limits.max_model_len)
-        if kv.blocks_for(limit - 1) - shared > kv.pool.num_free - _reserved(view):
+        if kv.num_missing(prefix, limit - 1) > kv.num_free - _reserved(view):
             return None
         end = geometry.chunk_end(tokens, hit)
         if (end == tokens or not self._interleave) and not self._fits(view, tokens, limit):

@@ -2,25 +2,31 @@
 
 from collections import deque
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from protocol.sampling import SamplingParams
+from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.request import Request
-from services.scheduler.core.results import Sampled
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.results import DecodedResult
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
 
 
 class Pipeline:
-    """A scheduler with `depth` steps in flight."""
+    """A planner and an applier with `depth` steps in flight."""
 
-    def __init__(self, limits: Limits, depth: int | None = None) -> None:
-        self.scheduler = Scheduler(limits, BalancedPolicy())
+    def __init__(self, limits: Limits, depth: int | None = None, parts: Parts = DEFAULT_PARTS) -> None:
+        self.store = parts.build_store(None)
+        self.epoch = parts.build_epoch(1, limits, BalancedPolicy())
+        lifecycle = parts.lifecycle(self.store, self.epoch)
+        self.planner = parts.planner(self.store, self.epoch, lifecycle, None)
+        self.applier = parts.applier(self.store, self.epoch, lifecycle, None)
         self.depth = depth or limits.stages + 1
         self.inflight: deque[InflightStep] = deque()
         self._requests = 0
@@ -30,26 +36,26 @@ class Pipeline:
         params = SamplingParams(max_tokens=output, temperature=0.0)
         request = Request(0, self._requests, tokens, prompt, params, self._requests)
         self._requests += 1
-        self.scheduler.add(request)
+        self.store.waiting.add(request)
         return request
 
     def budget(self) -> StepBudget:
-        return self.scheduler.policy.begin(self.scheduler._view())
+        return self.epoch.policy.begin(self.epoch.view(self.store.waiting))
 
     def form(self) -> InflightStep | None:
-        planned = self.scheduler.schedule()
-        if planned is not None:
-            self.inflight.append(planned[0])
-        return planned[0] if planned else None
+        planned = self.planner.schedule()
+        if planned is None:
+            return None
+        self.inflight.append(planned.step)
+        return planned.step
 
     def result(self) -> None:
         step = self.inflight.popleft()
-        self.scheduler.update_from_output(
-            step, Sampled.one_each(np.full(int(step.samples.sum()), 5, np.int32))
-        )
+        tokens = np.full(int(step.samples.sum()), 5, np.int32)
+        self.applier.apply(step, DecodedResult.one_token_each(tokens))
 
     def step(self) -> InflightStep:
-        """The next step, formed as soon as the queue has room and something is ready."""
+        """The next step, formed as soon as the queue has room and a request can be computed."""
         while len(self.inflight) >= self.depth:
             self.result()
         while (step := self.form()) is None:
@@ -57,14 +63,14 @@ class Pipeline:
         return step
 
     def cohort(self, size: int, output: int = 1000) -> None:
-        """`size` requests whose prefill shares one step, as a greedy policy forms it."""
-        policy, self.scheduler.policy = self.scheduler.policy, ChunkedPolicy()
+        """Add `size` requests whose prefill shares one step, as a greedy policy forms it."""
+        policy, self.epoch.policy = self.epoch.policy, ChunkedPolicy()
         for _ in range(size):
             self.add(8, output)
         step = self.form()
         assert step is not None
         assert len(step.slots) == size
-        self.scheduler.policy = policy
+        self.epoch.policy = policy
 
 
 def limits(stages: int = 4, **changes: int) -> Limits:
@@ -145,10 +151,10 @@ def test_s4_7_a_round_of_budgets_covers_the_demand(seed: int) -> None:
         pipeline.step()
     for _ in range(rng.randint(0, 60)):
         pipeline.add(rng.choice((1, 30, 128, 700)))
-    scheduler = pipeline.scheduler
-    s, rows, most = scheduler.slots, scheduler.running, scheduler.limits.max_num_batched_tokens
+    s, rows = pipeline.epoch.slots, pipeline.epoch.running
+    most = pipeline.epoch.limits.max_num_batched_tokens
     left = np.maximum(s.entry[rows] - s.computed[rows], 0)
-    demand = int((left == 0).sum()) + int(left.sum()) + scheduler.waiting.num_tokens
+    demand = int((left == 0).sum()) + int(left.sum()) + pipeline.store.waiting.num_tokens
     budgets = 0
     for _ in range(stages):
         budgets += pipeline.budget().tokens
@@ -172,7 +178,7 @@ def test_a_prompt_far_above_the_budget_progresses_in_chunks_and_small_ones_are_s
             break
     assert done_before_head
     assert head.slot >= 0
-    assert pipeline.scheduler.slots.computed[head.slot] >= 10_000
+    assert pipeline.epoch.slots.computed[head.slot] >= 10_000
 
 
 def test_a_few_tokens_of_prefill_are_not_cut_smaller() -> None:
@@ -191,7 +197,7 @@ def test_s4_4_every_ready_request_gets_its_turn_while_prompts_stream_in() -> Non
             pipeline.add(200, output=3)
         step = pipeline.step()
         for slot, entry in zip(
-            step.slots.tolist(), pipeline.scheduler.slots.rank[step.slots].tolist(), strict=True
+            step.slots.tolist(), pipeline.epoch.slots.order_key[step.slots].tolist(), strict=True
         ):
             if entry < 30:
                 longest = max(longest, step.step_id - last.get(slot, step.step_id))
@@ -204,7 +210,7 @@ def test_s4_4_nobody_starves_where_a_step_holds_fewer_than_its_share() -> None:
     """Four tokens a step, thirty decodes and two stages: the first ones are ready again before the last had a turn."""
     pipeline, last, longest = Pipeline(limits(2)), {}, 0
     pipeline.cohort(30)
-    pipeline.scheduler.limits = limits(2, max_num_batched_tokens=4)
+    pipeline.epoch.limits = limits(2, max_num_batched_tokens=4)
     for _ in range(120):
         step = pipeline.step()
         for slot in step.slots.tolist():
@@ -219,7 +225,7 @@ def test_requests_that_end_for_certain_are_no_demand() -> None:
     pipeline = Pipeline(limits())
     pipeline.cohort(20, output=1)
     pipeline.cohort(4)
-    assert len(pipeline.scheduler.running) == 24
+    assert len(pipeline.epoch.running) == 24
     assert [pipeline.budget().decodes, pipeline.budget().prefill] == [1, 0]
 
 
@@ -236,7 +242,7 @@ def test_s4_5_budgets_stay_within_their_range(seed: int) -> None:
     for _ in range(rng.randint(0, 20)):
         pipeline.add(rng.randint(1, 100), output=rng.randint(1, 50))
     for _ in range(80):
-        budget, most = pipeline.budget(), pipeline.scheduler.limits.max_num_batched_tokens
+        budget, most = pipeline.budget(), pipeline.epoch.limits.max_num_batched_tokens
         assert 1 <= budget.tokens <= most
         assert budget.decodes is not None
         assert budget.decodes >= 1
@@ -253,26 +259,24 @@ def test_s4_1_asking_the_policy_changes_nothing() -> None:
         pipeline.add(128)
     for _ in range(7):
         pipeline.step()
-    scheduler = pipeline.scheduler
-    view = scheduler._view()
+    epoch, waiting = pipeline.epoch, pipeline.store.waiting
+    view = epoch.view(waiting)
 
     def state() -> list[object]:
-        columns = [
-            value.tobytes() for value in vars(scheduler.slots).values() if isinstance(value, np.ndarray)
-        ]
+        columns = [value.tobytes() for value in vars(epoch.slots).values() if isinstance(value, np.ndarray)]
         return [
             *columns,
-            [request.number for request in scheduler.waiting],
-            scheduler.waiting.num_tokens,
-            scheduler.running.tolist(),
-            scheduler.kv.pool.num_free,
-            list(scheduler.slots.free),
-            [step.step_id for step in scheduler.ledger.steps],
-            vars(scheduler.policy).copy(),
+            [request.number for request in waiting],
+            waiting.num_tokens,
+            epoch.running.tolist(),
+            epoch.kv.num_free,
+            list(epoch.slots.free),
+            [step.step_id for step in epoch.ledger.steps],
+            vars(epoch.policy).copy(),
         ]
 
     before = state()
-    answers = [(scheduler.policy.begin(view), scheduler.policy.order(view).tolist()) for _ in range(3)]
+    answers = [(epoch.policy.begin(view), epoch.policy.order(view).tolist()) for _ in range(3)]
     assert answers[0] == answers[1] == answers[2]
     assert state() == before
 
@@ -280,12 +284,18 @@ def test_s4_1_asking_the_policy_changes_nothing() -> None:
 def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> None:
     """A step costs what it may admit, however many wait."""
 
+    class Watched(KVCacheManager):
+        seen: ClassVar[list[Request]] = []
+
+        def find_prefix(self, request: Request) -> list[int]:
+            self.seen.append(request)
+            return super().find_prefix(request)
+
     def looked_at(**changes: int) -> int:
-        pipeline = Pipeline(limits(**changes))
+        pipeline, seen = Pipeline(limits(**changes), parts=Parts(kv=Watched)), Watched.seen
         for _ in range(400):
             pipeline.add(128)
-        kv, seen = pipeline.scheduler.kv, []
-        find, kv.find_prefix = kv.find_prefix, lambda r: seen.append(r) or find(r)  # type: ignore[method-assign,assignment,func-returns-value]
+        seen.clear()
         pipeline.budget()
         return len(seen)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.config import SpeculativeConfig
-from services.scheduler.core.drafting import Adaptive, Drafting, Fixed, drafting
+from services.scheduler.core.drafting import AdaptiveDrafting, Drafting, FixedDrafting, drafting_from_config
 from services.scheduler.core.ledger import InflightStep
 
 MOST = 4
@@ -70,25 +70,27 @@ DEVICES = {
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nearly_as_good_as_the_best_number_for_the_device(device: Device) -> None:
-    best = max(run(Fixed(k), device).rate for k in range(MOST + 1))
-    assert run(Adaptive(MOST), device).rate > 0.93 * best
+    best = max(run(FixedDrafting(k), device).rate for k in range(MOST + 1))
+    assert run(AdaptiveDrafting(MOST), device).rate > 0.93 * best
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_where_drafts_fail_next_to_nothing_is_lost(rows: int) -> None:
     device = Device(rows, acceptance=0.02, token=0.2, draft=0.3)
-    assert run(Adaptive(MOST), device).rate > 0.95 * run(Fixed(0), device).rate
-    assert run(Fixed(MOST), device).rate < 0.8 * run(Fixed(0), device).rate, "there was something to lose"
+    assert run(AdaptiveDrafting(MOST), device).rate > 0.95 * run(FixedDrafting(0), device).rate
+    assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, (
+        "there was something to lose"
+    )
 
 
 def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
-    chosen = run(Adaptive(MOST), Device(acceptance=0.0, token=0.2), 3000).chosen
+    chosen = run(AdaptiveDrafting(MOST), Device(acceptance=0.0, token=0.2), 3000).chosen
     assert chosen[-1000:].count(0) > 950
     assert max(chosen[-1500:]) > 0, "what fails now may work later"
 
 
 def test_drafts_that_begin_to_work_are_noticed() -> None:
-    policy = Adaptive(MOST)
+    policy = AdaptiveDrafting(MOST)
     assert run(policy, Device(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
     assert np.mean(run(policy, Device(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
 
@@ -96,19 +98,21 @@ def test_drafts_that_begin_to_work_are_noticed() -> None:
 def test_a_draft_needs_more_chance_where_its_row_costs_more() -> None:
     chances = []
     for token in (0.01, 0.05, 0.5):
-        policy = Adaptive(MOST)
+        policy = AdaptiveDrafting(MOST)
         run(policy, Device(token=token, noise=0.02, interrupted=0))
         chances.append(policy.least_chance)
     assert 0 <= chances[0] < chances[1] < chances[2] <= 0.5
-    assert Fixed(MOST).least_chance == 0, "all that are asked for"
+    assert FixedDrafting(MOST).least_chance == 0, "all that are asked for"
 
 
 def test_configured() -> None:
-    assert drafting(None) is None
-    fixed = drafting(SpeculativeConfig(method="ngram", num_speculative_tokens=5, adaptive=False))
-    assert isinstance(fixed, Fixed)
+    assert drafting_from_config(None) is None
+    fixed = drafting_from_config(SpeculativeConfig(method="ngram", num_speculative_tokens=5, adaptive=False))
+    assert isinstance(fixed, FixedDrafting)
     assert fixed.length(1) == fixed.length(1000) == 5
-    assert isinstance(drafting(SpeculativeConfig(method="ngram", num_speculative_tokens=5)), Adaptive)
+    assert isinstance(
+        drafting_from_config(SpeculativeConfig(method="ngram", num_speculative_tokens=5)), AdaptiveDrafting
+    )
 
 
 @pytest.mark.parametrize(

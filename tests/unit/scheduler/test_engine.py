@@ -5,16 +5,16 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
-from services.scheduler.core.engine import MAX_PRIORITY, EngineCore
+from services.scheduler.core.admission import MAX_PRIORITY
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
 
 LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=32, num_blocks=6, block_size=4)
 
 
 def engine(**sizes: int) -> EngineCore:
-    return EngineCore(Scheduler(LIMITS, ChunkedPolicy()), depth=2, vocab_size=50, **sizes)
+    return EngineCore(LIMITS, ChunkedPolicy(), depth=2, vocab_size=50, **sizes)
 
 
 def generate(

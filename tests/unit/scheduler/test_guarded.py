@@ -16,8 +16,7 @@ from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.slots import Rows
+from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import (
     BalancedPolicy,
     BatchingPolicy,
@@ -38,7 +37,7 @@ class Faulty(ChunkedPolicy):
     def __init__(
         self,
         budget: Callable[[StepBudget], Any] = lambda budget: budget,
-        rows: Callable[[Rows], Any] = lambda rows: rows,
+        rows: Callable[[SlotIds], Any] = lambda rows: rows,
         slice_: Callable[[int, int], Any] = lambda hit, count: (hit, count),
     ) -> None:
         super().__init__()
@@ -47,7 +46,7 @@ class Faulty(ChunkedPolicy):
     def begin(self, view: SchedulerView) -> StepBudget:
         return self._budget(super().begin(view))
 
-    def order(self, view: SchedulerView) -> Rows:
+    def order(self, view: SchedulerView) -> SlotIds:
         return self._rows(super().order(view))
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
@@ -82,7 +81,7 @@ FAULTS = {
 
 def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason], list[SchedulerOutput]]:
     """How the requests ended, and every plan."""
-    core, plans, ends = EngineCore(Scheduler(LIMITS, policy), 3, 1000), [], []
+    core, plans, ends = EngineCore(LIMITS, policy, 3, 1000), [], []
     for number in range(requests):
         prompt = np.arange(number, number + 40, dtype=np.int32)
         core.add(0, GenerateRequest(number, pack(prompt), 40, SamplingParams(max_tokens=9, temperature=0.0)))

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from protocol.sampling import SamplingParams
+from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import SlotTable
+from services.scheduler.core.slots import SlotColumns
 
 NUM_SLOTS, NUM_BLOCKS, SIZE, LONGEST = 6, 11, 3, 24
 Key = tuple[str, tuple[int, ...]]
@@ -20,8 +21,8 @@ Key = tuple[str, tuple[int, ...]]
 class KVCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.slots = SlotTable(NUM_SLOTS, LONGEST)
-        self.kv = KVCacheManager(self.slots, NUM_BLOCKS, SIZE)
+        self.slots = SlotColumns(NUM_SLOTS, LONGEST)
+        self.kv = KVCacheManager(self.slots, BlockPool(NUM_BLOCKS), SIZE)
         self.content: dict[int, Key] = {}
         """Block -> what was last registered for it; gone when it is given away."""
         self.arrivals = 0
@@ -41,7 +42,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         request = Request(0, self.arrivals, array, len(tokens), SamplingParams(4), self.arrivals, salt)
         prefix = self.kv.find_prefix(request)
         self._check_prefix(prefix, tokens, salt)
-        if not self.kv.can_admit(prefix, len(tokens)):
+        if self.kv.num_missing(prefix, len(tokens)) > self.kv.num_free:
             return None
         slot = self.slots.assign(request, LONGEST)
         self.kv.adopt(slot, prefix)
@@ -136,7 +137,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @invariant()
     def free_blocks_are_blank_or_cached_never_both(self) -> None:
         pool = self.kv.pool
-        blank, cached = list(pool._blank), list(pool._cached)
+        blank, cached = list(pool.blank), list(pool.cached)
         assert sorted(blank + cached) == [block for block in range(NUM_BLOCKS) if pool.refs[block] == 0]
         assert all(pool.hash_of[block] is None for block in blank)
         assert all(pool.hash_of[block] is not None for block in cached)
@@ -156,8 +157,8 @@ TestKVCache.settings = settings(max_examples=150, stateful_step_count=40, deadli
 
 
 def test_tail_blocks_are_evicted_before_the_prefix_they_extend() -> None:
-    slots = SlotTable(2, 64)
-    kv = KVCacheManager(slots, 4, 4)
+    slots = SlotColumns(2, 64)
+    kv = KVCacheManager(slots, BlockPool(4), 4)
     request = Request(0, 0, np.arange(16, dtype=np.int32), 16, SamplingParams(4), 1)
     slot = slots.assign(request, 64)
     kv.adopt(slot, [])
@@ -170,8 +171,8 @@ def test_tail_blocks_are_evicted_before_the_prefix_they_extend() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
-    slots = SlotTable(2, 64)
-    kv = KVCacheManager(slots, 4, 4, enable_prefix_caching=False)
+    slots = SlotColumns(2, 64)
+    kv = KVCacheManager(slots, BlockPool(4), 4, enable_prefix_caching=False)
     request = Request(0, 0, np.arange(16, dtype=np.int32), 16, SamplingParams(4), 1)
     slot = slots.assign(request, 64)
     kv.adopt(slot, [])

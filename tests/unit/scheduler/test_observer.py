@@ -36,7 +36,6 @@ from services.scheduler.core.observer import (
     StepDispatched,
     TimeAdvanced,
 )
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.grammar import Compilation, structured
@@ -53,7 +52,8 @@ class Engine:
         self.recorder = Recorder()
         self.compilation = Compilation(VOCAB)
         self.core = EngineCore(
-            Scheduler(limits, ChunkedPolicy()),
+            limits,
+            ChunkedPolicy(),
             depth,
             VOCAB,
             use_priority=use_priority,
@@ -222,7 +222,7 @@ def test_a_frontend_that_leaves() -> None:
     engine = Engine()
     engine.generate(1)
     engine.generate(2)
-    engine.core.drop_client(0)
+    engine.core.drop_frontend(0)
     assert engine.names[2:] == ["FrontendLeft", "RequestFinished", "RequestFinished"]
     assert engine.events[2] == FrontendLeft(0)
 

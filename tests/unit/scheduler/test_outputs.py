@@ -61,7 +61,7 @@ def test_a_lost_frontend_gets_nothing_and_others_everything() -> None:
     tokens(buffer, (0, 1, 0, 5), (1, 1, 0, 6))
     buffer.finish(0, Finish(1, FinishReason.STOP))
     buffer.finish(1, Finish(1, FinishReason.LENGTH))
-    buffer.drop_client(0)
+    buffer.drop_frontend(0)
     ((client, message),) = buffer.take()
     assert (client, message.finished) == (1, [Finish(1, FinishReason.LENGTH)])
 

@@ -11,14 +11,13 @@ from services.config import SchedulerConfig
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import PhasedPolicy, make_policy
 
 SMALL = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, num_blocks=64, block_size=4)
 
 
 def core(limits: Limits = SMALL, depth: int = 2, **options: int | bool) -> EngineCore:
-    return EngineCore(Scheduler(limits, PhasedPolicy(limits, **options)), depth, vocab_size=50)  # type: ignore[arg-type]
+    return EngineCore(limits, PhasedPolicy(limits, **options), depth, vocab_size=50)  # type: ignore[arg-type]
 
 
 def add(engine: EngineCore, number: int, length: int, max_tokens: int) -> None:
@@ -119,8 +118,8 @@ def test_a_report_of_what_was_planned_changes_nothing() -> None:
     engine, (first, second) = prefilling()
     engine.on_result(answer(first, **report(0, 8)))
     engine.on_result(answer(second, **report(0, 16)))
-    assert engine.scheduler.counters["rollbacks"] == 0
-    assert engine.scheduler.counters["generation_tokens"] == 1
+    assert engine.store.counters["rollbacks"] == 0
+    assert engine.store.counters["generation_tokens"] == 1
 
 
 def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
@@ -131,16 +130,16 @@ def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
     assert np.frombuffer(again.generations, np.int32).tolist() == [2]
     assert np.frombuffer(again.starts, np.int32).tolist() == [5]
     engine.on_result(answer(second))
-    assert engine.scheduler.counters["generation_tokens"] == 0
-    assert int(engine.scheduler.slots.computed[0]) == 8
+    assert engine.store.counters["generation_tokens"] == 0
+    assert int(engine.epoch.slots.computed[0]) == 8
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         (report(1, 4), "slot 1, which is none of its prefills"),
-        (report(0, 0), "0 tokens of slot 0: only 1 to 15 can be"),
-        (report(0, 16), "only 1 to 15 can be"),
+        (report(0, 0), "0 tokens of slot 0: only 1 to 15 are possible"),
+        (report(0, 16), "only 1 to 15 are possible"),
         ({"progress_slots": pack([0, 0]), "progress_frontiers": pack([4, 4])}, "names a slot twice"),
         ({"progress_slots": pack([0]), "progress_frontiers": b""}, "differ in length"),
         ({"progress_slots": pack([0]), "progress_frontiers": pack([-4])}, "negative"),

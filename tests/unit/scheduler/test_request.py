@@ -1,4 +1,4 @@
-"""The transition table, ranks and the terminal message."""
+"""The transition table, keys and the terminal message."""
 
 import itertools
 
@@ -7,7 +7,13 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from services.scheduler.core.request import IllegalTransition, Request, RequestStatus
+from services.scheduler.core.request import (
+    IllegalTransition,
+    Request,
+    RequestStatus,
+    make_order_key,
+    priority_of,
+)
 
 WAITING, RUNNING, PREEMPTED, FINISHED = RequestStatus
 ALLOWED = {
@@ -20,8 +26,8 @@ ALLOWED = {
 }
 
 
-def request(params: SamplingParams | None = None, rank: int = 1) -> Request:
-    return Request(0, 7, np.array([1, 2, 3], np.int32), 3, params or SamplingParams(4), rank)
+def request(params: SamplingParams | None = None, order_key: int = 1) -> Request:
+    return Request(0, 7, np.array([1, 2, 3], np.int32), 3, params or SamplingParams(4), order_key)
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.product(RequestStatus, repeat=2)])
@@ -32,17 +38,17 @@ def test_only_the_transitions_of_the_table_are_taken(before: RequestStatus, afte
         r.become(after)
         assert r.status is after
     else:
-        with pytest.raises(IllegalTransition, match=f"0/7: {before.name} -> {after.name}"):
+        with pytest.raises(IllegalTransition, match=rf"0/7 \(no id\): {before.name} -> {after.name}"):
             r.become(after)
         assert r.status is before
 
 
 def test_a_rank_orders_by_priority_then_arrival_also_below_zero() -> None:
     pairs = [(-(2**20), 9), (-1, 2**41), (0, 1), (0, 2), (1, 0), (2**20, 3)]
-    ranks = [Request.rank_of(*pair) for pair in pairs]
-    assert ranks == sorted(ranks)
-    assert [Request.priority_of(rank) for rank in ranks] == [priority for priority, _ in pairs]
-    assert all(int(np.int64(rank)) == rank for rank in ranks)
+    keys = [make_order_key(*pair) for pair in pairs]
+    assert keys == sorted(keys)
+    assert [priority_of(order_key) for order_key in keys] == [priority for priority, _ in pairs]
+    assert all(int(np.int64(order_key)) == order_key for order_key in keys)
 
 
 def test_a_client_stop_token_is_named_and_eos_is_not() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from protocol.sampling import SamplingParams
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import DROP, FREE, LIVE, SlotTable
+from services.scheduler.core.slots import DROP, FREE, LIVE, SlotColumns
 from tests.simulation.grammar import Automaton
 
 
@@ -16,18 +16,18 @@ def request(number: int, tokens: list[int], prompt: int | None = None, **params:
 
 
 def test_the_next_owner_sees_no_column_of_the_last() -> None:
-    slots = SlotTable(1, 32)
+    slots = SlotColumns(1, 32)
     slots.assign(request(1, [1, 2, 3], max_tokens=4, min_tokens=3, stop_token_ids=(5, 6, 7)), 32)
     for column in (slots.computed, slots.inflight, slots.placeholders, slots.capacity, slots.last_step):
         column[0] = 9
     slots.retire(0, DROP)
     slots.release(0)
     slots.assign(request(2, [4], eos_token_ids=(2,)), 32)
-    fresh = SlotTable(1, 32)
+    fresh = SlotColumns(1, 32)
     fresh.assign(request(2, [4], eos_token_ids=(2,)), 32)
     for name in (
         "state",
-        "rank",
+        "order_key",
         "number",
         "prompt",
         "tokens",
@@ -44,7 +44,7 @@ def test_the_next_owner_sees_no_column_of_the_last() -> None:
 
 
 def test_a_retired_request_gets_its_tokens_back() -> None:
-    slots = SlotTable(2, 32)
+    slots = SlotColumns(2, 32)
     r = request(1, [1, 2, 3])
     slot = slots.assign(r, 32)
     slots.history[slot, 3:5] = 8, 9
@@ -61,20 +61,20 @@ def test_a_retired_request_gets_its_tokens_back() -> None:
 
 def test_a_replayed_request_keeps_its_limits() -> None:
     """Limits count from the original prompt, not from the tokens already delivered."""
-    slots = SlotTable(1, 32)
+    slots = SlotColumns(1, 32)
     slot = slots.assign(request(1, [1, 2, 3, 4, 5], prompt=3, max_tokens=6, min_tokens=4), 32)
     assert (int(slots.tokens[slot]), int(slots.limit[slot]), int(slots.stops_from[slot])) == (5, 9, 7)
     assert int(slots.state[slot]) == LIVE
 
 
 def test_the_context_limits_a_request_before_max_tokens() -> None:
-    slots = SlotTable(1, 8)
+    slots = SlotColumns(1, 8)
     slot = slots.assign(request(1, [1, 2, 3], max_tokens=100), 8)
     assert int(slots.limit[slot]) == 8
 
 
 def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left() -> None:
-    slots = SlotTable(3, 32)
+    slots = SlotColumns(3, 32)
     slots.assign(request(1, [1], stop_token_ids=(7, 8)), 32)
     wide = slots.assign(request(2, [1], stop_token_ids=tuple(range(1000))), 32)
     assert slots.stop_ids.shape == (3, 1000)
@@ -88,7 +88,7 @@ def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left()
 
 def test_under_a_grammar_a_stop_token_counts_at_once_whatever_min_tokens_says() -> None:
     """It is only sampled before `min_tokens` where nothing else may follow, so the text is complete."""
-    slots = SlotTable(2, 32)
+    slots = SlotColumns(2, 32)
     free, constrained = (request(number, [1, 2], min_tokens=6, eos_token_ids=(2,)) for number in (1, 2))
     constrained.grammar = Automaton(1, -1, 64, (2,))
     assert slots.stops_from[slots.assign(free, 32)] == 8

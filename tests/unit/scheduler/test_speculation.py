@@ -7,12 +7,12 @@ from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.drafting import Fixed
+from services.scheduler.core.drafting import FixedDrafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.core.slots import SlotIds
+from services.scheduler.policies import BatchingPolicy, ChunkedPolicy, SchedulerView
 
 K, EOS = 3, 49
 LIMITS = Limits(
@@ -28,8 +28,10 @@ LIMITS = Limits(
 class Driver:
     """Answers plans by hand, one token list per row that samples."""
 
-    def __init__(self, depth: int = 1, limits: Limits = LIMITS) -> None:
-        self.core = EngineCore(Scheduler(limits, ChunkedPolicy(), drafting=Fixed(K)), depth, vocab_size=50)
+    def __init__(self, depth: int = 1, limits: Limits = LIMITS, policy: BatchingPolicy | None = None) -> None:
+        self.core = EngineCore(
+            limits, policy or ChunkedPolicy(), depth, vocab_size=50, drafting=FixedDrafting(K)
+        )
         self.plans: list[SchedulerOutput] = []
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
@@ -90,7 +92,7 @@ def test_ahead_the_start_is_an_upper_bound() -> None:
     assert starts_and_counts(driver.dispatch()) == [(8, 4, 3)]
     driver.answer([6])  # all three rejected
     assert starts_and_counts(driver.dispatch()) == [(9, 4, 3)]
-    s = driver.core.scheduler.slots
+    s = driver.core.epoch.slots
     assert int(s.computed[0]) == int(s.tokens[0] + s.placeholders[0]) - 1
 
 
@@ -110,7 +112,7 @@ def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
     driver.answer([1, 2, 3, 4])  # in flight at the stop: ignored
     assert driver.tokens[0] == [5, *row[: at + 1]]
     assert not driver.core.has_requests
-    assert driver.core.scheduler.kv.usage == 0, "blocks left behind the fence"
+    assert driver.core.epoch.kv.usage == 0, "blocks left behind the fence"
 
 
 @pytest.mark.parametrize("max_tokens", range(2, 6))
@@ -141,17 +143,27 @@ def test_drafts_end_at_the_context_limit() -> None:
     assert driver.finished[0].reason is FinishReason.LENGTH
 
 
-def test_drafts_wait_for_a_row_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+class LeavesOutTheFirst(ChunkedPolicy):
+    """While `active`, the running request with the lowest order key is left out of every step."""
+
+    active = False
+
+    def order(self, view: SchedulerView) -> SlotIds:
+        return view.running[1:] if self.active else view.running
+
+
+def test_drafts_wait_for_a_row_that_is_left_out() -> None:
     """S2-6: they are those of its latest sampling step, however many steps ago that was."""
-    driver = Driver()
+    policy = LeavesOutTheFirst()
+    driver = Driver(policy=policy)
     driver.generate(0)
     driver.generate(1)
     driver.dispatch()
     driver.answer([5], [5])
-    with monkeypatch.context() as patch:
-        patch.setattr(ChunkedPolicy, "order", lambda self, view: view.running[1:])
-        assert unpack(driver.dispatch().slots).tolist() == [1]
-        driver.answer([6, 7])
+    policy.active = True
+    assert unpack(driver.dispatch().slots).tolist() == [1]
+    driver.answer([6, 7])
+    policy.active = False
     plan = driver.dispatch()
     assert unpack(plan.slots).tolist() == [0, 1]
     assert starts_and_counts(plan) == [(4, 1 + K, K), (6, 1 + K, K)]

@@ -13,7 +13,6 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation.grammar import Compilation
 
@@ -39,10 +38,17 @@ class Counting:
         mask[self.next // 32] = 1 << self.next % 32
 
 
-def engine(depth: int = 2, compiles: bool = True, hidden_size: int = HIDDEN, **sizes: int) -> EngineCore:
-    compiler = Compilation(VOCAB) if compiles else None
-    scheduler = Scheduler(LIMITS, ChunkedPolicy())
-    return EngineCore(scheduler, depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes)
+def engine(
+    depth: int = 2,
+    compiles: bool = True,
+    hidden_size: int = HIDDEN,
+    compilation: Compilation | None = None,
+    **sizes: int,
+) -> EngineCore:
+    compiler = compilation or Compilation(VOCAB) if compiles else None
+    return EngineCore(
+        LIMITS, ChunkedPolicy(), depth, VOCAB, compiler=compiler, hidden_size=hidden_size, **sizes
+    )
 
 
 def generate(
@@ -89,10 +95,10 @@ def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
 
 
 def test_it_is_submitted_with_its_ends_and_waits_beside_the_queue() -> None:
-    core = engine(1)
+    compilation = Compilation(VOCAB)
+    core = engine(1, compilation=compilation)
     core.add(0, generate(structured=COUNTING, eos_token_ids=(9, 8)))
-    assert isinstance(core._compiler, Compilation)
-    assert list(core._compiler.waiting.values()) == [(COUNTING, (9, 8))]
+    assert list(compilation.waiting.values()) == [(COUNTING, (9, 8))]
     assert not core.has_requests
     assert list(core.dispatch()) == []
     assert core.stats()["num_requests_waiting"] == 1
@@ -111,7 +117,7 @@ def test_its_rank_is_that_of_its_arrival() -> None:
     core.add(0, generate([1], number=0, structured=COUNTING))
     core.add(0, generate([2], number=1))
     core.on_grammar(1, Counting())
-    assert [request.number for request in core.scheduler.waiting] == [0, 1]
+    assert [request.number for request in core.store.waiting] == [0, 1]
 
 
 def test_what_cannot_be_compiled_is_invalid() -> None:
@@ -121,7 +127,7 @@ def test_what_cannot_be_compiled_is_invalid() -> None:
     (finish,) = finishes(core)
     assert (finish.reason, finish.message) == (FinishReason.INVALID, "the schema is recursive")
     assert not core.requests
-    assert core.scheduler.counters["invalid"] == 1
+    assert core.store.counters["invalid"] == 1
 
 
 def test_tokens_delivered_before_move_the_grammar_or_end_the_request() -> None:
@@ -141,14 +147,14 @@ def test_tokens_delivered_before_move_the_grammar_or_end_the_request() -> None:
 
 
 def test_abort_while_it_is_compiled() -> None:
-    core = engine()
+    compilation = Compilation(VOCAB)
+    core = engine(compilation=compilation)
     core.add(0, generate(structured=COUNTING))
     core.add(1, generate(structured=COUNTING))
     core.abort(0, [0])
-    core.drop_client(1)
+    core.drop_frontend(1)
     assert not core.requests
-    assert isinstance(core._compiler, Compilation)
-    assert core._compiler.cancelled == {1, 2}
+    assert compilation.cancelled == {1, 2}
     core.on_grammar(1, Counting())
     core.on_grammar(2, "too late")
     assert not core.has_requests
@@ -252,7 +258,7 @@ def test_a_step_without_a_constrained_row_that_samples_needs_none() -> None:
     core.add(0, generate([1] * 2, number=1, max_tokens=9))
     core.add(0, generate([1] * 20, number=0, structured=COUNTING))
     core.on_grammar(2, Counting())
-    core.scheduler.policy = ChunkedPolicy(long_prefill_token_threshold=16)
+    core.epoch.policy = ChunkedPolicy(long_prefill_token_threshold=16)
     (plan,) = core.dispatch()
     assert isinstance(plan, SchedulerOutput)
     assert list(plan.samples) == [1, 0]
@@ -371,8 +377,8 @@ def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (scored(3), "of slots not its own"),
-        (scored(-1), "of slots not its own"),
+        (scored(3), "of slots that are not its own"),
+        (scored(-1), "of slots that are not its own"),
         (scored(0, value=float("nan")), "NaN"),
         (scored(0, rank=0), "negative"),
         (scored(0, position=-1), "negative"),

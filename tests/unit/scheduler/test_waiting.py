@@ -9,11 +9,11 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.waiting import WaitingQueue
 
 
-def request(rank: int, tokens: int = 2) -> Request:
-    return Request(0, rank, np.zeros(tokens, np.int32), tokens, SamplingParams(4), rank)
+def request(order_key: int, tokens: int = 2) -> Request:
+    return Request(0, order_key, np.zeros(tokens, np.int32), tokens, SamplingParams(4), order_key)
 
 
-def test_order_is_by_rank_and_a_preempted_request_stands_before_later_ones() -> None:
+def test_order_is_by_order_key_and_a_preempted_request_stands_before_later_ones() -> None:
     queue = WaitingQueue()
     first, second, third = request(1), request(2), request(3)
     for r in (third, first, second):
@@ -27,13 +27,13 @@ def test_order_is_by_rank_and_a_preempted_request_stands_before_later_ones() -> 
 
 def test_a_walk_that_ends_early_loses_nobody() -> None:
     queue = WaitingQueue()
-    requests = [request(rank) for rank in range(5)]
+    requests = [request(order_key) for order_key in range(5)]
     for r in requests:
         queue.add(r)
     for r in queue.in_order():
-        if r.rank == 1:
+        if r.order_key == 1:
             queue.remove(r)
-        if r.rank == 2:
+        if r.order_key == 2:
             break
     assert list(queue.in_order()) == [requests[i] for i in (0, 2, 3, 4)]
 
@@ -50,17 +50,17 @@ def test_a_late_token_grows_its_request_and_the_sum() -> None:
 
 def test_random_use_equals_a_sorted_list() -> None:
     rng, queue, model = Random(3), WaitingQueue(), dict[int, Request]()
-    for rank in range(2_000):
-        r = request(rng.randrange(10**6) * 4096 + rank, tokens=rng.randint(1, 9))
+    for order_key in range(2_000):
+        r = request(rng.randrange(10**6) * 4096 + order_key, tokens=rng.randint(1, 9))
         queue.add(r)
-        model[r.rank] = r
+        model[r.order_key] = r
         for _ in range(rng.randint(0, 2)):
             if model:
                 out = model.pop(rng.choice(list(model)) if rng.random() < 0.5 else min(model))
                 queue.remove(out)
                 if rng.random() < 0.2:
                     queue.add(out)
-                    model[out.rank] = out
+                    model[out.order_key] = out
         assert queue.head() is (model[min(model)] if model else None)
         assert queue.num_tokens == sum(len(r.token_ids) for r in model.values())
-    assert list(queue.in_order()) == [model[rank] for rank in sorted(model)]
+    assert list(queue.in_order()) == [model[order_key] for order_key in sorted(model)]

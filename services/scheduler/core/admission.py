@@ -1,0 +1,86 @@
+"""Checks of a request on arrival. They protect the shared loop: a request that cannot be served ends alone."""
+
+from dataclasses import dataclass
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest
+from protocol.sampling import Pooling
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.slots import Column
+from services.scheduler.core.store import RequestStore
+
+MAX_PRIORITY = 2**20
+"""Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Sizes of the engine that requests are checked against, besides the `Limits` of the epoch."""
+
+    vocab_size: int
+    hidden_size: int
+    """Length of an embedding; 0: embeddings are refused."""
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int
+
+    def refusal(
+        self, message: GenerateRequest, limits: Limits, store: RequestStore
+    ) -> tuple[FinishReason, str] | None:
+        """Return why the request is not admitted, or None."""
+        tokens = unpack(message.token_ids)
+        problem = (
+            self._prompt_problem(message, tokens, limits)
+            or self._size_problem(message, len(tokens), limits)
+            or self._parameter_problem(message, limits)
+            or self._missing_feature(message, store.compiling.serves)
+        )
+        if problem is not None:
+            return FinishReason.INVALID, problem
+        full = store.num_waiting >= self.max_num_queued_reqs
+        if full or store.num_waiting_tokens + len(tokens) > self.max_num_queued_tokens:
+            return FinishReason.REJECTED, "the server is overloaded; try again later"
+        return None
+
+    def _prompt_problem(self, message: GenerateRequest, tokens: Column, limits: Limits) -> str | None:
+        prompt, longest = message.num_prompt_tokens, limits.max_model_len - 1
+        if prompt < 1 or len(tokens) < prompt:
+            return "the prompt is empty"
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            return f"token ids must lie between 0 and {self.vocab_size - 1}"
+        if prompt > longest:
+            return f"the prompt has {prompt} tokens, but the context holds at most {longest}"
+        return None
+
+    def _size_problem(self, message: GenerateRequest, num_tokens: int, limits: Limits) -> str | None:
+        prompt, params = message.num_prompt_tokens, message.params
+        if num_tokens - prompt >= min(params.max_tokens, limits.max_model_len - prompt):
+            return "every token that this request may have was already delivered"
+        positions = limits.positions(prompt, params)
+        if positions > limits.num_cached_tokens:
+            return (
+                f"the request needs {positions} tokens of KV cache, but it holds {limits.num_cached_tokens}"
+            )
+        return None
+
+    def _parameter_problem(self, message: GenerateRequest, limits: Limits) -> str | None:
+        params, last = message.params, self.vocab_size - 1
+        if max(params.stop_token_ids, default=0) > last:
+            return f"stop_token_ids must lie between 0 and {last}"
+        if params.min_tokens > limits.max_model_len:
+            return f"min_tokens is {params.min_tokens}, but the context holds {limits.max_model_len} tokens"
+        biased = (token for token, _ in params.logit_bias)
+        bad = (token for word in params.bad_words for token in word)
+        allowed = unpack(params.allowed_token_ids)
+        highest = max(max(biased, default=0), max(bad, default=0), int(allowed.max(initial=0)))
+        if highest > last or allowed.min(initial=0) < 0:
+            return f"logit_bias, bad_words and allowed_token_ids must lie between 0 and {last}"
+        if abs(message.priority) > MAX_PRIORITY:
+            return f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        return None
+
+    def _missing_feature(self, message: GenerateRequest, compiles: bool) -> str | None:
+        if message.structured is not None and not compiles:
+            return "structured output is not served: the scheduler was started without the model's tokenizer"
+        if message.pooling is not Pooling.NONE and not self.hidden_size:
+            return "this backend serves no embeddings"
+        return None

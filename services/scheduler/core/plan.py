@@ -1,0 +1,307 @@
+"""Forming a step.
+
+`StepPlanner.schedule` first chooses rows and then commits the choice as a whole; nothing is ever un-scheduled. What is
+per request and step is columns by slot: only requests that arrive, finish, prefill, are preempted or need a block cost
+Python time of their own. The planner has no state; it acts on the `RequestStore` and the `EpochState`.
+
+Its public methods are the parts of forming a step, in the order in which `schedule` calls them. Tests override single
+ones to inject faults (parts.py).
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from protocol.codec import pack
+from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
+from services.scheduler.core.drafting import Drafting
+from services.scheduler.core.epoch import EpochState
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.core.observer import PreemptionCause
+from services.scheduler.core.request import Request, RequestStatus, priority_of
+from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotIds
+from services.scheduler.core.store import RequestStore
+from services.scheduler.grammar import Grammar
+from services.scheduler.policies import SchedulerView, StepBudget
+
+_NO_SLOTS = np.empty(0, np.int64)
+_NO_TOKENS = np.empty(0, np.int32)
+_UNLIMITED = np.iinfo(np.int32).max
+
+T = TypeVar("T", SlotIds, Column)
+
+
+class PlannedStep(NamedTuple):
+    step: InflightStep
+    plan: SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepChoice:
+    """Rows and blocks that one `schedule()` call has chosen so far."""
+
+    tokens_left: int
+    prefill_left: int
+    runner_reports: bool
+    slots: list[SlotIds] = field(default_factory=list)
+    counts: list[Column] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    block_slots: SlotIds = field(default_factory=lambda: _NO_SLOTS)
+    block_ids: list[int] = field(default_factory=list)
+    admitting: bool = True
+
+
+class StepPlanner:
+    """Single-threaded and clock-free; waits for nothing (non-blocking schedule)."""
+
+    def __init__(
+        self, store: RequestStore, epoch: EpochState, lifecycle: Lifecycle, drafting: Drafting | None
+    ) -> None:
+        """`drafting` None: no speculation."""
+        self.store = store
+        self.epoch = epoch
+        self.lifecycle = lifecycle
+        self.drafting = drafting
+
+    def schedule(self) -> PlannedStep | None:
+        """Form the next step and enter it in the ledger. Return None if nothing can be scheduled now."""
+        self.displace()
+        view = self.epoch.view(self.store.waiting)
+        budget = self.epoch.policy.begin(view)
+        choice = StepChoice(budget.tokens, _limit(budget.prefill), budget.runner_reports)
+        self.choose_running(choice, budget, view)
+        if choice.admitting:
+            self.admit_waiting(choice, budget)
+        return self.commit(choice) if choice.slots else None
+
+    def displace(self) -> None:
+        """Preempt the worst running request if all seats are taken and the head of the queue has a strictly better
+        priority. A lack of blocks is no reason (no in-flight preemption)."""
+        epoch, head = self.epoch, self.store.waiting.head()
+        if head is None or len(epoch.running) < epoch.limits.max_num_seqs or head.stale_rows:
+            return
+        worst = int(epoch.running[-1])
+        if priority_of(head.order_key) < priority_of(int(epoch.slots.order_key[worst])):
+            self.lifecycle.preempt(worst, PreemptionCause.PRIORITY)
+
+    # -- running requests ----------------------------------------------------------------------------------------
+
+    def choose_running(self, choice: StepChoice, budget: StepBudget, view: SchedulerView) -> None:
+        """Choose rows and take blocks of running requests, in the policy's order; while blocks are short, preempt the
+        last running request."""
+        epoch = self.epoch
+        while True:
+            rows = epoch.policy.order(view)
+            counts = self.slices(rows, budget)
+            missing = epoch.kv.missing(rows, epoch.limits.held(epoch.slots.computed.take(rows) + counts))
+            short = int(np.searchsorted(np.cumsum(missing), epoch.kv.num_free, side="right"))
+            if short == len(rows):
+                break
+            choice.admitting = False
+            victim = int(epoch.running[-1])
+            if epoch.fences or epoch.ledger.names(victim):
+                # No in-flight preemption: the next result frees blocks, and preempting now frees none earlier.
+                rows, counts, missing = rows[:short], counts[:short], missing[:short]
+                break
+            self.lifecycle.preempt(victim, PreemptionCause.BLOCKS)
+            view = epoch.view(self.store.waiting)
+        taken = counts > 0
+        if not taken.all():
+            rows, counts, missing = rows[taken], counts[taken], missing[taken]
+        if not len(rows):
+            return
+        short_of = missing > 0
+        if short_of.any():
+            choice.block_ids = epoch.kv.grow(rows[short_of], missing[short_of])
+            choice.block_slots = np.repeat(rows, missing)
+        if not budget.runner_reports:
+            self.register_known(rows, counts)
+        choice.slots.append(rows)
+        choice.counts.append(counts)
+        choice.tokens_left -= int(counts.sum())
+        if budget.prefill is not None:
+            choice.prefill_left -= int(counts[~epoch.slots.decoding(rows)].sum())
+
+    def slices(self, rows: SlotIds, budget: StepBudget) -> Column:
+        """Positions per row (slice size): what the slot could compute, limited by the chunk and, row after row, by the
+        budgets of the step. 0: the row is left out."""
+        slots = self.epoch.slots
+        want = slots.wanted(rows, self.epoch.next_step, self.epoch.limits.stages)
+        np.minimum(want, budget.chunk, out=want)
+        if budget.decodes is not None or budget.prefill is not None:
+            decodes = slots.decoding(rows)
+            want[decodes] = _first(want[decodes], _limit(budget.decodes))
+            want[~decodes] = _within(want[~decodes], _limit(budget.prefill))
+        return _within(want, budget.tokens)
+
+    def register_known(self, rows: SlotIds, counts: Column) -> None:
+        """Eager registration: chunks of known tokens enter the prefix cache with their dispatch."""
+        slots = self.epoch.slots
+        chunk = (counts > 1) & ~slots.decoding(rows)
+        if chunk.any():
+            rows = rows[chunk]
+            self.epoch.kv.register(rows, np.minimum(slots.computed[rows] + counts[chunk], slots.tokens[rows]))
+
+    # -- waiting requests ----------------------------------------------------------------------------------------
+
+    def admit_waiting(self, choice: StepChoice, budget: StepBudget) -> None:
+        """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
+        that waits for its stale rows lets others pass (admission order)."""
+        epoch = self.epoch
+        limits, kv = epoch.limits, epoch.kv
+        seats = min(
+            limits.max_num_seqs - len(epoch.running), len(epoch.slots.free), _limit(budget.admissions)
+        )
+        for request in self.store.waiting.in_order():
+            room = min(choice.tokens_left, choice.prefill_left)
+            if room <= 0 or seats <= 0:
+                break
+            if request.stale_rows:
+                continue
+            prefix = kv.find_prefix(request)
+            hit = len(prefix) * limits.block_size
+            offered = min(len(request.token_ids) - hit, budget.chunk, room)
+            hit, count = epoch.policy.admit(epoch.view(self.store.waiting), request, hit, offered)
+            count = min(count, room)
+            del prefix[hit // limits.block_size :]
+            end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
+            if not count or kv.num_missing(prefix, int(limits.held(end)[0])) > kv.num_free:
+                break
+            self.admit(request, prefix, count, choice)
+            seats -= 1
+
+    def admit(self, request: Request, prefix: list[int], count: int, choice: StepChoice) -> None:
+        """Move a request from the queue to a slot; its first row computes `count` positions behind `prefix`."""
+        store, epoch = self.store, self.epoch
+        kv, tokens, hit = epoch.kv, request.token_ids, len(prefix) * epoch.limits.block_size
+        store.waiting.remove(request)
+        slot = epoch.enter(request, prefix)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = min(hit, request.num_prompt_tokens)
+            request.scheduled = store.now
+        request.become(RequestStatus.RUNNING)
+        request.token_ids = _NO_TOKENS
+        row = np.array([slot], np.int64)
+        end = np.array([hit + count], np.int32)
+        if choice.runner_reports:
+            kv.grow(row, kv.missing(row, np.array([len(tokens)], np.int32)))
+        else:
+            kv.grow(row, kv.missing(row, epoch.limits.held(end)))
+            kv.register(row, end)
+        store.counters["prefix_cache_queries"] += len(tokens)
+        store.counters["prefix_cache_hits"] += hit
+        choice.new.append(
+            NewRequest(
+                slot,
+                int(epoch.slots.generation[slot]),
+                pack(tokens),
+                request.num_prompt_tokens,
+                pack(kv.tables[slot]),
+                request.params,
+                request.pooling,
+            )
+        )
+        choice.slots.append(row)
+        choice.counts.append(np.array([count], np.int32))
+        choice.tokens_left -= count
+        choice.prefill_left -= count
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def commit(self, choice: StepChoice) -> PlannedStep:
+        """Take the step id and build the plan from copies of the columns; only then do the columns advance (plan
+        snapshot)."""
+        epoch, s = self.epoch, self.epoch.slots
+        slots, counts = _joined(choice.slots), _joined(choice.counts)
+        starts = s.computed.take(slots)
+        drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
+        samples = drafts >= 0
+        np.maximum(drafts, 0, out=drafts)
+        proposes = self.drafting.length(len(slots)) if self.drafting and samples.any() else 0
+        step = InflightStep(
+            epoch.next_step, slots, s.generation.take(slots), starts, counts, samples, drafts, proposes
+        )
+        plan = SchedulerOutput(
+            epoch=epoch.number,
+            step_id=step.step_id,
+            slots=pack(slots.astype(np.int32)),
+            generations=pack(step.generations),
+            starts=pack(starts),
+            counts=pack(counts),
+            samples=samples.tobytes(),
+            new=choice.new,
+            block_slots=pack(choice.block_slots.astype(np.int32)),
+            block_ids=pack(choice.block_ids),
+            released=pack(epoch.take_released()),
+            has_structured_output_requests=bool((samples & s.constrained.take(slots)).any()),
+            drafts=pack(drafts) if drafts.any() else b"",
+            num_speculative_tokens=proposes,
+            least_chance=self.drafting.least_chance if self.drafting and proposes else 0.0,
+            report_times=self.store.observers.rank_times,
+        )
+        epoch.next_step += 1
+        epoch.ledger.add(step)
+        return PlannedStep(step, plan)
+
+    def grammar_output(self, step: InflightStep, vocab_size: int) -> GrammarOutput | None:
+        """Masks of the constrained rows of the newest step. None while one of these rows has a token of an earlier step
+        in flight, because its grammar has not accepted that token yet (deferred sampling).
+
+        A row with drafts has a mask for each position that a draft within the grammar leads to (draft masks). A row
+        whose result will be ignored may sample anything.
+        """
+        s = self.epoch.slots
+        rows = step.samples & s.constrained.take(step.slots)
+        slots, drafts = step.slots[rows], step.drafts[rows]
+        used = self.epoch.ledger.current(step)[rows] & np.isin(s.state.take(slots), (LIVE, DELIVER))
+        if (used & (s.sampling.take(slots) > 1)).any():
+            return None
+        masks = np.empty((len(slots) + int(drafts.sum()), -(-vocab_size // 32)), np.int32)
+        widths, at = np.ones(len(slots), np.int32), 0
+        for row, (slot, num_drafts, is_used) in enumerate(
+            zip(slots.tolist(), drafts.tolist(), used.tolist(), strict=True)
+        ):
+            if not is_used:
+                masks[at] = -1
+            elif not num_drafts:
+                _grammar(s.request(slot)).fill(masks[at])
+            else:
+                known = s.request(slot).draft_ids[:num_drafts].tolist()
+                widths[row] = _grammar(s.request(slot)).look_ahead(known, masks[at:])
+            at += int(widths[row])
+        return GrammarOutput(
+            self.epoch.number,
+            step.step_id,
+            pack(slots.astype(np.int32)),
+            masks[:at].view(np.uint8).reshape(-1).data,
+            pack(widths) if drafts.any() else b"",
+        )
+
+
+def _grammar(request: Request) -> Grammar:
+    if request.grammar is None:
+        raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
+    return request.grammar
+
+
+def _joined(parts: list[T]) -> T:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _limit(budget: int | None) -> int:
+    return _UNLIMITED if budget is None else budget
+
+
+def _first(want: Column, rows: int) -> Column:
+    """Keep the first `rows` rows that want something; the others get 0."""
+    want[np.cumsum(want > 0) > rows] = 0
+    return want
+
+
+def _within(want: Column, budget: int) -> Column:
+    """Limit the sum of `want` to the budget, row after row."""
+    before = np.cumsum(want, dtype=np.int32) - want
+    left = np.maximum(budget - before, 0, dtype=np.int32)
+    return np.minimum(want, left, out=want)

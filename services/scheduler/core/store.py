@@ -1,0 +1,71 @@
+"""What survives an epoch: requests, the waiting queue, outputs, counters, listeners and the time.
+
+Rules (docs/invariants.md):
+
+- A request is *open* from its admission until its `Finish` was taken by the shell. Every open request is in exactly one
+  place: it is being compiled, in the waiting queue, or it owns a live slot of the present epoch.
+- `end` is the only place where a request becomes finished (one finish). No output of a request follows its `Finish`.
+- Tokens of a request that has no slot are confirmed tokens; losing the workers never changes them.
+"""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from protocol.requests import Finish, FinishReason, RequestOutputs
+from services.scheduler.core.compiling import CompilingRequests
+from services.scheduler.core.observer import Observers, RequestFinished
+from services.scheduler.core.outputs import OutputBuffer
+from services.scheduler.core.request import Request, RequestKey, RequestStatus
+from services.scheduler.core.waiting import WaitingQueue
+
+
+class RequestStore:
+    def __init__(self, compiling: CompilingRequests, waiting: WaitingQueue, outputs: OutputBuffer) -> None:
+        self.requests: dict[RequestKey, Request] = {}
+        """Open requests."""
+        self.compiling = compiling
+        self.waiting = waiting
+        self.outputs = outputs
+        self.counters: Counter[str] = Counter()
+        self.observers = Observers()
+        self.now = 0.0
+        """The time of the last `EngineCore.advance`, in seconds."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.compiling)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self.waiting.num_tokens + self.compiling.num_tokens
+
+    def end(self, request: Request, finish: Finish | None) -> None:
+        """Finish a request that has left the queue, its slot or the compiler. `finish` None: nothing is sent."""
+        request.become(RequestStatus.FINISHED)
+        if finish is None and not self.observers.listening:
+            return
+        complete = replace(
+            finish or request.finish_message(FinishReason.ABORT),
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
+            times=request.times(ended=self.now),
+        )
+        if finish is not None:
+            self.outputs.finish(request.frontend, complete)
+        if self.observers.listening:
+            self.observers.emit(RequestFinished(request.frontend, request.request_id, complete))
+
+    def record_first_token(self, request: Request) -> None:
+        if not request.first_token:
+            request.first_token = self.now
+
+    def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
+        """Return the outputs to publish, one message per frontend, and close the requests that have finished."""
+        taken = self.outputs.take()
+        for frontend, outputs in taken:
+            for finish in outputs.finished:
+                key = (frontend, finish.number)
+                if key in self.requests and self.requests[key].finished:
+                    del self.requests[key]
+        return taken

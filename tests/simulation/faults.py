@@ -1,0 +1,53 @@
+"""Faults that are put into the core on purpose: each replaces one public method of one of its parts.
+
+A fault is a function of the production method that returns the faulty one. It acts in a subclass of the part's class,
+which the core is composed of (`services.scheduler.core.parts`); production classes stay as they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from tests.simulation.driver import play
+from tests.simulation.workload import draw
+
+SEEDS = 150
+"""A fault must show within so many seeds, running ahead by one step and by more."""
+
+
+class Fault(NamedTuple):
+    part: str
+    """A field of `Parts`, or "engine"."""
+    method: str
+    broken: Callable[[Any], Any]
+
+    @property
+    def name(self) -> str:
+        return self.broken.__name__
+
+    @property
+    def parts(self) -> Parts:
+        if self.part == "engine":
+            return DEFAULT_PARTS
+        return replace(DEFAULT_PARTS, **{self.part: self._subclass(getattr(DEFAULT_PARTS, self.part))})
+
+    @property
+    def engine(self) -> type[EngineCore]:
+        return self._subclass(EngineCore) if self.part == "engine" else EngineCore
+
+    def _subclass(self, base: type[Any]) -> type[Any]:
+        return type(self.name, (base,), {self.method: self.broken(getattr(base, self.method))})
+
+
+def assert_caught(fault: Fault, speculates: bool = False) -> None:
+    for seed in range(SEEDS):
+        for depth in draw(seed, speculates).depths[1:3]:
+            try:
+                play(seed, depth, speculates=speculates, parts=fault.parts, engine=fault.engine)
+            except Exception:
+                return
+    pytest.fail(f"{SEEDS} seeds did not notice: {fault.name}")
