@@ -155,7 +155,7 @@ class _Player:
     def _resubmit(self, old: Stream) -> None:
         """The same number again, at once, for another prompt."""
         key = (old.client, old.number)
-        if key not in self.world._by_key:
+        if not self.world.is_open(*key):
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1
             self.world.add(prompt, old.params, *key, structured=old.structured, pooling=old.pooling)

@@ -92,7 +92,7 @@ class Engine:
                     self.outputs.append(self.runner.sample_tokens(grammar))
                 case release:
                     self.runner.release(unpack(release.slots))  # type: ignore[union-attr]
-        self.deferred += self.core._unsampled is not None
+        self.deferred += self.core.queue.unsampled is not None
         if self.outputs:
             result = self.outputs.popleft().get()
             assert result is not None

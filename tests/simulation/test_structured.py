@@ -14,7 +14,6 @@ from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
@@ -123,7 +122,7 @@ def test_abort(depth: int) -> None:
     world, stream, others = deferred(depth)
     world.abort(stream)
     world.dispatch()
-    assert world.engine._unsampled is None, "nobody's grammar is waited for"
+    assert world.engine.queue.unsampled is None, "nobody's grammar is waited for"
     world.drain()
     assert len(others[0].tokens) == 20
     assert not stream.tokens
@@ -149,11 +148,10 @@ def test_preemption(state: int) -> None:
     """Its tokens in flight are delivered and move its grammar, or are dropped and sampled again."""
     world, stream, others = deferred()
     assert stream.request is not None
-    world.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, state)
+    world.preempt(stream, state)
     assert stream.request.stale_rows == (2 if state == DELIVER else 0)
-    world._transition()
     world.dispatch()
-    assert (world.engine._unsampled is None) == (state == DROP), "a delivered token still needs its mask"
+    assert (world.engine.queue.unsampled is None) == (state == DROP), "a delivered token still needs its mask"
     world.drain()
     assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
     assert stream.finish is not None
@@ -194,12 +192,12 @@ def test_lost_workers() -> None:
     world, stream, others = deferred(3)
     world.complete()
     world.dispatch()
-    assert world.engine._unsampled is not None
+    assert world.engine.queue.unsampled is not None
     world.publish()
     confirmed = list(stream.tokens)
     assert confirmed
     world.end_epoch()
-    assert world.engine._unsampled is None
+    assert world.engine.queue.unsampled is None
     world.start_epoch(ROOMY, ChunkedPolicy())
     world.drain()
     assert stream.tokens[: len(confirmed)] == confirmed
@@ -258,7 +256,7 @@ def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
     world.compiled()
     world.dispatch()
     assert bad.request is not None
-    world.engine.lifecycle.preempt(bad.request.slot, PreemptionCause.BLOCKS)
+    world.preempt(bad)
     urgent = world.add([1], params(2, eos=False), priority=-1)
     world.drain()
     assert bad.request.status is RequestStatus.FINISHED
@@ -353,9 +351,9 @@ def test_a_rigid_device_that_goes_its_own_way(depth: int) -> None:
 
 def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> None:
     world, *_ = deferred()
-    step = world.engine._unsampled
+    step = world.engine.queue.unsampled
     assert step is not None
-    world.engine._unsampled = None  # the fault: the engine forgets
+    world.engine.queue.unsampled = None  # the fault: the engine forgets
     world.complete()
     with pytest.raises(OracleError, match="step 3 arrived, but step 2 waits for its grammar"):
         world.dispatch()

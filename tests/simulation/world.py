@@ -295,6 +295,15 @@ class World:
         self.engine.drop_frontend(client)
         self._transition()
 
+    def preempt(self, stream: Stream, stale: int = DELIVER) -> None:
+        """Preempt a running request, whatever the scheduler would do."""
+        assert stream.request is not None
+        self.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, stale)
+        self._transition()
+
+    def is_open(self, client: int, number: int) -> bool:
+        return (client, number) in self._by_key
+
     def reset_prefix_cache(self, reset_running: bool) -> None:
         self.log("reset prefix cache", "with running" if reset_running else "")
         if len(self.engine.queue) and len(self.epoch.running):
