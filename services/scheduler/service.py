@@ -285,7 +285,7 @@ class Service:
 
     def _drop_frontend(self, frontend: int) -> None:
         if self.engine is not None:
-            self.engine.drop_client(frontend)
+            self.engine.drop_frontend(frontend)
         self.subscriptions.set(frontend, subscribed=False)
         self._attach()
 
