@@ -1,11 +1,12 @@
-"""What even microbatches are worth: `balanced` against `chunked` on four pipeline stages.
+"""Effect of even microbatches: `balanced` against `chunked` on four pipeline stages.
 
-Simulated: the production scheduler and policies under modelled stages and links on a virtual clock (tests/simulation/
-pipeline.py), in the settings of a published comparison (256 requests of 128 tokens in and 128 out, Llama-2-13b on four
-12 GB cards, 146.24 s greedy and 70.19 s balanced) and around it, at two queue depths; then with Poisson arrivals.
+Simulated: the production scheduler and policies with modelled stages and links on a virtual clock (tests/simulation/
+pipeline.py). The settings are those of a published comparison (256 requests of 128 tokens in and 128 out, Llama-2-13b
+on four 12 GB cards, 146.24 s greedy and 70.19 s balanced) and similar ones, at two queue depths; then with Poisson
+arrivals.
 
-Measured: a scheduler and four simulated stages as real processes, a quarter of the requests and of their lengths, costs
-per token and per token of context so much higher that a step takes as long; beside it what the simulation predicts.
+Measured: a scheduler and four simulated stages as processes, with a quarter of the requests and of their lengths, and
+costs per token and per token of context scaled so that a step takes equally long; compared with the simulation.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import numpy as np
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.benchmarks.support.report import DIRECTORY, report
-from tests.benchmarks.support.stages import Ask, StagesRun, run_stages
+from tests.benchmarks.support.stages import StagesRun, TimedRequest, run_stages
 from tests.simulation.pipeline import Costs, Job, PipelineRun, cards, simulate, spread
 
 STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
@@ -27,7 +28,8 @@ POLICIES: dict[str, type[BatchingPolicy]] = {"chunked": ChunkedPolicy, "balanced
 LOADS = (0.3, 0.6, 0.9)
 QUARTER = 4
 PUBLISHED = 1
-"""Which of `SETTINGS` comes closest to the published run: latencies fitted to its greedy total alone."""
+"""Index in `SETTINGS` of the setting closest to the published run. Its latencies were fitted to the greedy total
+only."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def pair(limits: Limits, depth: int, costs: Costs, jobs: Sequence[Job]) -> dict[
 
 
 def figures(run: PipelineRun) -> dict[str, object]:
-    """What every run reports; times in seconds."""
+    """Return the metrics of a run; times in seconds."""
     return {
         "total": run.total,
         "tokens_per_s": run.throughput,
@@ -82,8 +84,8 @@ def figures(run: PipelineRun) -> dict[str, object]:
 def row(
     setting: Setting, runs: Mapping[str, PipelineRun], upstream: Mapping[str, PipelineRun]
 ) -> dict[str, object]:
-    """One line of the table: ms of a hop and of a dispatch, seconds of each policy, and the share of the time
-    in which its stages were idle; at last the ratio with only a step per stage in flight."""
+    """Return one row of the table: milliseconds of a hop and of a dispatch, seconds of each policy and the share of the
+    time in which its stages are idle, and the ratios of the policies, also with one step per stage in flight."""
     greedy, balanced = runs["chunked"], runs["balanced"]
     return {
         "KV": setting.kv_tokens,
@@ -100,12 +102,12 @@ def row(
 
 
 def ratio(runs: Mapping[str, PipelineRun]) -> float:
-    """How much longer the greedy policy takes."""
+    """Return the time of the greedy policy relative to the balanced one."""
     return runs["chunked"].total / runs["balanced"].total
 
 
 def show(title: str, run: Mapping[str, object]) -> None:
-    """One run in full."""
+    """Print all metrics of one run."""
     print(f"\n{title}")
     for name, value in run.items():
         match value:
@@ -126,7 +128,7 @@ def show(title: str, run: Mapping[str, object]) -> None:
 
 
 def poisson(requests: int) -> list[dict[str, object]]:
-    """Requests that come one by one, at a share of what the greedy policy serves when all are there at once."""
+    """Return the metrics with Poisson arrivals, at shares of the greedy policy's throughput without arrival times."""
     rows = []
     for setting in (SETTINGS[6], SETTINGS[7]):
         capacity = simulate(
@@ -156,7 +158,7 @@ def poisson(requests: int) -> list[dict[str, object]]:
 
 
 def quarter() -> Setting:
-    """A quarter of the requests, each a quarter as long: with per-token costs to match a step takes as long."""
+    """Return the published setting for a quarter of the requests and lengths, with costs per token scaled to match."""
     costs = SETTINGS[PUBLISHED].costs
     return Setting(
         16_000 // QUARTER**2,
@@ -166,13 +168,13 @@ def quarter() -> Setting:
             token=costs.token * QUARTER,
             hop_token=costs.hop_token * QUARTER,
             context=costs.context * QUARTER**2,
-            dispatch=0.0,  # real here, and a millisecond or less
+            dispatch=0.0,  # real processes: a millisecond or less
         ),
     )
 
 
 def measure(policy: str, setting: Setting) -> StagesRun:
-    """Four stage processes and a scheduler under the whole load at once."""
+    """Run the whole load at once on a scheduler and four stages as processes."""
     costs, length = setting.costs, LENGTH // QUARTER
     rng = np.random.default_rng(0)
     scheduler = {
@@ -195,10 +197,11 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "threads": 1,
         "log_level": "warning",
     }
-    asks = [
-        Ask(rng.integers(300, 30_000, length).astype(np.int32), length) for _ in range(REQUESTS // QUARTER)
+    requests = [
+        TimedRequest(rng.integers(300, 30_000, length).astype(np.int32), length)
+        for _ in range(REQUESTS // QUARTER)
     ]
-    return run_stages(STAGES, asks, scheduler, worker)
+    return run_stages(STAGES, requests, scheduler, worker)
 
 
 def predict(policy: str, setting: Setting) -> PipelineRun:
@@ -216,7 +219,7 @@ def predict(policy: str, setting: Setting) -> PipelineRun:
 
 
 def compare() -> tuple[dict[str, object], dict[str, object]]:
-    """(measured, predicted), by policy; with the ratio of the two policies."""
+    """Return the measured and the predicted metrics by policy, with the ratio of the policies."""
     setting = quarter()
     runs = {name: measure(name, setting) for name in POLICIES}
     predictions = {name: predict(name, setting) for name in POLICIES}
@@ -238,14 +241,14 @@ def compare() -> tuple[dict[str, object], dict[str, object]]:
 
 
 def plot(runs: Mapping[str, PipelineRun], file: Path) -> str:
-    """When each stage of the published setting computed what; returns what there is to say about it."""
+    """Plot the steps of each stage in the published setting. Return a line about the file."""
     try:
         from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
     except ImportError:
-        return "no plot: it takes matplotlib (pip install 'runahead[bench]')"
+        return "no plot: matplotlib is not installed; install it from a checkout: pip install -e '.[bench]'"
     norm, colours = LogNorm(1, 16_384), colormaps["viridis_r"]
     decoding = {"chunked": 22.0, "balanced": 12.0}
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -261,7 +264,7 @@ def plot(runs: Mapping[str, PipelineRun], file: Path) -> str:
     for ax in axes[-1]:
         ax.set_xlabel("seconds")
     axes[0][0].set_title("the beginning")
-    axes[0][1].set_title("one second of it, decoding")
+    axes[0][1].set_title("one second of decoding")
     figure.colorbar(ScalarMappable(norm, colours), ax=axes, label="tokens in the microbatch")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=80)
@@ -272,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plot", type=Path, default=DIRECTORY / "balanced_policy.png", help="PNG file")
     parser.add_argument("--arrivals", type=int, default=200, help="requests per load of the Poisson part")
-    parser.add_argument("--no-processes", action="store_true", help="leave out what takes real processes")
+    parser.add_argument("--no-processes", action="store_true", help="skip the measurement with processes")
     args = parser.parse_args()
 
     jobs = [Job(LENGTH, LENGTH)] * REQUESTS

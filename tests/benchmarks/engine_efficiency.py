@@ -1,6 +1,6 @@
-"""What serving costs: tokens/s through HTTP over what the same kernels reach on a static batch without an engine.
+"""Cost of serving: tokens/s through HTTP relative to the same kernels on a static batch without an engine.
 
-Beside it, from the same run: bare torch (decode only). `vllm_served` compares with vLLM.
+Also relative to bare torch (decode only), from the same run. `vllm_served` compares with vLLM.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).parent / "support"
 
 
 def without_engine(script: str, model: Path, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of a static batch, computed by a script beside this in a process of its own."""
+    """Run a script of tests/benchmarks/support in a process of its own and return the metrics of its static batch."""
     command = [
         sys.executable, str(SUPPORT / script), f"--model={model}", f"--threads={args.threads}", f"--dtype={args.dtype}",
         f"--batch={args.concurrency}", f"--prompt={args.input_len}", f"--output={args.output_len}",
@@ -41,11 +41,11 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     flags = [f"--threads={args.threads}", f"--dtype={args.dtype}"]
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}
-    for _ in range(args.repeats):  # side by side, so that a noisy minute meets all
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
         with runahead(model, *flags) as url:
             load = (args.concurrency, args.input_len, args.output_len, args.waves)
             repeats["runahead"].append(served(url, *load))
@@ -62,7 +62,7 @@ def main() -> None:
         "engine_efficiency",
         title=f"{args.model}, {args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians",
         rows=[
-            {"what": name, "output tokens/s": rate, "runahead / this": ours / rate}
+            {"run": name, "output tokens/s": rate, "runahead / this": ours / rate}
             for name, rate in rates.items()
         ],
         figures={

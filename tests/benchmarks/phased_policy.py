@@ -1,10 +1,10 @@
-"""What running ahead is worth to a rigid device: its idle share at depth 1 and 2, at TP 1, 2 and 4.
+"""Effect of run-ahead on a rigid device: its idle share at depth 1 and 2, with 1, 2 and 4 tensor-parallel ranks.
 
-Requests keep coming (a finished one is replaced at once), so prefill chunks and decode batches take turns all the time.
-The window lies between the first and the last report of the engine with all seats taken. Ranks run as processes on this
-machine and each compares its results with all others in every step; the device's times are those of the cost model.
-*Idle* is the time in which the device had nothing to do and its rank waited for a plan; *not busy* is all time between
-steps, what ranks wait for one another included.
+A new request replaces each finished one, so prefill chunks and decode batches alternate all the time. The window is
+between the first and the last report of the engine with the maximum number of running requests. Ranks are processes on
+this machine, and each compares its results with all others in every step; the times of the device are those of the cost
+model. *Idle* is the time in which the device has no work and its rank waits for a plan; *not busy* is all time between
+steps, including the time in which ranks wait for one another.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from tests.benchmarks.support.report import report
 SIZES = (1, 2, 4)
 DEPTHS = (1, 2)
 BLOCK, CHUNK = 64, 256
-"""Tokens: the shapes of the device."""
+"""Shapes of the device, tokens."""
 
 
 def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float]:
-    """Figures of one run."""
+    """Return the metrics of one run."""
     rng = np.random.default_rng(0)
     scheduler = {
         "batching_policy": "phased",
@@ -54,7 +54,7 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
             client.receive()
         full = [sample for sample in client.samples if sample.running == args.requests and sample.tokens]
     if len(full) < 3:
-        raise SystemExit(f"{len(full)} reports with all seats taken; the run is too short to judge")
+        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
     first, last = full[0], full[-1]
     wall, steps = last.at - first.at, last.steps - first.steps
     return {
@@ -69,16 +69,16 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=32, help="requests running at once")
+    parser.add_argument("--requests", type=int, default=32, help="maximum number of running requests")
     parser.add_argument("--total", type=int, default=128)
-    parser.add_argument("--output", type=int, default=200, help="most tokens per request")
+    parser.add_argument("--output", type=int, default=200, help="maximum number of tokens per request")
     parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--volume", type=int, default=65536, help="rows times longest row, tokens")
+    parser.add_argument("--volume", type=int, default=65536, help="maximum of rows times longest row, tokens")
     args = parser.parse_args()
     runs: dict[int, dict[int, list[dict[str, float]]]] = {
         ranks: {depth: [] for depth in DEPTHS} for ranks in SIZES
     }
-    for _ in range(args.repeats):  # side by side, so that a noisy minute meets all
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
         for ranks in SIZES:
             for depth in DEPTHS:
                 runs[ranks][depth].append(measure(ranks, depth, args))

@@ -1,8 +1,7 @@
-"""How long a lost rank is noticed after, and how long clients wait for their next token.
+"""Time until a lost rank is detected, and until clients get their next token.
 
-Real processes: a scheduler, the ranks, and a spare that has registered. A rank is killed (SIGKILL) while 32 streams
-run. The clock is the client's, which hears from the scheduler: detection ends with the state "recovering", the pause
-with the first token after it.
+Scheduler, ranks and a registered spare are processes. A rank is killed (SIGKILL) while 32 streams run. Times are
+measured at a client of the scheduler: detection ends with the state "recovering", the pause with the next token.
 """
 
 import argparse
@@ -22,7 +21,7 @@ LAYOUTS = {"1 rank": (1, 1), "TP=2": (2, 1), "PP=2": (1, 2)}
 
 
 def kills(tp: int, pp: int, count: int, worker: dict[str, object]) -> list[dict[str, float]]:
-    """One figure per kill."""
+    """Return the times of each kill."""
     scheduler = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 256}
     found = []
     with (
@@ -48,8 +47,8 @@ def kills(tp: int, pp: int, count: int, worker: dict[str, object]) -> list[dict[
             victim.kill()
             while client.state.phase is not EnginePhase.RECOVERING:
                 client.receive()
-            detected, there = time.monotonic(), sum(map(len, client.tokens.values()))
-            while sum(map(len, client.tokens.values())) == there:
+            detected, received = time.monotonic(), sum(map(len, client.tokens.values()))
+            while sum(map(len, client.tokens.values())) == received:
                 client.receive()
             found.append({"detection_s": detected - killed, "pause_s": time.monotonic() - killed})
             victim.communicate()

@@ -1,8 +1,8 @@
-"""What running ahead is worth: the share of time in which the worker has nothing to do, at depth 1 and at depth 2.
+"""Effect of run-ahead: the share of time in which the worker is idle, at depth 1 and at depth 2.
 
-On `sim` (5 ms per step, 256 requests decoding) as on a device; beside it `native` with one thread and a small model,
-where the CPU is shared with the scheduler. The load comes over the scheduler's client socket, without HTTP. The window
-lies between the engine's first and last report with all requests running.
+`sim` (5 ms per step, 256 requests decoding) stands for a device; `native` runs a small model with one thread and
+shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP. The window
+is between the first and the last report of the engine with all requests running.
 """
 
 import argparse
@@ -26,18 +26,18 @@ def measure(
     scheduler: Mapping[str, object],
     worker: Mapping[str, object],
 ) -> dict[str, float]:
-    """Figures of one run at one depth."""
+    """Return the metrics of one run at one depth."""
     rng = np.random.default_rng(0)
     limits = {"max_num_seqs": requests, "batch_queue_depth": depth, "log_level": "warning", **scheduler}
     with engine(limits, {"log_level": "warning", **worker}) as client:
-        for number in range(requests):  # staggered, so that blocks fill in different steps
+        for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, prompt + number % 16).astype(np.int32)
             client.generate(tokens, number, output)
         while client.finished < requests:
             client.receive()
         full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
     if len(full) < 3:
-        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short to judge")
+        raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
     first, last = full[0], full[-1]
     wall = last.at - first.at
     steps = last.steps - first.steps
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--native-requests", type=int, default=64)
     parser.add_argument("--native-output", type=int, default=512)
     args = parser.parse_args()
-    memory = args.requests * (args.output + 128) * 8  # bytes; the simulator keeps a hash per position
+    memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
     sim = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}
     native = {"backend": "native", "model": str(random_llama("m4")), "threads": 1}
     cases = {
@@ -68,7 +68,7 @@ def main() -> None:
     repeats: dict[str, dict[str, list[dict[str, float]]]] = {
         case: {str(depth): [] for depth in DEPTHS} for case in cases
     }
-    for _ in range(args.repeats):  # depths side by side, so that a noisy minute meets both
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both depths
         for case, (requests, output, limits, worker) in cases.items():
             for depth in DEPTHS:
                 figures = measure(depth, requests, 64, output, limits, worker)
@@ -86,7 +86,7 @@ def main() -> None:
 
     report(
         "run_ahead",
-        title=f"running ahead: medians of {args.repeats}",
+        title=f"run-ahead: medians of {args.repeats}",
         rows=[
             {"backend": case, "depth": depth, **median[case][depth]}
             for case in median

@@ -1,9 +1,9 @@
-"""What penalties and log-probabilities cost: step time of the native backend when 64 of 256 requests ask for them.
+"""Cost of penalties and log-probabilities: step time of the native backend when 64 of 256 requests use them.
 
-Batches that differ in nothing else decode step by step in turn, in one process, so that a noisy moment meets all; the
-time of a step includes that of making its result. Its processor time says the same where other processes have their
-share of the cores, at least with `--threads 1`: several threads also spin while they wait. Decoding is greedy, and all
-rows have the same lengths.
+Batches that differ in these parameters only decode one step each in turn, in one process, so that noise of the machine
+affects all. The time of a step includes that of making its result. Its processor time is also valid if other processes
+use the cores, with `--threads 1`: several threads spin while they wait. Decoding is greedy, and all rows have equal
+lengths.
 """
 
 import argparse
@@ -26,14 +26,14 @@ PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_pena
 
 
 Times = tuple[float, float]
-"""Seconds: elapsed, and of this process's threads."""
+"""Elapsed time and processor time of this process, seconds."""
 
 
-class Decoding(StaticBatch):
+class SteppedBatch(StaticBatch):
     """A static batch that is decoded one step at a time."""
 
     def steps(self, tokens: I32, params: list[SamplingParams]) -> Iterator[Times]:
-        """Prefills `tokens`, int32[batch, prompt]; then yields the times of each step that decodes."""
+        """Prefill `tokens`, int32[batch, prompt], and yield the times of each decode step."""
         slots = np.arange(self.batch, dtype=np.int32)
         self.wave += 1
         table = np.arange(self.batch * self.blocks, dtype=np.int32).reshape(self.batch, self.blocks)
@@ -44,10 +44,10 @@ class Decoding(StaticBatch):
             for slot in range(self.batch)
         ]
         starts = np.zeros_like(slots)
-        self._step(slots, starts, starts + self.prompt, new)
+        self.step(slots, starts, starts + self.prompt, new)
         for position in range(self.prompt, self.prompt + self.output - 1):
             began = time.perf_counter(), time.process_time()
-            self._step(slots, starts + position, np.ones_like(slots), [])
+            self.step(slots, starts + position, np.ones_like(slots), [])
             yield time.perf_counter() - began[0], time.process_time() - began[1]
         self.runner.release(slots)
 
@@ -57,57 +57,58 @@ def main() -> None:
     parser.add_argument("--model", default="m4", help=f"a directory, or a random model: {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     for name, default in (
-        ("threads", 2), ("batch", 256), ("asking", 64), ("logprobs", 5), ("prompt", 128), ("output", 64), ("waves", 2),
+        ("threads", 2), ("batch", 256), ("affected", 64),
+        ("logprobs", 5), ("prompt", 128), ("output", 64), ("waves", 2),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
-    asked: dict[str, dict[str, object]] = {
+    cases: dict[str, dict[str, object]] = {
         "nothing": {},
         "penalties": PENALTIES,
         "logprobs": {"logprobs": args.logprobs},
         "penalties and logprobs": {**PENALTIES, "logprobs": args.logprobs},
     }
     config = WorkerConfig(model=str(model), dtype=args.dtype, threads=args.threads)
-    batches = {name: Decoding(config, args.batch, args.prompt, args.output) for name in asked}
+    batches = {name: SteppedBatch(config, args.batch, args.prompt, args.output) for name in cases}
     load = BenchConfig(random_input_len=args.prompt, random_output_len=args.output)
     rows = np.array(prompts(load, args.batch * args.waves, load.seed), np.int32)
-    times: dict[str, list[Times]] = {name: [] for name in asked}
-    every = args.batch // args.asking
+    times: dict[str, list[Times]] = {name: [] for name in cases}
+    every = args.batch // args.affected
     for wave in range(args.waves):
         tokens = rows[wave * args.batch : (wave + 1) * args.batch]
-        turns = {}
-        for name, values in asked.items():
+        generators = {}
+        for name, values in cases.items():
             params = [
                 SamplingParams(
                     max_tokens=args.output, temperature=0.0, **(values if slot % every == 0 else {})
                 )
                 for slot in range(args.batch)
             ]
-            turns[name] = batches[name].steps(tokens, params)
-        names = list(turns)
+            generators[name] = batches[name].steps(tokens, params)
+        names = list(generators)
         for _ in range(args.output - 1):
             for name in names:
-                times[name].append(next(turns[name]))
-            names.append(names.pop(0))  # nobody is always after the same one
-        for turn in turns.values():
-            assert next(turn, None) is None
+                times[name].append(next(generators[name]))
+            names.append(names.pop(0))  # no batch always follows the same one
+        for generator in generators.values():
+            assert next(generator, None) is None
     elapsed, processor = (
         {name: [step[which] * 1000 for step in steps] for name, steps in times.items()} for which in (0, 1)
     )
     over, over_processor = (_over_nothing(steps) for steps in (elapsed, processor))
     report(
         "sampling_parameters",
-        title=f"{args.model}, {args.dtype}, {args.threads} threads: {args.asking} of {args.batch} requests ask for",
+        title=f"{args.model}, {args.dtype}, {args.threads} threads: {args.affected} of {args.batch} requests use",
         rows=[
             {
-                "what": name,
+                "parameters": name,
                 "decode step, ms": statistics.median(elapsed[name]),
                 "over nothing": over[name],
                 "processor, ms": statistics.median(processor[name]),
                 "over nothing ": over_processor[name],
             }
-            for name in asked
+            for name in cases
         ],
         figures={"over_nothing": over, "processor_over_nothing": over_processor},
         settings={**vars(args), "model": str(model)},
@@ -116,7 +117,7 @@ def main() -> None:
 
 
 def _over_nothing(steps: dict[str, list[float]]) -> dict[str, float]:
-    """The median over the steps of what each took, over what the step beside it took."""
+    """Return the median over steps of the time relative to the neighbouring step without parameters."""
     return {
         name: statistics.median(ours / plain for ours, plain in zip(own, steps["nothing"], strict=True))
         for name, own in steps.items()

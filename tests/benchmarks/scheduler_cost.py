@@ -1,7 +1,7 @@
 """Cost of the scheduler per step: forming a step and applying its result, every request decoding, no model.
 
-Prompt lengths are staggered so that block boundaries fall evenly on the steps, prefix caching is on and two steps are
-in flight. Prints the mean microseconds per step and, for comparison from the same run, the cost of the messages.
+Prompts have different lengths, so that block boundaries are spread evenly over the steps. Prefix caching is on and two
+steps are in flight. Prints the mean time per step in microseconds and the size of a plan in bytes.
 """
 
 import gc
@@ -43,7 +43,7 @@ def build(running: int, block_size: int = 16) -> tuple[StepPlanner, ResultApplie
 
 
 def run(running: int) -> dict[str, float]:
-    """Mean microseconds per step and of its parts."""
+    """Return the mean times of a step and its parts, microseconds."""
     planner, applier = build(running)
     queue, schedule_s, update_s, sizes = [planner.schedule(), planner.schedule()], [], [], []
     token_ids = (np.arange(running) * 13 % 3700 + 300).astype(np.int32)

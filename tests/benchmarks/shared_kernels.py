@@ -1,7 +1,7 @@
-"""What it is worth that nobody waits for a thread without a core.
+"""Effect of kernels that never wait for a thread without a core.
 
-Decode steps of the demo model, its kernels computed by the calling thread alone, shared with helpers, and shared with
-OpenMP's threads; on a quiet machine, and beside a process that keeps one core busy. All take turns in one process.
+Decode steps of the demo model with kernels on the calling thread alone, shared with helper threads, and shared with
+OpenMP's threads; on an idle machine, and beside a process that keeps one core busy. All run in turn in one process.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from tests.benchmarks.support.report import report
 from tests.integration.native.driver import Driver, Request
 
 STEPS = 5
-"""Of one turn; the first is not counted."""
+"""Steps in a row with the same kind of threads; the first one is not counted."""
 PAUSE = 0.02
-"""Seconds between turns, in which OpenMP's threads stop spinning."""
+"""Pause between kinds of threads, in which OpenMP's threads stop spinning, seconds."""
 Ways = dict[str, Callable[[bool], tuple[int, int]]]
 
 
@@ -39,7 +39,7 @@ def ways(threads: int) -> Ways:
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """One process that never waits."""
+    """Run a process that keeps one core busy."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -48,14 +48,14 @@ def busy() -> Iterator[None]:
         process.wait()
 
 
-def begun(driver: Driver, rows: int, size: int) -> list[Request]:
+def prefilled(driver: Driver, rows: int, size: int) -> list[Request]:
     requests = [driver.add(prompt.tolist()) for prompt in text_prompts(rows, size)]
     driver.step([(request, size) for request in requests])
     return requests
 
 
 def steps(driver: Driver, requests: list[Request], number: int) -> list[float]:
-    """Seconds of each."""
+    """Run `number` decode steps and return the seconds of each."""
     seconds = []
     for _ in range(number):
         started = time.perf_counter()
@@ -66,7 +66,7 @@ def steps(driver: Driver, requests: list[Request], number: int) -> list[float]:
 
 def measured(driver: Driver, args: argparse.Namespace) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways(args.threads)}
-    requests = begun(driver, args.rows, args.input_len)
+    requests = prefilled(driver, args.rows, args.input_len)
     for _ in range(args.turns):
         for name, way in ways(args.threads).items():
             time.sleep(PAUSE)

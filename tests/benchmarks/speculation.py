@@ -1,10 +1,9 @@
-"""What drafts are worth: tokens/s of the demo model with and without them, greedy, at concurrency 1 and 8.
+"""Effect of drafts: tokens/s of the demo model with and without them, greedy, at concurrency 1 and 8.
 
-The prompts are pieces of a text that lies beside this file, ordinary prose and code; answers end where the model ends
-them. Then where drafts fail: random prompts whose answers are sampled so hot that nobody can foresee them. Then whether
-acceptance depends on running ahead; and on `sim`, with 5 ms steps and 256 requests, whether running ahead gains as much
-with drafts as without. Engines of one comparison run at the same time and are asked in turn, so that a noisy minute
-meets all; one without drafts is among them twice.
+The prompts are parts of `prose_and_code.txt`; the model ends the outputs. Further comparisons: random prompts with a
+high temperature, where drafts fail; the acceptance at depth 1 and 2; and on `sim`, with 5 ms steps and 256 requests,
+the gain of run-ahead with and without drafts. Engines of a comparison exist at the same time and run in turn, so that
+noise of the machine affects all; the engine without drafts exists twice.
 """
 
 import argparse
@@ -22,21 +21,22 @@ from tokenizers import Tokenizer
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.run_ahead import measure
-from tests.benchmarks.support.engine_client import EngineClient, engine
+from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 from tests.benchmarks.support.report import report
 
 TEXT = Path(__file__).parent / "prose_and_code.txt"
 EOS = 2
 CONCURRENCY = (1, 8)
 PLAIN, CONTROL = "none", "none again"
-"""The same engine twice: how far apart they are is what the machine's moods do to a ratio."""
-TURN = 16
-"""Prompts that an engine is asked before it is the next one's turn: some seconds at most, as a machine has moods."""
+"""Names of two equal engines. The ratio between them shows the noise of the machine."""
+PROMPTS_PER_RUN = 16
+"""Prompts of one run of an engine, before the next engine runs. A run takes some seconds at most, to alternate
+often."""
 Prompts = Sequence[np.ndarray]
 
 
-class Turn(NamedTuple):
-    """What one engine made of some prompts."""
+class EngineRun(NamedTuple):
+    """One run of an engine over some prompts."""
 
     seconds: float
     tokens: int
@@ -48,12 +48,12 @@ class Turn(NamedTuple):
         return self.tokens / self.seconds
 
 
-Turns = Mapping[int, Mapping[str, Sequence[Turn]]]
-"""By concurrency and method; those of the same number were neighbours, with the same prompts."""
+Runs = Mapping[int, Mapping[str, Sequence[EngineRun]]]
+"""Concurrency -> method -> runs. Runs with the same index followed each other and had the same prompts."""
 
 
 def text_prompts(number: int, size: int) -> list[np.ndarray]:
-    """Pieces of `size` tokens, evenly spread over the text; int32 each."""
+    """Return parts of the text with `size` tokens each, evenly spread; int32[size] each."""
     ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(TEXT.read_text()).ids
     starts = np.linspace(0, len(ids) - size, number).astype(int)
     return [np.array(ids[start : start + size], np.int32) for start in starts]
@@ -65,7 +65,7 @@ def random_prompts(number: int, size: int) -> list[np.ndarray]:
 
 
 def speculative(methods: Mapping[str, int], adaptive: bool) -> dict[str, dict[str, object]]:
-    """The scheduler's settings by method; `methods` say how many drafts."""
+    """Return the scheduler's settings by method. `methods` has the number of drafts of each."""
     heads = {"eagle": {"model": str(DEMO_MODEL / "eagle")}}
     configs = {
         method: {"method": method, "num_speculative_tokens": k, "adaptive": adaptive, **heads.get(method, {})}
@@ -74,8 +74,10 @@ def speculative(methods: Mapping[str, int], adaptive: bool) -> dict[str, dict[st
     return {method: {"speculative_config": json.dumps(config)} for method, config in configs.items()}
 
 
-def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: SamplingParams) -> Turn:
-    """All prompts, so many at a time."""
+def run_prompts(
+    client: BenchmarkClient, prompts: Prompts, concurrency: int, params: SamplingParams
+) -> EngineRun:
+    """Run all prompts with `concurrency` open requests."""
     done, tokens, before = client.finished, client.tokens, len(client.finishes)
     began, sent = time.monotonic(), 0
     while client.finished - done < len(prompts):
@@ -87,7 +89,7 @@ def answer(client: EngineClient, prompts: Prompts, concurrency: int, params: Sam
     drafted, accepted = (
         sum(getattr(finish, f"num_{what}_tokens") for finish in finishes) for what in ("draft", "accepted")
     )
-    return Turn(seconds, client.tokens - tokens, drafted, accepted)
+    return EngineRun(seconds, client.tokens - tokens, drafted, accepted)
 
 
 def compared(
@@ -95,36 +97,38 @@ def compared(
     prompts: Prompts,
     params: SamplingParams,
     args: argparse.Namespace,
-) -> Turns:
-    """Every engine has its turn with the same prompts, then with the next ones."""
-    turns: dict[int, dict[str, list[Turn]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
+) -> Runs:
+    """Run all engines in turn with the same prompts, then with the next ones."""
+    runs: dict[int, dict[str, list[EngineRun]]] = {c: {name: [] for name in engines} for c in CONCURRENCY}
     worker = {"threads": args.threads, "log_level": "warning", "kv_cache_memory_bytes": 256 << 20}
     with ExitStack() as stack:
         clients = {
             name: stack.enter_context(engine({"log_level": "warning", **settings}, worker))
             for name, settings in engines.items()
         }
-        for client in clients.values():  # what was measured of it adapts the number of drafts
-            answer(client, prompts[:4], 4, params)
+        for client in clients.values():  # a warm-up, in which the number of drafts adapts
+            run_prompts(client, prompts[:4], 4, params)
         for _ in range(args.repeats):
             for concurrency in CONCURRENCY:
-                for first in range(0, len(prompts), TURN):
+                for first in range(0, len(prompts), PROMPTS_PER_RUN):
                     for name, client in clients.items():
-                        turn = answer(client, prompts[first : first + TURN], concurrency, params)
-                        turns[concurrency][name].append(turn)
-    return turns
+                        run = run_prompts(
+                            client, prompts[first : first + PROMPTS_PER_RUN], concurrency, params
+                        )
+                        runs[concurrency][name].append(run)
+    return runs
 
 
-def over_none(turns: Mapping[str, Sequence[Turn]], method: str) -> float:
-    """The median over pairs of neighbouring turns."""
+def over_none(runs: Mapping[str, Sequence[EngineRun]], method: str) -> float:
+    """Return the median ratio of tokens/s between neighbouring runs with and without drafts."""
     return statistics.median(
-        ours.rate / none.rate for ours, none in zip(turns[method], turns[PLAIN], strict=True)
+        ours.rate / none.rate for ours, none in zip(runs[method], runs[PLAIN], strict=True)
     )
 
 
-def whole(turns: Sequence[Turn]) -> dict[str, float]:
-    """Of all turns together."""
-    seconds, tokens, drafted, accepted = map(sum, zip(*turns, strict=True))
+def totals(runs: Sequence[EngineRun]) -> dict[str, float]:
+    """Return the metrics of all runs together."""
+    seconds, tokens, drafted, accepted = map(sum, zip(*runs, strict=True))
     return {
         "tokens_per_s": tokens / seconds,
         "acceptance": accepted / drafted if drafted else 0.0,
@@ -135,13 +139,13 @@ def whole(turns: Sequence[Turn]) -> dict[str, float]:
 def acceptance_equal(
     methods: Mapping[str, int], prompts: Prompts, params: SamplingParams, threads: int
 ) -> bool:
-    """Whether drafted and accepted of each request are the same at depth 1 and 2 (S2-2)."""
+    """Return whether drafted and accepted tokens of each request are equal at depth 1 and 2."""
     for method, settings in speculative(methods, adaptive=False).items():
         counts = []
         for depth in (1, 2):
             limits = {"batch_queue_depth": depth, "log_level": "warning", "enable_prefix_caching": False}
             with engine({**limits, **settings}, {"threads": threads, "log_level": "warning"}) as client:
-                answer(client, prompts, len(prompts), params)
+                run_prompts(client, prompts, len(prompts), params)
                 finishes = sorted(client.finishes, key=lambda finish: finish.number)
                 counts.append([(each.num_draft_tokens, each.num_accepted_tokens) for each in finishes])
         if counts[0] != counts[1]:
@@ -151,7 +155,7 @@ def acceptance_equal(
 
 
 def run_ahead_gain(args: argparse.Namespace) -> dict[str, float]:
-    """Tokens/s at depth 2 over depth 1 on `sim`, without drafts and with three."""
+    """Return tokens/s at depth 2 relative to depth 1 on `sim`, without drafts and with three."""
     memory = args.sim_requests * (args.sim_output + 256) * 8
     worker = {"backend": "sim", "sim_step_ms": 5.0, "sim_vocab_size": 1024, "kv_cache_memory_bytes": memory}
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
@@ -192,10 +196,10 @@ def main() -> None:
             "prompts": kind,
             "concurrency": concurrency,
             "drafts by": f"{name}, k={methods[name]}" if name in methods else name,
-            **whole(turns[concurrency][name]),
-            "over none": over_none(turns[concurrency], name),
+            **totals(runs[concurrency][name]),
+            "over none": over_none(runs[concurrency], name),
         }
-        for kind, turns in (("text", good), ("random, sampled", bad))
+        for kind, runs in (("text", good), ("random, sampled", bad))
         for concurrency in CONCURRENCY
         for name in engines
     ]  # fmt: skip
@@ -210,12 +214,12 @@ def main() -> None:
             "adaptive_floor": min(value for by in floor.values() for value in by.values()),
             "adaptive_floor_by_method": floor,
             "control": {
-                kind: {str(c): over_none(turns[c], CONTROL) for c in CONCURRENCY}
-                for kind, turns in (("text", good), ("random", bad))
+                kind: {str(c): over_none(runs[c], CONTROL) for c in CONCURRENCY}
+                for kind, runs in (("text", good), ("random", bad))
             },
             **({} if args.skip_sim else {"sim": run_ahead_gain(args)}),
         },
-        settings={"drafts": methods, "adaptive": True, "turn": TURN, **vars(args)},
+        settings={"drafts": methods, "adaptive": True, "prompts_per_run": PROMPTS_PER_RUN, **vars(args)},
         repeats={"text": good, "random": bad},
     )
 

@@ -1,9 +1,9 @@
-"""What structured output costs: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
-with nobody constrained.
+"""Cost of structured output: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
+without constraints.
 
-The load comes over the client socket, without HTTP. `throughput_ratio` compares the tokens per second of all
-requests between the moment when all have a token and the moment when the first has finished; `neighbour_itl_ratio` the
-mean time between two tokens of the 192 requests that are never constrained.
+The load comes over the scheduler's socket for frontends, without HTTP. `throughput_ratio` compares the tokens per
+second of all requests between the time when all have a token and the time when the first one has finished.
+`neighbour_itl_ratio` compares the mean time between two tokens of the 192 requests that are never constrained.
 """
 
 import argparse
@@ -32,24 +32,24 @@ RECORD = {
     "required": ["id", "kind", "day", "tags", "score", "valid"],
     "additionalProperties": False,
 }
-"""No free text: in the middle of a string the simulator would have to draw noise for nearly every token, 64 times a
-step, which costs it more than the step and is no cost of the scheduler's."""
+"""Schema without free text: in a string the simulator would draw noise for nearly every token, 64 times per step, which
+takes longer than the step and is not a cost of the scheduler."""
 SCHEMA = {"type": "array", "items": RECORD, "minItems": 1000}
-"""Longer than any answer here: a constrained request lives as long as its neighbours."""
+"""Longer than any output here, so that a constrained request lasts as long as the others."""
 
 
 def measure(
     constrained: int, requests: int, output: int, distinct: int, worker: Mapping[str, object]
 ) -> dict[str, float]:
-    """Figures of one run.
+    """Return the metrics of one run.
 
     Args:
-        distinct: so many different schemas among the constrained requests.
+        distinct: number of different schemas of the constrained requests.
     """
     rng = np.random.default_rng(0)
     limits = {"max_num_seqs": requests, "max_model_len": 2048, "log_level": "warning"}
     with engine(limits, {"log_level": "warning", **worker}) as client:
-        for number in range(requests):  # staggered, so that blocks fill in different steps
+        for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, 64 + number % 16).astype(np.int32)
             structured = None
             if number < constrained:
@@ -67,7 +67,7 @@ def measure(
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
     if any(len(times) < 100 for times in arrivals):
-        raise SystemExit("a request has too few tokens to judge; ask for more with --output")
+        raise SystemExit("a request has too few tokens; increase --output")
     start, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
     within = [[at for at in times if start <= at <= end] for times in arrivals]
     neighbours = [times for times in within[-(requests - requests // 4) :] if len(times) > 1]
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--constrained", type=int, default=64)
-    parser.add_argument("--distinct", type=int, default=8, help="different schemas")
+    parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
     args = parser.parse_args()
-    memory = args.requests * (args.output + 128) * 8  # bytes; the simulator keeps a hash per position
+    memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
     sim = {"backend": "sim", "sim_step_ms": 5.0, "kv_cache_memory_bytes": memory}
     cases = {"unconstrained": 0, "constrained": args.constrained}
     repeats: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for _ in range(args.repeats):  # side by side, so that a noisy minute meets both
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both
         for case, constrained in cases.items():
             repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, sim))
     median = {

@@ -1,7 +1,7 @@
-"""What a second rank brings: tokens/s of a static batch on the native backend at TP=2 over TP=1, one thread a rank.
+"""Effect of a second rank: tokens/s of a static batch on the native backend at TP=2 relative to TP=1.
 
-Ranks are real processes that sum over gloo on 127.0.0.1; there is no scheduler and no HTTP. The figures of one repeat
-are measured one after the other, so that a noisy minute meets all.
+Ranks are processes with one thread each, which sum over gloo on 127.0.0.1, without scheduler and HTTP. The sizes of a
+repeat are measured one after the other, so that noise of the machine affects all.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).parent / "support"
 
 
 def measure(model: str, size: int, args: argparse.Namespace) -> dict[str, float]:
-    """The first rank's figures: tokens_per_s, prefill_s and decode_step_ms of the measured waves."""
+    """Return the metrics of the first rank: tokens_per_s, prefill_s and decode_step_ms of the measured waves."""
     command = [
         sys.executable, str(SUPPORT / "static_batch.py"), f"--model={model}", "--threads=1", f"--dtype={args.dtype}",
         f"--batch={args.batch}", f"--prompt={args.prompt}", f"--output={args.output}", f"--waves={args.waves}",
@@ -74,7 +74,7 @@ def main() -> None:
             )
     report(
         "tensor_parallel",
-        title=f"{args.dtype}, one thread a rank, batch {args.batch}, {args.prompt} in, {args.output} out: medians",
+        title=f"{args.dtype}, one thread per rank, batch {args.batch}, {args.prompt} in, {args.output} out: medians",
         rows=rows,
         figures={"over_one_rank": ratios},
         settings=vars(args),

@@ -1,8 +1,8 @@
-"""What this scheduler is worth to a user of vLLM: `runahead serve --backend vllm` beside `vllm serve`, in one run.
+"""Comparison with vLLM: `runahead serve --backend vllm` against `vllm serve`, in one run.
 
-Same model, same kernels, same load: a streamed closed loop. Each server in turn has the machine to itself and gets all
-loads; repeats go through all servers again. vLLM's default leaves one core to its engine, which spins there, and
-computes with the others; all take part with as many compute threads as that, and with one more.
+Model, kernels and load (a closed loop of streams) are equal. Each server in turn has the machine to itself and gets all
+loads; each repeat runs all servers. By default vLLM leaves one core to its engine, which spins there, and computes on
+the others; all servers run with that number of compute threads, and with one more.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from tests.benchmarks.support.servers import runahead, served, vllm, vllm_python
 
 GIB = 1 << 30
 BLOCK = 128
-"""Tokens: vLLM's default on the CPU."""
+"""Tokens per block: vLLM's default on the CPU."""
 
 Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[str]]
 
 
-def _ours(backend: str, more_threads: int = 0) -> Serve:
+def _runahead_server(backend: str, more_threads: int = 0) -> Serve:
     def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
         return runahead(
             model,
@@ -42,7 +42,7 @@ def _ours(backend: str, more_threads: int = 0) -> Serve:
     return serve
 
 
-def _theirs(*flags: str, more_threads: int | None = None) -> Serve:
+def _vllm_server(*flags: str, more_threads: int | None = None) -> Serve:
     def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
         return vllm(
             model,
@@ -58,15 +58,15 @@ def _theirs(*flags: str, more_threads: int | None = None) -> Serve:
 
 
 SERVERS: Mapping[str, Serve] = {
-    "vllm serve": _theirs(),
-    "vllm serve, a thread more": _theirs(more_threads=1),
-    "vllm serve, not compiled": _theirs("--enforce-eager"),
-    "runahead vllm": _ours("vllm"),
-    "runahead vllm, a thread more": _ours("vllm", more_threads=1),
-    "runahead native": _ours("native"),
-    "runahead native, a thread more": _ours("native", more_threads=1),
+    "vllm serve": _vllm_server(),
+    "vllm serve, a thread more": _vllm_server(more_threads=1),
+    "vllm serve, not compiled": _vllm_server("--enforce-eager"),
+    "runahead vllm": _runahead_server("vllm"),
+    "runahead vllm, a thread more": _runahead_server("vllm", more_threads=1),
+    "runahead native": _runahead_server("native"),
+    "runahead native, a thread more": _runahead_server("native", more_threads=1),
 }
-"""The peers are those whose name begins with vllm."""
+"""Servers by name. The peers are those whose name begins with vllm."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.repeats):
@@ -118,7 +118,7 @@ def _rows(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> list[dict[
 
 
 def _ratios(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, object]:
-    """Each of ours over the fastest peer at the same concurrency: tokens/s (more is better), p99 ITL (less is)."""
+    """Return the metrics of Runahead relative to the fastest peer at the same concurrency: tokens/s, p99 ITL."""
     ratios: dict[str, object] = {}
     for concurrency in sorted({concurrency for _, concurrency in repeats}):
         at = {name: runs for (name, number), runs in repeats.items() if number == concurrency}

@@ -1,11 +1,11 @@
-"""What a streamed token costs our frontend and vLLM's own API server, beside each other in one run.
+"""Cost of a streamed token in Runahead's frontend and in vLLM's API server, in one run.
 
-Both serve the demo model with its tokenizer to the same clients (see `frontend_streaming`), a round of one and a round
-of the other in turn. Neither computes anything: ours is told its tokens by a scripted engine through the scheduler's
-socket, vLLM's by a FAKE engine inside its process (support/vllm_paced.py), the same tokens at the same pace. What the
-clients read is checked for both.
+Both serve the demo model with its tokenizer to the same clients (see `frontend_streaming`), one round each in turn.
+Neither computes tokens: Runahead's frontend gets them from a scripted engine through the scheduler's socket, vLLM's
+server from a FAKE engine in its process (support/vllm_paced.py), equal tokens at the same pace. The texts that the
+clients read are checked for both.
 
-Load joins our tokens in fewer writes, so ours runs a second time with a write for every token, as vLLM's does anyway.
+Under load Runahead's frontend joins tokens in one write, so it also runs with a write for every token, as in vLLM.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OURS, PER_TOKEN, PEER = "runahead", "runahead, a write per token", "vLLM, fake e
 
 
 class _FakeEngine:
-    """The one inside of vLLM's process, which gives the first tokens by itself."""
+    """Control of the fake engine in vLLM's process, which sends the first tokens without a signal."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -51,7 +51,7 @@ class _FakeEngine:
 
 @contextmanager
 def vllm(case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
-    """For rounds of one case: the process, its address and its engine."""
+    """Start vLLM's server for one case. Yield its process, its URL and its engine."""
     token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
     paced = {"streams": case.streams, "pace": case.pace, "token_ids": token_ids}
     started = vllm_process(
@@ -66,7 +66,7 @@ def vllm(case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
 
 
 def rounds(case: Case, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """What `round_of` says of each server, in turn."""
+    """Run `round_of` on each server in turn and return the metrics."""
     warm_up = Case("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
     found: dict[str, list[dict[str, float]]] = {OURS: [], PER_TOKEN: [], PEER: []}
     with (
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     streams, tokens = arguments.streams, arguments.tokens
     cases = [
         Case("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
@@ -112,7 +112,7 @@ def main() -> None:
         over_vllm[case.name] = {name: per_core_s[name] / per_core_s[PEER] for name in (OURS, PER_TOKEN)}
     report(
         "vllm_streaming",
-        title=f"{streams} streams of {tokens} tokens: what a frontend spends; vLLM's with a fake engine",
+        title=f"{streams} streams of {tokens} tokens: cost of a frontend; vLLM's with a fake engine",
         rows=rows,
         figures={"over_vllm": over_vllm},
         settings={"streams": streams, "tokens": tokens, "repeats": arguments.repeats},

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.benchmarks.support.stages import Ask, Span, read_trace, run_stages
+from tests.benchmarks.support.stages import Span, TimedRequest, read_trace, run_stages
 from tests.integration.scheduler.engine import EngineClient, engine
 from tests.unit.worker.plans import prompt
 
@@ -89,7 +89,7 @@ def test_many_ranks_serve_the_answers_of_one(
 
 def test_stages_compute_at_the_same_time() -> None:
     """What the benchmark of the policies measures: several microbatches are in the pipeline at once."""
-    asks = [Ask(prompt(number, 20), 20) for number in range(8)]
+    asks = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
     run = run_stages(
         3, asks, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
     )

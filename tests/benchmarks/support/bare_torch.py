@@ -1,7 +1,7 @@
-"""Static-batch greedy decode of a Llama in bare torch: what the CPU gives without an engine. Prints JSON.
+"""Greedy decoding of a static batch of a Llama in bare torch: the speed of the CPU without an engine. Prints JSON.
 
-Decode only, over a contiguous cache whose contents do not matter. Three things make it a ceiling: weights packed once
-for oneDNN, the heads of one KV group folded into query rows, and few Python calls per layer.
+It only decodes, over a contiguous cache with random contents. It is an upper bound, because the weights are packed once
+for oneDNN, the heads of a KV group are folded into query rows, and a layer has few Python calls.
 """
 
 import argparse
@@ -58,20 +58,20 @@ class BareLlama:
 
     def _rotate(self, x: Tensor, position: int) -> Tensor:
         half = self.dim // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-        return x * self.cos[position] + turned * self.sin[position]
+        rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return x * self.cos[position] + rotated * self.sin[position]
 
     def step(self, tokens: Tensor, position: int) -> Tensor:
-        """The next greedy tokens, int64[batch], after `tokens` at `position`."""
+        """Return the next greedy tokens, int64[batch], after `tokens` at `position`."""
         x = self.embedding[tokens]
         split = self.heads + self.kv_heads
         for index, (norm_1, qkv, out, norm_2, gate_up, down) in enumerate(self.layers):
             keys, values = self.cache[index]
             rows = self._linear(F.rms_norm(x, norm_1.shape, norm_1, self.eps), qkv)
             rows = rows.view(self.batch, split + self.kv_heads, self.dim)
-            turned = self._rotate(rows[:, :split], position)
-            keys[:, :, position], values[:, :, position] = turned[:, self.heads :], rows[:, split:]
-            folded = turned[:, : self.heads].view(self.batch, self.kv_heads, -1, self.dim)
+            rotated = self._rotate(rows[:, :split], position)
+            keys[:, :, position], values[:, :, position] = rotated[:, self.heads :], rows[:, split:]
+            folded = rotated[:, : self.heads].view(self.batch, self.kv_heads, -1, self.dim)
             past = slice(position + 1)
             mixed = F.scaled_dot_product_attention(folded, keys[:, :, past], values[:, :, past])
             x = x + self._linear(mixed.reshape(self.batch, -1), out)

@@ -1,4 +1,4 @@
-"""Scheduler and worker as processes, and a client on the scheduler's own socket that costs almost nothing per token."""
+"""Scheduler and workers as processes, and a client on the scheduler's socket with a very low cost per token."""
 
 import subprocess
 import sys
@@ -17,14 +17,14 @@ from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 
 PATIENCE = 60.0
-"""Seconds after which a silent engine is an error."""
+"""Seconds without a message after which the engine counts as failed."""
 
 
 @contextmanager
 def engine(
     scheduler: Mapping[str, object], worker: Mapping[str, object], num_workers: int = 1
-) -> Iterator["EngineClient"]:
-    """A client of a fresh engine; the mappings are settings by field name."""
+) -> Iterator["BenchmarkClient"]:
+    """Start an engine and yield its client. The mappings are settings by field name."""
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))
@@ -39,7 +39,7 @@ def engine(
             stack.callback(process.wait)
             stack.callback(process.kill)
         stack.push(_show_on_error(Path(directory) / "log"))
-        client = EngineClient(clients)
+        client = BenchmarkClient(clients)
         stack.callback(client.close)
         client.wait_ready()
         yield client
@@ -52,7 +52,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def _show_on_error(log: Path) -> Callable[..., None]:
-    """For an exit stack: what the processes said, if the block failed."""
+    """Return a callback for an exit stack that prints the log if the block failed."""
 
     def leave(kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -62,22 +62,22 @@ def _show_on_error(log: Path) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The engine's own totals at one moment."""
+class EngineTotals:
+    """Totals of the engine at one time."""
 
     at: float
-    """Monotonic seconds."""
+    """Monotonic clock, seconds."""
     idle: float
-    """Seconds that the worker waited with no plan queued."""
+    """Seconds in which the worker waited without a plan."""
     busy: float
-    """Seconds that the worker computed."""
+    """Seconds in which the worker computed."""
     steps: float
     running: float
     tokens: int
-    """Output tokens that this client received."""
+    """Number of output tokens that the client received."""
 
 
-class EngineClient:
+class BenchmarkClient:
     def __init__(self, endpoint: str) -> None:
         self._client = Client(endpoint)
         self._client.handshake("frontend", "benchmark", PATIENCE)
@@ -86,7 +86,7 @@ class EngineClient:
         self.tokens = 0
         self.finished = 0
         self.finishes: list[Finish] = []
-        self.samples: list[Sample] = []
+        self.samples: list[EngineTotals] = []
 
     def wait_ready(self) -> None:
         while self.state is None or self.state.phase is not EnginePhase.READY:
@@ -100,17 +100,20 @@ class EngineClient:
         structured: StructuredOutputParams | None = None,
         params: SamplingParams | None = None,
     ) -> None:
-        """Asks for `max_tokens` greedy tokens after `prompt`, token ids; or for what `params` say."""
+        """Send a request for `max_tokens` greedy tokens, or with the given `params`. `prompt` is token ids."""
         params = params or SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self._client.send(GenerateRequest(number, pack(prompt), len(prompt), params, structured=structured))
 
     def receive(self, timeout: float | None = None) -> RequestOutputs | None:
-        """The outputs that came, if any. Raises: TimeoutError, when the engine is silent and no `timeout` was given."""
+        """Read one message and return it if it has outputs. `timeout` is in seconds.
+
+        Raises: TimeoutError, if no message arrives and no `timeout` is given.
+        """
         frame = self._client.receive(PATIENCE if timeout is None else timeout)
         if frame is None:
             if timeout is not None:
                 return None
-            raise TimeoutError(f"the engine said nothing for {PATIENCE:.0f} s")
+            raise TimeoutError(f"no message from the engine for {PATIENCE:.0f} s")
         message = self._decoder.decode(frame)
         if isinstance(message, RequestOutputs):
             self.tokens += len(message.token_ids) // 4
@@ -121,7 +124,7 @@ class EngineClient:
         if "worker_idle_seconds_total" in message.stats:
             stats = message.stats
             self.samples.append(
-                Sample(
+                EngineTotals(
                     time.monotonic(),
                     stats["worker_idle_seconds_total"],
                     stats["worker_busy_seconds_total"],

@@ -1,4 +1,4 @@
-"""Llama checkpoints with random weights, for timing only: kept under build/bench/models and made once."""
+"""Llama checkpoints with random weights, for measurements of time. They are made once, in build/bench/models."""
 
 import json
 import sysconfig
@@ -20,11 +20,12 @@ SHAPES = {
         "num_key_value_heads": 8,
     },
 }
-"""Named after their millions of parameters; heads have 64 dimensions, the MLP is three times as wide as the model."""
+"""Named after the number of parameters in millions. Heads have 64 dimensions; the MLP is three times as wide as the
+model."""
 
 
 def random_llama(name: str) -> Path:
-    """The checkpoint's directory, in Hugging Face format, bfloat16."""
+    """Return the directory of the checkpoint, in Hugging Face format and bfloat16."""
     directory = DIRECTORY / name
     if (directory / "config.json").is_file():
         return directory
@@ -87,7 +88,7 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Byte-level BPE over the standard library's sources."""
+    """Train a byte-level BPE on the sources of the standard library."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

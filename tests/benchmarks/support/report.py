@@ -23,7 +23,7 @@ def report(
     settings: Mapping[str, object],
     repeats: object,
 ) -> None:
-    """Prints `rows` and `figures`; writes them with the settings, the machine and every repeat."""
+    """Print `rows` and `figures`, and write them as JSON with the settings, the machine and every repeat."""
     table = Table(title=title)
     for column in rows[0]:
         table.add_column(column, justify="right")
@@ -45,11 +45,11 @@ def report(
         "repeats": repeats,
     }
     file.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"written to {file}", highlight=False)
+    console.print(f"results written to {file}", highlight=False)
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on. The load tells whether anything else ran beside the benchmark."""
+    """Return properties of the machine. The load average shows whether other processes ran during the benchmark."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

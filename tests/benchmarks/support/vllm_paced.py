@@ -1,8 +1,10 @@
-"""vLLM's own API server over a FAKE engine: no model; a first token of every stream, after SIGUSR1 the others, in step.
+"""vLLM's API server with a FAKE engine instead of a model.
 
-Run by the Python of an environment with vLLM 0.32, with the arguments of `vllm serve` and RUNAHEAD_PACED (see `Paced`).
-All of the server is vLLM's own: HTTP, tokenizer, requests, detokenisation, streaming. The engine is not: its outputs
-are made inside the server's process, which costs less than decoding them from the socket that they usually come by.
+The engine sends the first token of every stream, and after SIGUSR1 the others, one of each stream per step. Run it with
+the Python of an environment with vLLM 0.32, the arguments of `vllm serve` and RUNAHEAD_PACED (see `Paced`).
+
+HTTP, tokenizer, requests, detokenisation and streaming are vLLM's own. The outputs of the engine are made in the
+process of the server, which costs less than decoding them from the usual socket.
 """
 
 import asyncio
@@ -22,15 +24,15 @@ from vllm.v1.engine.core_client import EngineCoreClient
 @dataclass
 class Paced:
     streams: int
-    """The engine waits until so many are there, then answers all of them in step."""
+    """Number of requests that the engine waits for before it starts."""
     pace: float
-    """Seconds from step to step."""
+    """Time of a step, seconds."""
     token_ids: list[int]
-    """Of every stream, up to its `max_tokens`."""
+    """Tokens of every stream, up to its `max_tokens`."""
 
 
 class FakeEngine:
-    """In the place of the client of vLLM's engine process."""
+    """Replaces the client of vLLM's engine process."""
 
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
@@ -38,10 +40,10 @@ class FakeEngine:
     def __init__(self, paced: Paced) -> None:
         self._paced = paced
         self._open: dict[str, int] = {}
-        """Tokens that a request wants."""
-        self._all_there = asyncio.Event()
-        self._may_go_on = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._may_go_on.set)
+        """Request id -> `max_tokens`."""
+        self._all_arrived = asyncio.Event()
+        self._may_continue = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._may_continue.set)
         self._step = 0
         self._due = 0.0
 
@@ -51,24 +53,24 @@ class FakeEngine:
     async def add_request_async(self, request: Any) -> None:
         self._open[request.request_id] = request.sampling_params.max_tokens
         if len(self._open) == self._paced.streams:
-            self._all_there.set()
+            self._all_arrived.set()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if any(self._open.pop(request_id, None) for request_id in request_ids):
-            raise RuntimeError("a client gave up")
+            raise RuntimeError("a client aborted a request")
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        await self._all_there.wait()
+        await self._all_arrived.wait()
         if self._step == 1:
-            await self._may_go_on.wait()
+            await self._may_continue.wait()
             self._due = time.monotonic() + self._paced.pace
         await asyncio.sleep(self._due - time.monotonic())
         token = self._paced.token_ids[self._step]
         self._step += 1
         self._due += self._paced.pace
         outputs = []
-        for request_id, wanted in list(self._open.items()):
-            is_last = self._step == wanted
+        for request_id, max_tokens in list(self._open.items()):
+            is_last = self._step == max_tokens
             outputs.append(
                 EngineCoreOutput(request_id, [token], finish_reason=FinishReason.LENGTH if is_last else None)
             )
@@ -76,8 +78,8 @@ class FakeEngine:
                 del self._open[request_id]
         if not self._open:
             self._step = 0
-            self._all_there.clear()
-            self._may_go_on.clear()
+            self._all_arrived.clear()
+            self._may_continue.clear()
         return EngineCoreOutputs(outputs=outputs)
 
     async def reset_mm_cache_async(self) -> None:
