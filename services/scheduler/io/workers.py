@@ -16,7 +16,7 @@ from services.scheduler.io.clock_offset import ClockOffset
 log = logging.getLogger("runahead.scheduler")
 
 PROBE_SECONDS = 1.0
-"""Seconds for which peers are pinged after a connection broke: libzmq drops a peer a little after it reports it."""
+"""Seconds for which workers are pinged after a connection broke: libzmq drops a peer a little after it reports it."""
 
 
 class WorkerConnections:
@@ -34,6 +34,8 @@ class WorkerConnections:
         """By worker."""
         self._gone: list[bytes] = []
         self._probe_until = 0.0
+        self._sweep = False
+        """Whether all connections are to be tried once, when the probe has ended."""
 
     def __len__(self) -> int:
         """Number of workers that are not known to be gone."""
@@ -47,7 +49,7 @@ class WorkerConnections:
     @property
     def probing(self) -> bool:
         """Whether `take_gone` is to be called again soon."""
-        return time.monotonic() < self._probe_until
+        return self._sweep
 
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:
         """Yield what has arrived, each message with its worker."""
@@ -109,14 +111,18 @@ class WorkerConnections:
         self._server.count_error(worker, error)
 
     def take_gone(self) -> list[bytes]:
-        """Return the workers whose connection turned out to be broken since the last call.
+        """Return the workers of which a connection turned out to be broken since the last call.
 
-        If any connection broke, all connections are tried, those of workers that were refused or never registered too.
+        After any connection broke, workers are pinged with each call. In the end every connection is tried once, also
+        those for results, which workers read rarely, and those of workers that were refused.
         """
+        now = time.monotonic()
         if self._server.take_disconnected():
-            self._probe_until = time.monotonic() + PROBE_SECONDS
-        if self.probing:
-            ping = encode(Ping(time.monotonic()))
+            self._probe_until, self._sweep = now + PROBE_SECONDS, True
+        if now < self._probe_until:
+            self.ping(list(self._by_name.values()))
+        elif self._sweep:
+            self._sweep, ping = False, encode(Ping(now))
             for peer in list(self._server.peers):
                 self._send_frame(peer, self._owner.get(peer, peer), ping)
         gone, self._gone = self._gone, []

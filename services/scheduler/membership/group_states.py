@@ -1,7 +1,7 @@
 """States of the worker group: the rules first, then the table.
 
-An epoch is one life of the group: the time from the assignment of ranks until one of them is lost. At most one epoch
-exists at a time, and at most one is in effect: steps are dispatched in READY only.
+An epoch is one life of the group, from the assignment of ranks until one of them is lost or another size fits better.
+There is at most one epoch at a time. It is in effect, and steps are dispatched, in READY only.
 
     WAITING     no epoch, and no request waits for one: the group has not served yet, or recovery took too long
     LOADING     an epoch has begun: its ranks load, connect to one another and run the canary step
@@ -10,17 +10,14 @@ exists at a time, and at most one is in effect: steps are dispatched in READY on
     RELOADING   the next epoch has begun; open requests wait for it
     FAILED      terminal: the group cannot serve, every open request has ended with an error
 
-                                                  READY
-    WAITING ──FORM──► LOADING ─────────────────────────────────────────────► READY
-       ▲  ◄──BREAK,──    ▲                                                   ▲   │ BREAK, RESIZE
-       │     RESIZE      │ TOO_LATE                                    READY │   ▼
-       │                 └──────────────────────────── RELOADING ────────────┘ RECOVERING
-       │                                                 │   ▲  ◄──────FORM────── │ ▲ │
-       │                                                 │   └────────────────────┘ │ │
-       │ TOO_LATE                                        └──BREAK, RESIZE───────────┘ │
-       └──────────────────────────────────────────────────────────────────────────────┘
+    WAITING ──FORM──► LOADING ──READY──► READY ──BREAK, RESIZE──► RECOVERING ──FORM──► RELOADING
+       ▲                 │                 ▲                          ▲                  │   │
+       └──BREAK, RESIZE──┘                 │                          └──BREAK, RESIZE───┘   │
+                                           └──────────────────READY──────────────────────────┘
 
-    FAIL leads from every state but FAILED to FAILED.
+    RECOVERING ──TOO_LATE──► WAITING
+    RELOADING  ──TOO_LATE──► LOADING
+    any state  ──FAIL──►     FAILED
 
 Rules:
 
@@ -30,8 +27,8 @@ Rules:
    `MAX_FUTILE_EPOCHS` in a row that brought nothing, the group fails.
 3. The recovery timeout runs from the end of an epoch that was in effect to the next one that is. When it expires, open
    requests end with an error; the group goes on without them.
-4. An event for which the table has no row is a bug: `IllegalTransition`, and nothing changes. A group that has failed
-   takes no events any more.
+4. If the table has no row for an event, that is a bug: `IllegalTransition`, and nothing changes. A failed group takes
+   no events.
 """
 
 import enum

@@ -12,19 +12,20 @@ the same connection. A peer that is not registered is UNKNOWN: it never register
     READY         executes steps
     RETURNING     its epoch has ended, it has not registered again yet
 
-                REGISTER          ASSIGN               HEARTBEAT, PROGRESS           LOADED
-    UNKNOWN ──────────────► SPARE ───────► ASSIGNED ──────────────────────► LOADING ────────► LOADED
-       ▲                      ▲                                                                 │ INITIALIZE
-       │ LOST, GIVE_UP,       │ REGISTER                                                        ▼
-       │ LOAD_FAILED          │                 END                           READY
-    any state             RETURNING ◄──────────────── any rank      READY ◄────────────── INITIALIZING
+    UNKNOWN ──REGISTER──► SPARE ──ASSIGN──► ASSIGNED ──HEARTBEAT, PROGRESS──► LOADING ──LOADED──► LOADED
+                            ▲                                                                       │
+                            │ REGISTER                                                   INITIALIZE │
+                            │                                                                       ▼
+                        RETURNING ◄────────────END, from all ranks──────────── READY ◄──READY── INITIALIZING
+
+    any state ──LOST, GIVE_UP, LOAD_FAILED──► UNKNOWN
 
 Rules:
 
-1. A message that names another epoch than the current one proves that the worker is alive, and nothing else. It does
-   not reach the table.
-2. A message for which the table has no row is the worker's fault: `ProtocolError`. An event of the scheduler for
-   which it has none is a bug: `IllegalTransition`. Neither changes anything.
+1. A message that names another epoch than the current one proves that the worker is alive, and nothing else. It is no
+   event.
+2. If the table has no row for a message, the worker is at fault: `ProtocolError`. If it has none for an event of the
+   scheduler, that is a bug: `IllegalTransition`. Neither changes anything.
 3. A worker sends messages of its old epoch until it has read `EndEpoch`. RETURNING and UNKNOWN have rows for all of
    them, which drop them.
 4. A worker has two connections, and messages on one may overtake messages on the other. Heartbeats and `RankLost` of

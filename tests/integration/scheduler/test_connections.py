@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol.codec import pack
+from protocol.codec import encode, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, Register
 from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOutputs
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
 from services.scheduler.io import frontends as frontend_connections
+from services.scheduler.io import workers as worker_connections
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.workers import WorkerConnections
 
@@ -169,8 +170,7 @@ def test_a_worker_is_gone_when_either_connection_breaks(workers: Workers) -> Non
         clients[index].close()
         until(lambda p=peer: (workers.pump(), p in workers.gone)[1])  # type: ignore[misc]
         clients[1 - index].close()
-    until(lambda: (workers.pump(), not workers.connections.probing)[1])
-    assert len(workers.connections) == 0
+    until(lambda: (workers.pump(), len(workers.connections) == 0)[1])
 
 
 def test_a_worker_that_was_refused_is_turned_away_and_dropped(workers: Workers) -> None:
@@ -196,6 +196,7 @@ def test_workers_that_left_use_up_no_room(
 ) -> None:
     """A worker has two connections: room for four is room for two workers."""
     monkeypatch.setattr(transport, "MAX_PEERS", 4)
+    monkeypatch.setattr(worker_connections, "PROBE_SECONDS", 0.1)
     for number in range(5):
         if how == "connected":
             clients = workers.connect(f"host:{number}")
@@ -205,4 +206,24 @@ def test_workers_that_left_use_up_no_room(
                 workers.connections.refuse(peer, "another model")
         close(clients)
         until(lambda: (workers.pump(), workers.connections.probing)[1])
-        until(lambda: (workers.pump(), len(workers.connections) == 0)[1])
+        until(lambda: (workers.pump(), not workers.connections.probing)[1])
+        assert len(workers.connections) == 0
+
+
+def test_the_connection_for_results_is_not_flooded_while_workers_are_probed(workers: Workers) -> None:
+    """A worker reads it ten times a second, and the end of its epoch must not wait behind pings."""
+    peer, clients = workers.register("host:1")
+    _, others = workers.register("host:2")
+    close(others)
+    until(lambda: (workers.pump(), workers.connections.probing)[1])
+    until(lambda: (workers.pump(), not workers.connections.probing)[1])
+    workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
+    frames: list[bytes] = []
+
+    def ended() -> bool:
+        frames.extend(frame for frame in [clients[1].receive_now()] if frame is not None)
+        return bool(frames) and frames[-1] == encode(EndEpoch(1, "a rank was lost"))
+
+    until(ended)
+    assert len(frames) == 2, "one ping, and the end of the epoch"
+    close(clients)

@@ -1,4 +1,4 @@
-"""Workers that come, leave, hang and do not fit: the scheduler serves on, and every answer is that of a calm run."""
+"""Workers that come, leave, stop and do not fit: the scheduler goes on, and answers as in an undisturbed run."""
 
 import signal
 from collections.abc import Callable
@@ -24,16 +24,16 @@ def generate(client: EngineClient) -> None:
         )
 
 
-def state(client: EngineClient, wanted: Callable[[EngineClient], bool]) -> None:
-    """Reads until the engine's state is as wanted."""
+def wait_for(client: EngineClient, wanted: Callable[[EngineClient], bool]) -> None:
+    """Read until the engine's state is as wanted."""
     while client.state is None or not wanted(client):
         client.receive()
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """The answers of an undisturbed run."""
-    with engine(tmp_path_factory.mktemp("calm"), SCHEDULER, SIM) as running:
+    with engine(tmp_path_factory.mktemp("undisturbed"), SCHEDULER, SIM) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
         generate(client)
@@ -52,52 +52,52 @@ def started(running: Engine, after: int) -> EngineClient:
     return client
 
 
-def finished(client: EngineClient, calm: dict[int, list[int]]) -> None:
+def finished(client: EngineClient, undisturbed: dict[int, list[int]]) -> None:
     client.wait_finished(*REQUESTS)
     assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
-    assert client.tokens == calm
+    assert client.tokens == undisturbed
     client.close()
 
 
 @pytest.mark.parametrize("after", [1, 20, 60])
 def test_spare_takes_over_from_a_killed_worker(
-    tmp_path: Path, calm: dict[int, list[int]], after: int
+    tmp_path: Path, undisturbed: dict[int, list[int]], after: int
 ) -> None:
-    """F1 with one rank: no token is lost or doubled, and the epoch before is void."""
+    """No token is lost or doubled; the killed worker's epoch is void."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 0)
         running.add_worker()
-        state(client, lambda c: c.state.stats.get("num_workers") == 2)
+        wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)
         while len(client.tokens[0]) < after:
             client.receive()
         running.worker.kill()
-        finished(client, calm)
+        finished(client, undisturbed)
 
 
 def test_killed_worker_is_replaced_by_one_that_comes_later(
-    tmp_path: Path, calm: dict[int, list[int]]
+    tmp_path: Path, undisturbed: dict[int, list[int]]
 ) -> None:
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 10)
         running.worker.kill()
-        state(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        wait_for(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
         assert "its connection broke" in client.state.detail
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))  # may queue
         running.add_worker()
         client.wait_finished(99)
         assert len(client.tokens.pop(99)) == 5
         assert client.finished.pop(99).reason is FinishReason.LENGTH
-        finished(client, calm)
+        finished(client, undisturbed)
 
 
 def test_stopped_worker_is_declared_dead_and_comes_back_as_a_spare(
-    tmp_path: Path, calm: dict[int, list[int]]
+    tmp_path: Path, undisturbed: dict[int, list[int]]
 ) -> None:
-    """F4: SIGSTOP; what the worker still says of its epoch when it goes on is dropped by number."""
+    """SIGSTOP: when the worker goes on, its messages of the old epoch are dropped by number."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = started(running, 10)
         running.worker.send_signal(signal.SIGSTOP)
-        state(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
+        wait_for(client, lambda c: c.state.phase is EnginePhase.RECOVERING)
         assert "was silent" in client.state.detail
         running.add_worker()
         finished_early = client.tokens[0].copy()
@@ -106,20 +106,20 @@ def test_stopped_worker_is_declared_dead_and_comes_back_as_a_spare(
         running.worker.send_signal(signal.SIGCONT)
         client.wait_finished(*REQUESTS)
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=300, temperature=0.0))
-        state(client, lambda c: c.state.stats["num_workers"] == 2)
+        wait_for(client, lambda c: c.state.stats["num_workers"] == 2)
         client.wait_finished(99)
         client.tokens.pop(99), client.finished.pop(99)
-        finished(client, calm)
+        finished(client, undisturbed)
 
 
-def test_recovery_that_takes_too_long_ends_the_requests(tmp_path: Path) -> None:
+def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None:
     with engine(tmp_path, SCHEDULER | {"recovery_timeout_seconds": 0.5}, SIM) as running:
         client = started(running, 3)
         running.worker.kill()
         client.wait_finished(*REQUESTS)
         assert {finish.reason for finish in client.finished.values()} == {FinishReason.ERROR}
         running.add_worker()
-        state(client, lambda c: c.state.phase is EnginePhase.READY)
+        wait_for(client, lambda c: c.state.phase is EnginePhase.READY)
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=5, temperature=0.0))
         client.wait_finished(99)
         assert len(client.tokens[99]) == 5
@@ -133,10 +133,10 @@ def test_recovery_that_takes_too_long_ends_the_requests(tmp_path: Path) -> None:
         ({"backend": "native", "sim_vocab_size": 0}, "backend mismatch"),
     ],
 )
-def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_serves_on(
+def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
     tmp_path: Path, other: dict[str, object], named: str
 ) -> None:
-    """F18: both values are named, the worker's exit status says that it was refused."""
+    """Both values are named, and the worker's exit status is that of a refusal."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
@@ -172,23 +172,23 @@ def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
 
 
 def test_auto_grows_and_shrinks_with_the_workers_under_load(
-    tmp_path: Path, calm: dict[int, list[int]]
+    tmp_path: Path, undisturbed: dict[int, list[int]]
 ) -> None:
-    """What `docker compose up --scale worker=2` and back does; open requests are carried over."""
+    """As with `docker compose up --scale worker=2` and back; open requests are carried over."""
     auto = {"tensor_parallel_size": "auto", "settle_seconds": 2.0}
     with engine(tmp_path, SCHEDULER | auto, SIM | {"sim_step_ms": 40.0}) as running:
         client = EngineClient(running.client_endpoint)
         assert client.wait_ready().info["tensor_parallel_size"] == "1"
         second = running.add_worker()
-        state(client, lambda c: c.state.stats.get("num_workers") == 2)
+        wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)
         generate(client)  # while the group settles: a worker may take longer to start than requests to end
-        state(client, lambda c: c.state.info.get("tensor_parallel_size") == "2" and is_ready(c))
+        wait_for(client, lambda c: c.state.info.get("tensor_parallel_size") == "2" and is_ready(c))
         before = len(client.tokens[0])
         while len(client.tokens[0]) == before and 0 not in client.finished:
             client.receive()
         second.send_signal(signal.SIGTERM)
-        state(client, lambda c: c.state.info.get("tensor_parallel_size") == "1" and is_ready(c))
-        finished(client, calm)
+        wait_for(client, lambda c: c.state.info.get("tensor_parallel_size") == "1" and is_ready(c))
+        finished(client, undisturbed)
         assert second.wait(PATIENCE) == 0
 
 
