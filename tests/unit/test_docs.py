@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from services import config
+from tests.simulation.test_acceptance import ROOMY
+from tests.simulation.world import World
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -102,3 +104,10 @@ def test_flags_that_are_named_exist(page: Path) -> None:
 def test_benchmarks_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"make bench NAME=(\w+)", page.read_text()):
         assert (ROOT / "tests" / "benchmarks" / f"{name}.py").exists(), name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_python_examples_run(page: Path) -> None:
+    """`core` in an example is an `EngineCore`."""
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(code, str(page), "exec"), {"core": World(ROOMY, 2).engine})
