@@ -355,7 +355,7 @@ class Service:
 
     def _attach(self) -> None:
         if self.engine is not None:
-            self.subscriptions.attach(self.engine.observers)
+            self.subscriptions.attach(self.engine)
 
     def _add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport) -> None:
         if worker in self._ranks:

@@ -8,13 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from protocol.codec import pack
+from protocol.codec import pack, unpack
 from protocol.records import EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords
 from protocol.steps import StepTimes
+from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     DispatchStarted,
@@ -22,16 +25,35 @@ from services.scheduler.core.observer import (
     EpochStarted,
     Event,
     GrammarSent,
+    ObserverAttached,
     RequestPreempted,
     ResultApplied,
     ResultArrived,
     StepDispatched,
 )
+from services.scheduler.core.request import RequestKey
 
 MAX_RECORDS = 1024
 """Records and events kept between two calls of `take`; the oldest are dropped."""
 REPORT_SECONDS = 1.0
 """How long a record waits for the reports of ranks that return no result."""
+
+MAX_LOG = 8 * MAX_RECORDS
+"""Events between two calls of `take` after which the log is read."""
+_RECORDED = frozenset(
+    {
+        AllRequestsFailed,
+        DispatchStarted,
+        EpochEnded,
+        EpochStarted,
+        GrammarSent,
+        ObserverAttached,
+        RequestPreempted,
+        ResultApplied,
+        ResultArrived,
+        StepDispatched,
+    }
+)
 
 StepKey = tuple[int, int]
 """(epoch, step id)"""
@@ -45,20 +67,59 @@ class _Step:
     num_ranks: int
     planned: float
     dispatched: float
+    frontends: NDArray[np.int32]
+    numbers: NDArray[np.uint32]
+    prefills: NDArray[np.bool_]
     result_received: float = 0.0
     applied: float = 0.0
     generated: bytes = b""
     ranks: dict[int, StepTimes] = field(default_factory=dict)
 
 
+class _Report(NamedTuple):
+    """What a rank measured, on the scheduler's clock."""
+
+    key: StepKey
+    rank: int
+    times: StepTimes
+
+
+class _SlotOwners:
+    """Which request is in each slot, followed from the events."""
+
+    def __init__(self) -> None:
+        self._frontends = np.zeros(0, np.int32)
+        self._numbers = np.zeros(0, np.uint32)
+        self._entries = np.zeros(0, np.int32)
+
+    def enter(self, slot: int, key: RequestKey, entry: int) -> None:
+        """`entry`: tokens that the request had when it entered the slot."""
+        if slot >= len(self._entries):
+            more = slot + 16
+            self._frontends = np.concatenate((self._frontends, np.zeros(more, np.int32)))
+            self._numbers = np.concatenate((self._numbers, np.zeros(more, np.uint32)))
+            self._entries = np.concatenate((self._entries, np.zeros(more, np.int32)))
+        self._frontends[slot], self._numbers[slot], self._entries[slot] = *key, entry
+
+    def columns(self, step: InflightStep) -> tuple[NDArray[np.int32], NDArray[np.uint32], NDArray[np.bool_]]:
+        """Frontend and number of each row's request, and whether the row is a prefill chunk."""
+        slots = step.slots
+        return self._frontends[slots], self._numbers[slots], step.starts < self._entries[slots]
+
+
 class StepRecorder:
-    """An observer that turns events into `StepRecords`. `clock`: seconds, monotonic."""
+    """An observer that turns events into `StepRecords`.
+
+    Inside the scheduling loop it only appends events to a log; `take` reads the log.
+    """
 
     def __init__(self, num_ranks: int, epoch: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`num_ranks` and `epoch` are those in effect when the recorder is attached."""
+        """`num_ranks` and `epoch` are those in effect when the recorder is attached. `clock`: seconds, monotonic."""
         self._num_ranks, self._epoch, self._clock = num_ranks, epoch, clock
+        self._log: list[tuple[float, Event | _Report]] = []
         self._began = clock()
         """When the core began to form the next step."""
+        self._owners = _SlotOwners()
         self._steps: dict[StepKey, _Step] = {}
         self._applied: deque[StepKey] = deque()
         """Steps whose result was applied, in that order; they are in `_steps` too."""
@@ -68,78 +129,103 @@ class StepRecorder:
     # -- what enters ---------------------------------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
-        match event:
+        if type(event) in _RECORDED:
+            self._append(event)
+
+    def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
+        """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
+        self._append(_Report((epoch, step_id), rank, _shifted(times, clock_offset)))
+
+    def _append(self, entry: Event | _Report) -> None:
+        self._log.append((self._clock(), entry))
+        if len(self._log) >= MAX_LOG:
+            self._read_log()
+
+    def set_num_ranks(self, num_ranks: int) -> None:
+        """Ranks of the epoch that starts."""
+        self._read_log()
+        self._num_ranks = num_ranks
+
+    # -- the log -------------------------------------------------------------------------------------------------
+
+    def _read_log(self) -> None:
+        log, self._log = self._log, []
+        for now, entry in log:
+            self._read(now, entry)
+            while len(self._applied) + len(self._events) > MAX_RECORDS:
+                self._drop_oldest()
+
+    def _read(self, now: float, entry: Event | _Report) -> None:
+        match entry:
+            case _Report(key, rank, times):
+                if (step := self._steps.get(key)) is not None:
+                    step.ranks[rank] = times
             case DispatchStarted() | GrammarSent():
-                self._began = self._clock()
-            case StepDispatched(plan=plan):
-                now = self._clock()
-                self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now)
                 self._began = now
-            case ResultArrived(result) if (
-                step := self._steps.get((result.epoch, result.step_id))
-            ) is not None:
-                step.result_received = step.result_received or self._clock()
+            case StepDispatched():
+                self._on_dispatched(now, entry)
+            case ResultArrived(result):
+                if (step := self._steps.get((result.epoch, result.step_id))) is not None:
+                    step.result_received = step.result_received or now
             case ResultApplied():
-                self._on_applied(event)
+                self._on_applied(now, entry)
+            case ObserverAttached(running):
+                for slot, key, tokens in running:
+                    self._owners.enter(slot, key, tokens)
             case EpochStarted(epoch=epoch):
                 self._epoch = epoch
-                self._add_event(EngineEventKind.EPOCH_STARTED)
+                self._add_event(now, EngineEventKind.EPOCH_STARTED)
             case EpochEnded():
                 self._void_steps()
-                self._add_event(EngineEventKind.EPOCH_ENDED)
+                self._add_event(now, EngineEventKind.EPOCH_ENDED)
             case AllRequestsFailed():
                 self._void_steps()
             case RequestPreempted(request=(frontend, number)):
-                self._add_event(EngineEventKind.PREEMPTED, f"{frontend}/{number}")
-            case _:
-                pass
+                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
 
-    def _void_steps(self) -> None:
-        """Steps in flight get no record."""
-        applied = set(self._applied)
-        self._steps = {key: step for key, step in self._steps.items() if key in applied}
+    def _on_dispatched(self, now: float, event: StepDispatched) -> None:
+        plan = event.plan
+        for new, key in zip(plan.new, event.requests, strict=True):
+            self._owners.enter(new.slot, key, len(unpack(new.token_ids)))
+        columns = self._owners.columns(event.step)
+        self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now, *columns)
+        self._began = now
 
-    def _on_applied(self, event: ResultApplied) -> None:
+    def _on_applied(self, now: float, event: ResultApplied) -> None:
         key = event.result.epoch, event.result.step_id
         step = self._steps.get(key)
         if step is None:  # dispatched before the recorder was attached
             return
         generated = np.zeros(len(event.step.slots), np.int32)
         generated[event.step.samples] = event.counts
-        step.generated, step.applied = pack(generated), self._clock()
+        step.generated, step.applied = pack(generated), now
         self._applied.append(key)
-        self._bound()
 
-    def _add_event(self, kind: EngineEventKind, text: str = "") -> None:
-        self._events.append(EngineEvent(kind, self._clock(), self._epoch, text))
-        self._bound()
+    def _void_steps(self) -> None:
+        """Steps in flight get no record."""
+        applied = set(self._applied)
+        self._steps = {key: step for key, step in self._steps.items() if key in applied}
 
-    def _bound(self) -> None:
-        while len(self._applied) + len(self._events) > MAX_RECORDS:
-            self._dropped += 1
-            if self._applied:
-                del self._steps[self._applied.popleft()]
-            else:
-                self._events.popleft()
+    def _add_event(self, at: float, kind: EngineEventKind, text: str = "") -> None:
+        self._events.append(EngineEvent(kind, at, self._epoch, text))
 
-    def set_num_ranks(self, num_ranks: int) -> None:
-        """Ranks of the epoch that starts."""
-        self._num_ranks = num_ranks
-
-    def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
-        """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
-        if (step := self._steps.get((epoch, step_id))) is not None:
-            step.ranks[rank] = _shifted(times, clock_offset)
+    def _drop_oldest(self) -> None:
+        self._dropped += 1
+        if self._applied:
+            del self._steps[self._applied.popleft()]
+        else:
+            self._events.popleft()
 
     # -- what leaves ---------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
-        return bool(self._applied or self._events)
+        return bool(self._applied or self._events or self._log)
 
     def take(self, everything: bool = False) -> StepRecords | None:
         """Records and events since the last call; None if there are none. A step that waits for the report of a rank is
         left for a later call, unless `everything` is taken."""
+        self._read_log()
         records, now = [], self._clock()
         while self._applied:
             step = self._steps[self._applied[0]]
@@ -170,10 +256,10 @@ def _record(step: _Step) -> StepRecord:
         result_received=step.result_received,
         applied=step.applied,
         ranks=[RankTimes(rank, step.ranks[rank]) for rank in sorted(step.ranks)],
-        frontends=pack(event.frontends),
-        numbers=pack(event.numbers),
+        frontends=pack(step.frontends),
+        numbers=pack(step.numbers),
         scheduled=pack(row.counts),
-        prefills=event.prefills.tobytes(),
+        prefills=step.prefills.tobytes(),
         drafted=pack(row.drafts),
         generated=step.generated,
         steps_in_flight=event.steps_in_flight,

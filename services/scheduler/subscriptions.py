@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from protocol.records import StepRecords
 from protocol.steps import StepTimes
-from services.scheduler.core.observer import Observers
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.step_records import StepRecorder
 
@@ -42,15 +42,15 @@ class Subscriptions:
         if self._recorder is not None:
             self._recorder.set_num_ranks(num_ranks)
 
-    def attach(self, observers: Observers) -> None:
+    def attach(self, core: EngineCore) -> None:
         """Attach a recorder if somebody subscribed, or detach it if nobody is left."""
         if self.active and self._recorder is None:
             self._recorder = StepRecorder(self._num_ranks, self._epoch)
-            observers.add(self._recorder)
-            observers.rank_times = True
+            core.attach(self._recorder)
+            core.observers.rank_times = True
         elif not self.active and self._recorder is not None:
-            observers.remove(self._recorder)
-            observers.rank_times = False
+            core.observers.remove(self._recorder)
+            core.observers.rank_times = False
             self._recorder = None
 
     def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:

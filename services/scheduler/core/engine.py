@@ -23,6 +23,7 @@ from services.scheduler.core.observer import (
     GrammarReady,
     GrammarSent,
     Observer,
+    ObserverAttached,
     Observers,
     PrefixCacheReset,
     RequestArrived,
@@ -120,6 +121,16 @@ class EngineCore:
         if self.observers.listening:
             self.observers.emit(TimeAdvanced(now))
         self.store.now = now
+
+    def attach(self, observer: Observer) -> None:
+        """Attach an observer; its first event is `ObserverAttached`."""
+        slots, running = self.epoch.slots, self.epoch.running.tolist()
+        self.observers.add(observer)
+        observer.observe(
+            ObserverAttached(
+                tuple((slot, slots.request(slot).key, int(slots.entry[slot])) for slot in running)
+            )
+        )
 
     # -- frontends -----------------------------------------------------------------------------------------------
 
@@ -281,14 +292,10 @@ class EngineCore:
             yield release
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
-        slots = self.epoch.slots
         return StepDispatched(
             step,
             plan,
-            requests=tuple(slots.request(new.slot).key for new in plan.new),
-            frontends=slots.frontend.take(step.slots),
-            numbers=slots.number.take(step.slots),
-            prefills=step.starts < slots.entry.take(step.slots),
+            requests=tuple(self.epoch.slots.request(new.slot).key for new in plan.new),
             steps_in_flight=len(self.queue),
             num_running=len(self.epoch.running),
             num_waiting=self.store.num_waiting,

@@ -94,12 +94,6 @@ class StepDispatched(msgspec.Struct, frozen=True):
     plan: SchedulerOutput
     requests: tuple[RequestKey, ...]
     """Requests that enter a slot with this step, in the order of `plan.new`."""
-    frontends: Column
-    """int32[rows]: the frontend of each row's request"""
-    numbers: NDArray[np.uint32]
-    """uint32[rows]: the frontend's number of each row's request"""
-    prefills: NDArray[np.bool_]
-    """bool[rows]: the row is a prefill chunk."""
     steps_in_flight: int
     """With this one."""
     num_running: int
@@ -107,6 +101,13 @@ class StepDispatched(msgspec.Struct, frozen=True):
     """Requests, those whose grammar is being compiled included."""
     kv_cache_usage: float
     """Share of the KV blocks in use."""
+
+
+class ObserverAttached(msgspec.Struct, frozen=True):
+    """The first event of each observer: the running requests, which entered their slots before."""
+
+    running: tuple[tuple[int, RequestKey, int], ...]
+    """(slot, request, `entry`: tokens that the request had when it entered the slot)"""
 
 
 class GrammarSent(msgspec.Struct, frozen=True):
@@ -175,7 +176,8 @@ InboundEvent = (
     | AllRequestsFailed
 )
 Decision = (
-    RequestRefused
+    ObserverAttached
+    | RequestRefused
     | StepDispatched
     | GrammarSent
     | SlotsReleased
@@ -204,7 +206,7 @@ class Observers:
         """A listener needs the step times of every rank: plans are sent with `report_times`."""
 
     def add(self, observer: Observer) -> None:
-        """Attach a listener; it receives the events from now on."""
+        """Attach a listener; it receives the events from now on. `EngineCore.attach` also emits the first one."""
         self.listening = (*self.listening, observer)
 
     def remove(self, observer: Observer) -> None:

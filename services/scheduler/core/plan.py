@@ -201,6 +201,7 @@ class StepPlanner:
                 pack(kv.tables[slot]),
                 request.params,
                 request.pooling,
+                request.request_id,
             )
         )
         choice.slots.append(row)

@@ -12,6 +12,7 @@ from services.scheduler.core.observer import (
     DispatchStarted,
     EpochEnded,
     EpochStarted,
+    ObserverAttached,
     ResultApplied,
     ResultArrived,
     StepDispatched,
@@ -28,6 +29,7 @@ class RecordedCore:
     def __init__(self, num_ranks: int = 1) -> None:
         self.now = 0.0
         self.recorder = StepRecorder(num_ranks, epoch=1, clock=lambda: self.now)
+        self.recorder.observe(ObserverAttached(((3, (0, 7), 9), (0, (1, 2**32 - 1), 1))))
 
     def dispatch(self, step_id: int, epoch: int = 1) -> StepDispatched:
         slots, ones = np.array([3, 0], np.int64), np.ones(2, np.int32)
@@ -40,9 +42,6 @@ class RecordedCore:
             step,
             plan,
             requests=(),
-            frontends=np.array([0, 1], np.int32),
-            numbers=np.array([7, 2**32 - 1], np.uint32),
-            prefills=np.array([True, False]),
             steps_in_flight=2,
             num_running=2,
             num_waiting=5,
