@@ -104,11 +104,13 @@ class SchedulerConfig(ServiceConfig):
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
     )
-    batching_policy: Literal["chunked", "balanced", "phased"] | None = Field(
+    batching_policy: str | None = Field(
         None,
+        min_length=1,
         description="Which phases share a step: chunked prefill and decode together (chunked), the same in "
         "even microbatches for pipeline stages (balanced), or never both, for devices that "
-        "cannot mix them (phased). Default: chunked, or balanced with more than one stage.",
+        "cannot mix them (phased); or the name of a policy that an installed package registers. Default: "
+        "chunked, or balanced with more than one stage.",
     )
     phased_interleave: bool = Field(
         True, description="phased: allow no two consecutive prefill steps while a request is decoding."
@@ -183,8 +185,8 @@ class SchedulerConfig(ServiceConfig):
         return self.batch_queue_depth or stages + (self.async_scheduling is not False)
 
     @property
-    def policy(self) -> Literal["chunked", "balanced", "phased"]:
-        """Name of the batching policy."""
+    def policy(self) -> str:
+        """Name of the batching policy: built-in, or an entry point of the group `runahead.policies`."""
         return self.batching_policy or ("balanced" if self.pipeline_parallel_size > 1 else "chunked")
 
     @model_validator(mode="after")

@@ -48,8 +48,13 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
             with_key_file = with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
+            from services.scheduler.policies import PolicyError, find_policy
             from services.scheduler.service import run as run_scheduler
 
+            try:
+                find_policy(config.policy)
+            except PolicyError as error:
+                raise ConfigurationError(str(error)) from None
             return lambda: run_scheduler(config)
         case WorkerConfig():
             from services.worker.service import run as run_worker

@@ -1,8 +1,8 @@
-"""What can be combined: one table, in data. It is printed, exported, and what it refuses is refused by name.
+"""Which features can be combined: one table, as data. `runahead capabilities` prints it; refusals come from it alone.
 
-A cell is (batching policy, more than one pipeline stage, more than one step in flight beyond the stages, backend,
-speculative decoding, a request with structured output among others). What is not listed in `REFUSED` works, and
-tests/integration/scheduler/test_capabilities.py runs every such cell (tests/vllm those of vLLM).
+A combination is (batching policy, more than one pipeline stage, more steps in flight than stages, backend, speculative
+decoding, structured output). Whatever is not listed in `REFUSED` works: tests/integration/scheduler runs these
+combinations, tests/vllm those of vLLM. A registered policy is subject to the rows that name no policy.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from itertools import product
 from typing import Self
 
 from services.config import SchedulerConfig
+from services.scheduler.policies import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +25,25 @@ class Combination:
     speculation: bool = False
     """With drafts."""
     structured: bool = False
-    """With requests for structured output, which need the model's tokenizer as well."""
+    """With requests for structured output, which need the model's tokenizer too."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig, backend: str) -> Self:
-        """What every request of this scheduler has in common."""
+    def from_config(cls, config: SchedulerConfig, backend: str) -> Self:
+        """Return the features that all requests of this scheduler share."""
         stages = config.pipeline_parallel_size
         speculation = config.speculative_config is not None
         return cls(config.policy, stages > 1, config.depth > stages, backend, speculation)
 
     def __str__(self) -> str:
         stages, depth = "> 1" if self.pipeline else "1", "ahead" if self.runs_ahead else "synchronous"
-        drafts, output = (
-            ", drafts" if self.speculation else "",
-            ", structured output" if self.structured else "",
-        )
+        drafts = ", drafts" if self.speculation else ""
+        output = ", structured output" if self.structured else ""
         return f"{self.batching_policy}, stages {stages}, {depth}, {self.backend}{drafts}{output}"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A pattern, None matching anything, and what to tell people."""
+class RefusedPattern:
+    """Combinations that are refused. None matches any value."""
 
     reason: str
     batching_policy: str | None = None
@@ -59,19 +58,19 @@ class Refused:
         return all(wanted in (None, there) for wanted, there in pattern)
 
 
-POLICIES = ("chunked", "balanced", "phased")
+POLICIES = tuple(BUILT_IN)
 BACKENDS = ("native", "vllm", "sim", "sim rigid")
 _RIGID = "a rigid device cannot mix prefill and decode: use --batching-policy phased"
-REFUSED: tuple[Refused, ...] = (
-    Refused(
+REFUSED: tuple[RefusedPattern, ...] = (
+    RefusedPattern(
         "speculation needs steps that mix prefill and decode: not --batching-policy phased",
         batching_policy="phased",
         speculation=True,
     ),
-    Refused(_RIGID, batching_policy="chunked", backend="sim rigid"),
-    Refused(_RIGID, batching_policy="balanced", backend="sim rigid"),
-    Refused(
-        "vLLM's stages learn sampled tokens from vLLM's own scheduler: use --pipeline-parallel-size 1",
+    RefusedPattern(_RIGID, batching_policy="chunked", backend="sim rigid"),
+    RefusedPattern(_RIGID, batching_policy="balanced", backend="sim rigid"),
+    RefusedPattern(
+        "vLLM's stages get sampled tokens from vLLM's own scheduler: use --pipeline-parallel-size 1",
         pipeline=True,
         backend="vllm",
     ),
@@ -79,12 +78,12 @@ REFUSED: tuple[Refused, ...] = (
 
 
 def refusal(combination: Combination) -> str | None:
-    """Why this cannot be served, or None if it can."""
+    """Return why the combination is refused, or None."""
     return next((row.reason for row in REFUSED if row.matches(combination)), None)
 
 
 def table() -> Iterator[tuple[Combination, str | None]]:
-    """Every cell, with the reason where it is refused."""
+    """Iterate over every combination with a built-in policy, each with the reason if it is refused."""
     for cell in product(POLICIES, (False, True), (False, True), BACKENDS, (False, True), (False, True)):
         combination = Combination(*cell)
         yield combination, refusal(combination)

@@ -239,7 +239,7 @@ class Service:
             started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
             limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
-        log.info("combined: %s", Combination.of(c, self.group.backend))
+        log.info("combined: %s", Combination.from_config(c, self.group.backend))
         if self.engine is not None:
             self.engine.start_epoch(limits, policy, started.epoch)
             return

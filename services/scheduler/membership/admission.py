@@ -16,7 +16,7 @@ def objection(
     """
     if model is not None and (mismatch := _mismatch(register, model)) is not None:
         return mismatch
-    if (reason := refusal(Combination.of(config, register.backend))) is not None:
+    if (reason := refusal(Combination.from_config(config, register.backend))) is not None:
         return reason
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
     sizes, most_stages = register.tensor_parallel_sizes, register.max_pipeline_parallel_size

@@ -1,44 +1,52 @@
-"""Equal microbatches for pipeline stages: a budget per step from the estimated demand of one round (spec 4).
+"""Equal microbatches for pipeline stages: a budget per step from the estimated demand of one round.
 
-A *round* is as many steps as there are stages. Without such a budget the first step takes all it can, its requests
-become ready together and stay together, and one huge microbatch alternates with tiny ones while stages idle.
+A *round* has as many steps as there are stages. Without such a budget the first step takes all it can; its requests
+become ready together and stay together, and one huge microbatch alternates with tiny ones while stages are idle.
 
-Demand is what a round has to compute, whether it is in flight by now or not: a budget from what is left alone would
-shrink from step to step after a large cohort has gone. Nothing is stored; the number of the step is the place in the
-round.
+Demand is all work of a round, in flight or not: a budget from the remaining work alone would shrink from step to step
+after a large cohort was sent. The policy has no state; the number of the step is the position in the round.
 """
+
+from typing import Self
 
 import numpy as np
 
+from services.config import SchedulerConfig
+from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 
 MIN_CHUNK = 64
-"""Tokens of prefill that a step takes at least, if so many wait: the cost of a step hardly depends on fewer."""
+"""Minimum of prefill tokens in a step, if so many wait: the cost of a step hardly depends on fewer."""
 
 
 class BalancedPolicy:
-    """Decodes and prefills have budgets of their own, so that neither pushes the other out of a step."""
+    """Decodes and prefills have separate budgets, so that neither displaces the other."""
 
     def __init__(self, long_prefill_token_threshold: int = 0) -> None:
+        """`long_prefill_token_threshold`: largest chunk, 0: no limit."""
         self._threshold = long_prefill_token_threshold
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig, limits: Limits) -> Self:
+        return cls(config.long_prefill_token_threshold)
 
     def begin(self, view: SchedulerView) -> StepBudget:
         most, stages = view.limits.max_num_batched_tokens, view.limits.stages
         chunk = self._threshold or most
         if stages == 1:
             return StepBudget(most, chunk)
-        demand, left, under_way = _running(view)
+        demand, left, in_flight = _running_demand(view)
         decodes = max(1, _share(demand, view.next_step, stages))
-        left += _waiting(view, stages * most - left)
-        even = -(-(left + under_way) // stages) if left else 0
+        left += _waiting_demand(view, stages * most - left)
+        even = -(-(left + in_flight) // stages) if left else 0
         prefill = min(left, max(even, MIN_CHUNK))
         widest = 1 + int(view.slots.proposed.take(view.running).max(initial=0))
         return StepBudget(min(most, decodes * widest + prefill), chunk, decodes, prefill)
 
     def order(self, view: SchedulerView) -> SlotIds:
-        """Longest not scheduled first, then by rank: cohorts take turns, and none starves."""
+        """The slot that was not scheduled for the longest time comes first, so that cohorts take turns."""
         rows = view.running
         if view.limits.stages == 1:
             return rows
@@ -49,14 +57,13 @@ class BalancedPolicy:
 
 
 def _share(demand: int, step: int, stages: int) -> int:
-    """One step's part of a round: any `stages` steps in a row get `demand` together, and no two differ by more than
-    one."""
-    place = step % stages
-    return demand * (place + 1) // stages - demand * place // stages
+    """Share of one step. Any `stages` consecutive steps get `demand` together; no two differ by more than one."""
+    position = step % stages
+    return demand * (position + 1) // stages - demand * position // stages
 
 
-def _running(view: SchedulerView) -> tuple[int, int, int]:
-    """Of running requests: rows of decodes that a round wants, tokens of prefill not dispatched yet and in flight."""
+def _running_demand(view: SchedulerView) -> tuple[int, int, int]:
+    """Demand of running requests: decode rows of a round, prefill tokens not dispatched, prefill tokens in flight."""
     s, rows = view.slots, view.running
     entry, computed = s.entry.take(rows), s.computed.take(rows)
     goes_on = s.tokens.take(rows) + s.sampling.take(rows) < s.limit.take(rows)
@@ -69,9 +76,9 @@ def _running(view: SchedulerView) -> tuple[int, int, int]:
     )
 
 
-def _waiting(view: SchedulerView, enough: int) -> int:
-    """Prefill tokens of the waiting requests that could be admitted now; the others would only re-create a front
-    load. The walk ends where the budget is as large as it can be."""
+def _waiting_demand(view: SchedulerView, enough: int) -> int:
+    """Prefill tokens of waiting requests that could be admitted now; the walk ends at `enough`. Others do not count:
+    the first steps would be filled with them."""
     total = 0
     for request, hit in view.admissible():
         if total >= enough:

@@ -1,7 +1,10 @@
+"""The interface of batching policies."""
+
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self, runtime_checkable
 
+from services.config import SchedulerConfig
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.limits import Limits
@@ -12,10 +15,10 @@ from services.scheduler.core.waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """What a policy may look at while a step is formed. It reads; only the scheduler writes."""
+    """The state that a policy reads while a step is formed. Only the scheduler writes it."""
 
     running: SlotIds
-    """Live slots in order of rank."""
+    """Live slots by order key."""
     slots: SlotColumns
     ledger: Ledger
     waiting: WaitingQueue
@@ -25,13 +28,15 @@ class SchedulerView:
     """Id of the step that is being formed."""
 
     def ready(self, rows: SlotIds) -> SlotIds:
-        """Those of `rows` whose next token could be computed now."""
+        """Return those of `rows` whose next token can be computed now."""
         return rows[self.slots.wanted(rows, self.next_step, self.limits.stages) > 0]
 
     def admissible(self) -> Iterator[tuple[Request, int]]:
-        """Waiting requests that seats and blocks would admit now, in order, each with its prefix hit in tokens.
+        """Iterate over waiting requests that seats and blocks would admit now, in order, each with the tokens of its
+        prefix hit.
 
-        For `begin` only: while requests are being admitted the queue is walked already."""
+        For `begin` only: while requests are being admitted, the scheduler itself walks the queue.
+        """
         seats = min(self.limits.max_num_seqs - len(self.running), len(self.slots.free))
         free = self.kv.num_free
         for request in self.waiting.in_order():
@@ -49,40 +54,54 @@ class SchedulerView:
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """What one step may hold. None: no limit of its own."""
+    """Limits of one step. None: no limit."""
 
     tokens: int
-    """Most tokens in the step, at least 1."""
+    """Maximum number of tokens in the step, at least 1."""
     chunk: int
-    """Most tokens of one request in the step, at least 1."""
+    """Maximum number of tokens of one request in the step, at least 1."""
     decodes: int | None = None
-    """Most requests that are past their prefill; each computes a token and its drafts."""
+    """Maximum number of requests past their prefill; each computes a token and its drafts."""
     prefill: int | None = None
-    """Most tokens of requests that are not, waiting ones included."""
+    """Maximum number of tokens of requests in prefill, new ones included."""
     admissions: int | None = None
-    """Most waiting requests that may enter."""
+    """Maximum number of waiting requests that enter."""
     runner_reports: bool = False
-    """The runner may report other prefill progress than it was told (spec 5(b) 14). Requests then enter with blocks for
-    all their tokens, and blocks are shared when a result has confirmed them, not before."""
+    """The runner may report another prefill progress than planned (runner-reported progress). Requests then enter with
+    blocks for all their tokens, and blocks are shared only when a result has confirmed them."""
 
 
+@runtime_checkable
 class BatchingPolicy(Protocol):
-    """Small questions that `Scheduler.schedule` asks. A policy has no loop, no queue and no state: what it needs to
-    know is in the view, so that an abort, a preemption or an additional call cannot corrupt it."""
+    """Questions that `StepPlanner.schedule` asks. A policy has no loop, no queue and no state (stateless policy): it
+    derives every answer from the view, so an abort, a preemption or an additional call cannot corrupt it."""
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        """Called once at the start of each `schedule()`."""
+        """Return the budget of the step. Called once at the start of each `schedule()`."""
         ...
 
     def order(self, view: SchedulerView) -> SlotIds:
-        """The running slots in the order in which they take from the budget; leaving one out hides it this step.
-        Called again when a request was preempted meanwhile."""
+        """Return the running slots in the order in which they take from the budget. A slot that is left out is not in
+        the step. Called again if a request was preempted meanwhile."""
         ...
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
-        """The first slice of a waiting request: (prefix tokens taken from the cache, tokens computed).
+        """Return the first slice of a waiting request: (prefix tokens taken from the cache, tokens computed).
 
-        Offered are `hit` cached tokens and `count` more; either may be lowered, to whole blocks of cache, and the count
-        be raised by what the hit loses, within the budget. A count of 0 keeps this request and all behind it waiting.
+        Offered are `hit` cached tokens and `count` more. Both may be lowered, `hit` to whole blocks; what the hit loses
+        may be added to the count, within the budget. A count of 0 keeps this request and all behind it waiting.
+        """
+        ...
+
+
+@runtime_checkable
+class ConfigurablePolicy(BatchingPolicy, Protocol):
+    """A policy that `--batching-policy` can name."""
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig, limits: Limits) -> Self:
+        """Return a policy for one epoch.
+
+        Raises: ValueError, if it cannot work within `limits`; the text names the number that would do.
         """
         ...

@@ -1,13 +1,23 @@
+"""The default policy: prefill chunks and decodes share a step, greedily."""
+
+from typing import Self
+
+from services.config import SchedulerConfig
+from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 
 
 class ChunkedPolicy:
-    """The default: prefill chunks and decodes share a step, greedily, in order of rank."""
+    """Requests take from the budget by order key. `long_prefill_token_threshold`: largest chunk, 0: no limit."""
 
     def __init__(self, long_prefill_token_threshold: int = 0) -> None:
         self._threshold = long_prefill_token_threshold
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig, limits: Limits) -> Self:
+        return cls(config.long_prefill_token_threshold)
 
     def begin(self, view: SchedulerView) -> StepBudget:
         most = view.limits.max_num_batched_tokens

@@ -1,7 +1,7 @@
-"""Shapes of a device that pads: prompts to whole blocks and whole chunks, decode batches to a rectangle (spec 5(b)).
+"""Shapes of a device that pads: prompts to whole blocks and whole chunks, decode batches to a rectangle.
 
-A prompt is padded on its left so that it ends with its last block, and computed in chunks of one size. In a decode step
-every table is as wide as the widest; `tkv` is the longest row of that rectangle. All lengths are in tokens.
+A prompt is padded on its left so that it ends with its last block, and is computed in chunks of one size. In a decode
+step every block table is as wide as the widest; `tkv` is the longest row of that rectangle. All lengths are in tokens.
 """
 
 from collections.abc import Iterable
@@ -19,26 +19,26 @@ class Geometry:
     """A multiple of `block`."""
 
     def round_up(self, tokens: int) -> int:
-        """To whole blocks."""
+        """Round up to whole blocks."""
         return -(-tokens // self.block) * self.block
 
     def left_padding(self, tokens: int) -> int:
-        """Empty positions before a prompt of so many tokens: a multiple of `block`, below `chunk`."""
+        """Empty positions before a prompt: a multiple of `block`, below `chunk`."""
         return -self.round_up(tokens) % self.chunk
 
     def chunk_end(self, tokens: int, frontier: int) -> int:
-        """Where the chunk ends that begins at `frontier` of a prompt of so many tokens."""
+        """End of the chunk that begins at `frontier` of a prompt of `tokens`."""
         padding = self.left_padding(tokens)
         return min(tokens, ((padding + frontier) // self.chunk + 1) * self.chunk - padding)
 
     def usable_prefix(self, tokens: int, hit: int) -> int:
-        """Of `hit` cached tokens those that whole chunks skip; the last chunk is always computed."""
+        """Cached tokens, of `hit`, that whole chunks skip. The last chunk is always computed."""
         padding = self.left_padding(tokens)
         last = (padding + tokens - 1) // self.chunk
         return max(0, min((padding + hit) // self.chunk, last) * self.chunk - padding)
 
     def tkv(self, lengths: Column) -> int:
-        """The longest row of a decode step, its padding included: the widest table and the fullest last block.
+        """Longest row of a decode step with its padding: the widest table and the fullest last block.
 
         Args:
             lengths: int32[rows], tokens of each row with the one that the step computes; at least one row.
@@ -47,8 +47,8 @@ class Geometry:
         return int(blocks.max()) * self.block + int((lengths - blocks * self.block).max())
 
     def fitting(self, lengths: Column, max_rows: int, max_tkv: int, max_volume: int) -> SlotIds:
-        """Indices of the rows that one decode step can take: each in turn, unless the step would get more rows than
-        `max_rows`, become longer than `max_tkv` or larger than `max_volume` (rows times longest)."""
+        """Indices of the rows that one decode step can take. Rows are tried in order; a row is left out if the step
+        would exceed `max_rows`, `max_tkv` or `max_volume` (rows times longest row)."""
         rows = len(lengths)
         if not rows or (
             rows <= max_rows and (tkv := self.tkv(lengths)) <= max_tkv and rows * tkv <= max_volume
@@ -65,19 +65,19 @@ class Geometry:
                 widest, fullest = wider, fuller
         return np.array(chosen, np.int64)
 
-    # -- what the future brings (rules 7 and 8) ------------------------------------------------------------------
+    # -- projections (volume limit) ------------------------------------------------------------------------------
 
     def joining(self, tkv: int, tokens: int) -> int:
-        """Length of a newcomer of so many tokens in the rectangle of those who decode already."""
+        """Length of a new request of `tokens` in the rectangle of the present decodes."""
         return max(tkv, tokens) // self.block * self.block + tokens % self.block
 
     def last_length(self, start: int, steps: int) -> int:
-        """Upper bound of the rectangle after `steps` more tokens, with a block of slack for crossings."""
+        """Upper bound of the rectangle after `steps` more tokens, with a block of slack for block crossings."""
         return self.round_up(start + steps - 1) + self.block
 
     @staticmethod
     def peak_volume(newcomer: int, decoders: Iterable[int]) -> int:
-        """Largest rows times length of any step to come, from the bounds at which each row ends."""
+        """Largest rows times length of any later step, from the lengths at which each row ends."""
         ends = sorted(decoders)
         rows, peak = len(ends) + 1, 0
         for end in ends:

@@ -1,32 +1,35 @@
-"""For devices that cannot mix phases: a step is one prefill chunk or a batch of decodes, never both (spec 5).
+"""For devices that cannot mix phases: a step is one prefill chunk or a batch of decodes, never both (unmixed step).
 
-Nothing is stored. A request is *ongoing* while part of its prefill is not dispatched, and *decodes* from the moment in
-which its last chunk was processed (C >= entry): only then the device has its row. What the last step was, the ledger
-knows; what is reserved for running requests follows from their limits and the blocks they hold.
+The policy has no state. A request is *in prefill* while part of its prefill is not dispatched. It *decodes* when its
+last chunk was processed (committed position >= entry), because only then the device has its row (processed prefill).
+The kind of the last step is in the ledger. What is reserved for running requests follows from their limits and blocks.
 """
+
+from typing import Self
 
 import numpy as np
 
+from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 from services.scheduler.policies.geometry import Geometry
 
-_NO_ROWS = np.empty(0, np.int64)
+_NO_SLOTS = np.empty(0, np.int64)
 _ANY_VOLUME = np.iinfo(np.int64).max
 
 
 class PhasedPolicy:
-    """Prefill of exactly one request or decode of many; the numbered rules are those of spec 5(b).
+    """Prefill of one request or decode of many.
 
     Args:
-        interleave: no two prefill steps in a row while a request can decode (rule 3). A request is then admitted with
-            its first chunk, and its last chunk waits until it fits among the decodes (rule 7); otherwise all is
-            checked at the first chunk.
-        max_volume: most rows times longest row of a decode step, in tokens; 0: no limit.
-        pausing: newcomers are not held back for decodes that may become too large together: some of these pause in
-            turn instead, and resume as soon as they fit (rule 9).
+        interleave: allow no two consecutive prefill steps while a request can decode (interleaving). A request is then
+            admitted with its first chunk, and its last chunk waits until it fits among the decodes (volume limit);
+            otherwise everything is checked at the first chunk.
+        max_volume: maximum of rows times longest row of a decode step, in tokens; 0: no limit.
+        pausing: do not delay new requests for decodes that may exceed the volume together later; some of these decodes
+            pause in turn instead, and resume when they fit (pausing).
     """
 
     def __init__(
@@ -47,10 +50,14 @@ class PhasedPolicy:
         self._interleave, self._pausing = interleave, pausing
         self._max_volume = max_volume or _ANY_VOLUME
 
-    # -- what the scheduler asks ---------------------------------------------------------------------------------
+    @classmethod
+    def from_config(cls, config: SchedulerConfig, limits: Limits) -> Self:
+        return cls(limits, config.phased_interleave, config.phased_max_volume, config.phased_pausing)
+
+    # -- answers -------------------------------------------------------------------------------------------------
 
     def begin(self, view: SchedulerView) -> StepBudget:
-        rows, most = self._step(view), view.limits.max_num_batched_tokens
+        rows, most = self._rows_of_step(view), view.limits.max_num_batched_tokens
         if rows is None:
             return StepBudget(most, most, admissions=1, runner_reports=True)
         chunk = 1
@@ -61,41 +68,41 @@ class PhasedPolicy:
         return StepBudget(most, chunk, admissions=0, runner_reports=True)
 
     def order(self, view: SchedulerView) -> SlotIds:
-        rows = self._step(view)
-        return _NO_ROWS if rows is None else rows
+        rows = self._rows_of_step(view)
+        return _NO_SLOTS if rows is None else rows
 
     def admit(self, view: SchedulerView, request: Request, hit: int, count: int) -> tuple[int, int]:
         """Whole chunks of the hit, and the chunk behind them."""
         return self._first_chunk(view, request) or (0, 0)
 
-    def _step(self, view: SchedulerView) -> SlotIds | None:
-        """The decode batch or the request with the ongoing prefill; None where a waiting request is to start."""
+    def _rows_of_step(self, view: SchedulerView) -> SlotIds | None:
+        """The decode batch, or the request in prefill; None if a waiting request starts."""
         able = self._decodable(view)
         if self._interleave and len(able) and _after_prefill(view):
             return self._batch(view, able)
-        ongoing = self._ongoing(view)
-        if len(ongoing):
-            return ongoing if self._may_continue(view, int(ongoing[0])) else self._batch(view, able)
+        in_prefill = self._in_prefill(view)
+        if len(in_prefill):  # single prefill
+            return in_prefill if self._may_continue(view, int(in_prefill[0])) else self._batch(view, able)
         batch = self._batch(view, able)
-        all_decode = len(batch) == len(able)  # who pauses goes before who is new (rule 5)
+        all_decode = len(batch) == len(able)  # paused decodes come before new requests
         return None if all_decode and self._may_start(view) else batch
 
-    # -- phases (rules 2, 10, 11) --------------------------------------------------------------------------------
+    # -- phases --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _decodable(view: SchedulerView) -> SlotIds:
-        """Those that could decode one token now."""
+        """Slots that could decode one token now."""
         s, rows = view.slots, view.running
         return view.ready(rows[s.committed(rows) >= s.entry.take(rows)])
 
     @staticmethod
-    def _ongoing(view: SchedulerView) -> SlotIds:
-        """The request whose prefill goes on. After a rollback there may be two, which go on in order of rank."""
+    def _in_prefill(view: SchedulerView) -> SlotIds:
+        """The slot whose prefill goes on. After a rollback there may be two; the lower order key comes first."""
         s, rows = view.slots, view.running
         return rows[s.computed.take(rows) < s.entry.take(rows)][:1]
 
     def _batch(self, view: SchedulerView, able: SlotIds) -> SlotIds:
-        """As many of `able` as one step can take, longest-waiting first (rule 9)."""
+        """As many of `able` as one step can take, the longest-waiting first (pausing)."""
         fits = self._fitting(view, able)
         if len(fits) == len(able):
             return able
@@ -112,7 +119,7 @@ class PhasedPolicy:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _may_start(self, view: SchedulerView) -> bool:
-        """Whether the waiting request whose turn it is may start now (rule 6)."""
+        """Whether the first waiting request may start now."""
         if len(view.running) >= view.limits.max_num_seqs or not view.slots.free:
             return False
         for request in view.waiting.in_order():
@@ -121,7 +128,8 @@ class PhasedPolicy:
         return False
 
     def _first_chunk(self, view: SchedulerView, request: Request) -> tuple[int, int] | None:
-        """(tokens taken from the prefix cache, tokens computed), or None while the request has to wait."""
+        """(tokens taken from the prefix cache, tokens computed), or None while the request has to wait for blocks
+        (block reservation) or for the volume."""
         kv, geometry, tokens = view.kv, self._geometry, len(request.token_ids)
         prefix = kv.find_prefix(request)
         hit = geometry.usable_prefix(tokens, len(prefix) * kv.block_size)
@@ -135,16 +143,16 @@ class PhasedPolicy:
         return hit, end - hit
 
     def _may_continue(self, view: SchedulerView, slot: int) -> bool:
-        """Whether the next chunk of an ongoing prefill may be dispatched: the last one waits for room among those who
-        decode (rule 7), unless that was found before the first."""
+        """Whether the next chunk of a prefill may be dispatched: the last one waits for room among the decodes, unless
+        that was checked at the first chunk."""
         s = view.slots
         entry = int(s.entry[slot])
         last = self._geometry.chunk_end(entry, int(s.computed[slot])) == entry
         return not (last and self._interleave) or self._fits(view, entry, int(s.limit[slot]))
 
     def _fits(self, view: SchedulerView, tokens: int, limit: int) -> bool:
-        """Whether all can decode to their ends together with a newcomer of so many tokens that ends at `limit` (rules
-        7 and 8). Lengths are those of the step that is being formed, steps in flight included (rule 12)."""
+        """Whether all can decode to their ends together with a new request of `tokens` that ends at `limit` (volume
+        limit). Lengths are those of the step that is being formed, steps in flight included (predicted length)."""
         s, geometry = view.slots, self._geometry
         rows = view.running[s.computed.take(view.running) >= s.entry.take(view.running)]
         left = s.limit.take(rows) - s.tokens.take(rows) - s.sampling.take(rows)
@@ -162,14 +170,14 @@ class PhasedPolicy:
 
 
 def _after_prefill(view: SchedulerView) -> bool:
-    """Whether the step dispatched last was a prefill. Its slots may have been released since, but are not given away
-    before another step is dispatched."""
+    """Whether the newest step was a prefill. Its slots may be free again, but no slot is assigned before another step
+    is dispatched."""
     step = view.ledger.newest
     return step is not None and bool(step.starts[0] < view.slots.entry[step.slots[0]])
 
 
 def _reserved(view: SchedulerView) -> int:
-    """Blocks that running requests do not hold yet and may need until their end (rule 16)."""
+    """Blocks that running requests do not hold yet and may need until their end (block reservation)."""
     rows, size = view.running, view.limits.block_size
     needed = -(-(view.slots.limit.take(rows) - 1) // size)
     return int(np.maximum(needed - view.slots.capacity.take(rows) // size, 0).sum())
