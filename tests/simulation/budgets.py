@@ -21,7 +21,7 @@ class WatchedPolicy:
     def begin(self, view: SchedulerView) -> StepBudget:
         self._first.clear()
         self._budget = self.policy.begin(view)
-        demand(1 <= self._budget.tokens <= view.limits.max_num_batched_tokens, "S4-5", self._budget)
+        demand(1 <= self._budget.tokens <= view.limits.max_num_batched_tokens, "budget range", self._budget)
         return self._budget
 
     def order(self, view: SchedulerView) -> SlotIds:
@@ -34,7 +34,7 @@ class WatchedPolicy:
         return answer
 
     def check(self, step: InflightStep, slots: SlotColumns, entering: set[int]) -> None:
-        """Whether the step is within the budget, row by row and as a whole (spec 0.5, S4-5)."""
+        """Whether the step is within the budget, row by row and as a whole (step limits, budget range)."""
         budget, sums = self._budget, {"decodes": 0, "prefill": 0, "tokens": 0}
         for slot, start, count in zip(
             *(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True
@@ -53,6 +53,6 @@ class WatchedPolicy:
             sums["tokens"] += count
         for name, total in sums.items():
             most = getattr(budget, name)
-            demand(most is None or total <= most, "S4-5", f"{name}: {total}, budget {most}")
+            demand(most is None or total <= most, "budget range", f"{name}: {total}, budget {most}")
         most = budget.admissions
         demand(most is None or len(entering) <= most, "policy", f"{len(entering)} admissions, allowed {most}")

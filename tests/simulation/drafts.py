@@ -43,7 +43,7 @@ class Speculating:
     looks_ahead: bool = False
     """Whether the drafter has KV of its own at the positions that it drafts."""
     longest: int = 0
-    """What would become longer gets no drafts (spec 2(b) 10); 0: no such limit."""
+    """Longest sequence that gets drafts (drafter limit); 0: no limit."""
 
     @property
     def most(self) -> int:

@@ -1,4 +1,4 @@
-"""The identities of spec 0.2 and the invariants S1-1 to S1-15, recomputed from the ledger and first principles.
+"""The rules of docs/invariants.md, recomputed from the ledger and first principles.
 
 Nothing is read from a cached sum without recomputing it. What cannot be recomputed later (which blocks a step in flight
 may touch, which hashes are of known tokens) the checker notes itself when it happens.
@@ -61,20 +61,23 @@ class Checker:
     def on_scheduled(self, step: InflightStep) -> None:
         limits, tables = self.epoch.limits, self.epoch.kv.tables
         slots, counts = step.slots.tolist(), step.counts.tolist()
-        demand(len(set(slots)) == len(slots), "S1-4", "two entries of one request in a step")
-        demand(min(counts) >= 1, "S1-5", f"counts {counts}")
-        demand(sum(counts) <= limits.max_num_batched_tokens, "S1-5", f"{sum(counts)} tokens in a step")
+        demand(len(set(slots)) == len(slots), "one row per step", "two entries of one request in a step")
+        demand(min(counts) >= 1, "step limits", f"counts {counts}")
+        demand(sum(counts) <= limits.max_num_batched_tokens, "step limits", f"{sum(counts)} tokens in a step")
         self._touched[step.step_id] = {block for slot in slots for block in tables[slot]}
 
     def on_processed(self, step: InflightStep) -> None:
-        demand(step.step_id == self._processed + 1, "S1-12", f"step {step.step_id} after {self._processed}")
+        demand(
+            step.step_id == self._processed + 1, "step order", f"step {step.step_id} after {self._processed}"
+        )
         self._processed = step.step_id
         del self._touched[step.step_id]
         names = zip(step.slots.tolist(), step.generations.tolist(), strict=True)
         self._last_sampled.update(zip(names, step.samples.tolist(), strict=True))
 
     def on_idle(self, order: list[int]) -> None:
-        """S4-4: nothing was scheduled although the queue has room, so nothing was ready that could be computed.
+        """Nothing was scheduled although the queue has room, so no row could be computed (work conservation).
+
         A row waits for its sampled id, for its certain end, or with all behind it in `order`
         for blocks; a request waits for a seat or for blocks."""
         epoch, limits = self.epoch, self.epoch.limits
@@ -97,7 +100,7 @@ class Checker:
             most = min(most, limits.max_model_len)
             if -(-most // size) - len(epoch.kv.tables[slot]) > pool.num_free:
                 return
-            demand(False, "S4-4", f"slot {slot} is ready, but step {epoch.next_step} is empty")
+            demand(False, "work conservation", f"slot {slot} is ready, but step {epoch.next_step} is empty")
         if len(epoch.running) >= limits.max_num_seqs or not s.free:
             return
         for request in self.waiting:
@@ -106,13 +109,13 @@ class Checker:
                 fits = -(-most // size) <= pool.num_free
                 demand(
                     not fits,
-                    "S4-4",
+                    "work conservation",
                     f"{request.number} could enter, but step {epoch.next_step} is empty",
                 )
                 return
 
     def on_void(self) -> None:
-        """The epoch is over (spec 0.7, void): nothing is in flight, held, fenced, cached or gated any more."""
+        """Epoch void: nothing is in flight, held, fenced, cached or gated any more."""
         epoch = self.epoch
         self._touched.clear()
         self._processed = epoch.next_step - 1
@@ -123,14 +126,16 @@ class Checker:
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "void", "slots are held")
         demand(not epoch.released, "void", "lost workers would be told of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
-        demand(not gated, "S1-14", f"{gated} wait for rows that will never come")
+        demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
 
     def on_new_epoch(self) -> None:
         """Other workers, whose step ids begin at 1 and whose cache is empty; what is known about tokens stays."""
         self._touched.clear()
         self._last_sampled.clear()
         self._processed = 0
-        demand(not self.epoch.kv.pool.by_hash, "S1-9", "a new epoch begins with cached blocks")
+        demand(
+            not self.epoch.kv.pool.by_hash, "prefix-cache content", "a new epoch begins with cached blocks"
+        )
 
     def learn(self, requests: list[Request]) -> None:
         """Notes the hashes of full blocks of tokens that the scheduler knows now."""
@@ -162,18 +167,18 @@ class Checker:
         self._check_blocks()
 
     def check_grammar(self, request: Request, fresh: Automaton) -> None:
-        """S2-7: the state is that of a fresh one which was given the emitted tokens."""
+        """The grammar has the state of a fresh one that accepted the emitted tokens (emitted tokens only)."""
         s, slot = self.epoch.slots, request.slot
         known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
         for token in known[request.num_prompt_tokens :].tolist():
             demand(
                 fresh.accept(token),
-                "S2-7",
+                "emitted tokens only",
                 f"{request.number}: token {token} is in the output, but does not match",
             )
         demand(
             isinstance(request.grammar, Automaton) and request.grammar.state == fresh.state,
-            "S2-7",
+            "emitted tokens only",
             f"{request.number}: the grammar stands elsewhere than after the {len(known)} tokens known",
         )
 
@@ -182,7 +187,7 @@ class Checker:
 
     def _check_ledger(self) -> None:
         s, steps, depth = self.epoch.slots, self._steps_in_flight(), self.engine.queue.depth
-        demand(len(steps) <= depth, "S1-4", f"{len(steps)} steps in flight at depth {depth}")
+        demand(len(steps) <= depth, "one row per step", f"{len(steps)} steps in flight at depth {depth}")
         f: Counter[int] = Counter()
         h: Counter[int] = Counter()
         sampling: Counter[int] = Counter()
@@ -198,9 +203,13 @@ class Checker:
                 step.drafts.tolist(),
             )
             for slot, generation, count, samples, drafts in zip(*columns, strict=True):
-                demand(drafts < count and samples >= (drafts > 0), "2(b) 1", f"slot {slot}: {drafts} drafts")
-                demand(state[slot] != FREE, "S1-10", f"step {step.step_id} names the free slot {slot}")
-                demand(generations[slot] == generation, "S1-10", f"slot {slot} was given away in flight")
+                demand(
+                    drafts < count and samples >= (drafts > 0),
+                    "optimistic drafts",
+                    f"slot {slot}: {drafts} drafts",
+                )
+                demand(state[slot] != FREE, "fence", f"step {step.step_id} names the free slot {slot}")
+                demand(generations[slot] == generation, "fence", f"slot {slot} was given away in flight")
                 newest[slot] = step.step_id
                 if state[slot] == LIVE:
                     f[slot] += count
@@ -213,36 +222,44 @@ class Checker:
         for slot in [i for i, value in enumerate(state) if value == LIVE]:
             T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
             demand(inflight[slot] == F, "0.2 F", f"slot {slot}: column {inflight[slot]}, ledger {F}")
-            demand(placeholders[slot] == H, "S1-1", f"slot {slot}: column {placeholders[slot]}, ledger {H}")
+            demand(
+                placeholders[slot] == H,
+                "output placeholder",
+                f"slot {slot}: column {placeholders[slot]}, ledger {H}",
+            )
             demand(
                 s.sampling[slot] == sampling[slot], "0.2", f"slot {slot}: {s.sampling[slot]} sampling rows"
             )
             demand(0 <= F <= P, "I-a", f"slot {slot}: F={F} P={P}")
-            demand(0 <= P - F <= T, "S1-2", f"slot {slot}: C={P - F} T={T}")
-            demand(not H or P == T + H - 1, "S1-3", f"slot {slot}: P={P} T={T} H={H}")
+            demand(0 <= P - F <= T, "committed position", f"slot {slot}: C={P - F} T={T}")
+            demand(not H or P == T + H - 1, "position identity", f"slot {slot}: P={P} T={T} H={H}")
             if not F and self._last_sampled.get((slot, generations[slot])):
                 demand(P == T - 1, "I-c", f"slot {slot}: P={P} T={T}")
         fences = {slot: step for step, slots in self.epoch.fences.items() for slot in slots}
         demand(sum(map(len, self.epoch.fences.values())) == len(fences), "0.7", "a slot behind two fences")
         retired = {slot for slot, value in enumerate(state) if value in (DELIVER, DROP)}
-        demand(set(fences) == retired, "S1-10", f"fenced {set(fences)}, retired {retired}")
+        demand(set(fences) == retired, "fence", f"fenced {set(fences)}, retired {retired}")
         for slot, fence in fences.items():
-            demand(newest.get(slot) == fence, "S1-10", f"slot {slot}: fence {fence}, last {newest.get(slot)}")
+            demand(newest.get(slot) == fence, "fence", f"slot {slot}: fence {fence}, last {newest.get(slot)}")
         for slot in retired:
             request = s.request(slot)
             if state[slot] == DELIVER and request.status is RequestStatus.RUNNING:
-                demand(not stale[request], "S1-14", f"{request.number} resumed before its stale rows arrived")
+                demand(
+                    not stale[request],
+                    "resume gate",
+                    f"{request.number} resumed before its stale rows arrived",
+                )
         for request in {s.request(slot) for slot in retired} | set(self.waiting):
             demand(
                 request.stale_rows == stale[request],
-                "S1-14",
+                "resume gate",
                 f"{request.number}: {request.stale_rows} stale rows",
             )
 
     def _check_slots(self) -> None:
         s, limits, running = self.epoch.slots, self.epoch.limits, self.epoch.running.tolist()
         state, order_keys = s.state.tolist(), s.order_key.tolist()
-        demand(len(running) <= limits.max_num_seqs, "S1-5", f"{len(running)} running")
+        demand(len(running) <= limits.max_num_seqs, "step limits", f"{len(running)} running")
         demand(
             sorted(running) == [i for i, value in enumerate(state) if value == LIVE],
             "running",
@@ -269,7 +286,7 @@ class Checker:
             demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "0.5", "limit")
             stops = set(s.stop_ids[slot].tolist()) - {-1}
             demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
-            demand(int(s.tokens[slot]) < int(s.limit[slot]), "S1-8", f"slot {slot} runs past its limit")
+            demand(int(s.tokens[slot]) < int(s.limit[slot]), "one finish", f"slot {slot} runs past its limit")
 
     def _check_waiting(self) -> None:
         waiting = list(self.waiting)
@@ -306,25 +323,40 @@ class Checker:
         )
         blank, cached = pool.blank, list(pool.cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
-        demand(len(blank) + len(cached) == len(free) == pool.num_free, "S1-10", "free + held is not the pool")
-        demand(set(blank) | set(cached) == free, "S1-10", "a held block is in a free list")
-        demand(all(pool.hash_of[b] is None for b in blank), "S1-9", "a blank block has a hash")
-        demand(all(pool.hash_of[b] is not None for b in cached), "S1-9", "a cached block has no hash")
+        demand(len(blank) + len(cached) == len(free) == pool.num_free, "fence", "free + held is not the pool")
+        demand(set(blank) | set(cached) == free, "fence", "a held block is in a free list")
+        demand(
+            all(pool.hash_of[b] is None for b in blank), "prefix-cache content", "a blank block has a hash"
+        )
+        demand(
+            all(pool.hash_of[b] is not None for b in cached),
+            "prefix-cache content",
+            "a cached block has no hash",
+        )
         found = {b: block_hash for block_hash, b in pool.by_hash.items()}
         demand(
             found == {b: x for b, x in enumerate(pool.hash_of) if x is not None},
-            "S1-9",
+            "prefix-cache content",
             "hash map is not a bijection",
         )
         for step, blocks in self._touched.items():
-            demand(blocks.isdisjoint(free), "S1-10", f"step {step} may still write a free block")
+            demand(blocks.isdisjoint(free), "fence", f"step {step} may still write a free block")
 
     def check_cache(self, kv: list[list[int | None]]) -> None:
-        """S1-9, once every dispatched plan has reached the oracle: what can be hit is known, and really there."""
+        """Prefix-cache content, once every dispatched plan has reached the oracle: a block that can be hit holds the
+        tokens that its hash stands for."""
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
             content = self.known.get(block_hash)
-            demand(content is not None, "S1-9", f"block {block} is cached under a hash of no known tokens")
-            demand(kv[block] == content, "S1-9", f"block {block} does not hold what its hash promises")
+            demand(
+                content is not None,
+                "prefix-cache content",
+                f"block {block} is cached under a hash of no known tokens",
+            )
+            demand(
+                kv[block] == content,
+                "prefix-cache content",
+                f"block {block} does not hold what its hash promises",
+            )
 
     @property
     def confirmed(self) -> int:
@@ -332,10 +364,10 @@ class Checker:
         return self._processed
 
     def check_drained(self) -> None:
-        """S1-11."""
+        """Clean drain."""
         epoch = self.epoch
-        demand(not epoch.ledger.steps and not epoch.fences, "S1-11", "ledger")
-        demand(not len(epoch.running) and not len(self.waiting), "S1-11", "requests")
-        demand(epoch.kv.num_free == epoch.limits.num_blocks, "S1-11", "blocks")
-        demand(len(epoch.slots.free) == epoch.limits.num_slots, "S1-11", "slots")
-        demand(not epoch.released, "S1-11", "releases that no worker was notified of")
+        demand(not epoch.ledger.steps and not epoch.fences, "clean drain", "ledger")
+        demand(not len(epoch.running) and not len(self.waiting), "clean drain", "requests")
+        demand(epoch.kv.num_free == epoch.limits.num_blocks, "clean drain", "blocks")
+        demand(len(epoch.slots.free) == epoch.limits.num_slots, "clean drain", "slots")
+        demand(not epoch.released, "clean drain", "releases that no worker was notified of")

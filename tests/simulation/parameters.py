@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, by name: the columns of the permutation matrix (spec 2(e) 2), and more."""
+"""Sampling parameters by name, for tests that combine each of them with run-ahead."""
 
 from random import Random
 

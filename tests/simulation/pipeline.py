@@ -1,4 +1,4 @@
-"""A discrete-event simulation of pipeline stages under the production engine, scheduler and policy (spec 4(b2)).
+"""A discrete-event simulation of pipeline stages under the production engine, scheduler and policy.
 
 Entities: stages and the links between them, each serving one step after the other in order of dispatch; the engine,
 which costs no time of its own; requests that arrive at given moments. What happens at an instant is an arrival or a

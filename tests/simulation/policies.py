@@ -57,5 +57,5 @@ def build(load: Workload, limits: Limits, seed: int) -> BatchingPolicy:
 
 
 def conserves_work(load: Workload) -> bool:
-    """Whether the policy computes whatever can be computed (S4-4)."""
+    """Return whether the policy computes every row that it could (work conservation)."""
     return load.policy in ("chunked", "balanced")

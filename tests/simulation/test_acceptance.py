@@ -1,4 +1,4 @@
-"""Acceptance tests 1 to 7 of spec 1(e): lengths, sharing, depth equality, preemption, stops."""
+"""Scenarios of run-ahead scheduling: lengths, sharing, equality of depths, preemption, stops."""
 
 from collections.abc import Callable
 from random import Random

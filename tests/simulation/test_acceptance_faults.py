@@ -1,4 +1,4 @@
-"""Acceptance tests 8 to 14 of spec 1(e): aborts, reuse, pool limits, priorities, resets, timing, worker faults."""
+"""Scenarios of run-ahead scheduling: aborts, reuse, pool limits, priorities, resets, timing, worker faults."""
 
 import msgspec
 import pytest

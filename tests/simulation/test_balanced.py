@@ -1,4 +1,4 @@
-"""`balanced` against the oracle, and against `chunked` on a virtual clock (spec 4(e), invariants S4-1 to S4-7)."""
+"""`balanced` against the oracle, and against `chunked` on a virtual clock (rules of policies, docs/invariants.md)."""
 
 from functools import cache
 from itertools import pairwise
@@ -22,7 +22,7 @@ def limits(kv_tokens: int, budget: int, stages: int = 4, seats: int = 256) -> Li
     return Limits(seats, budget, 512, kv_tokens // 16, 16, enable_prefix_caching=False, stages=stages)
 
 
-# -- tokens (S4-2) -----------------------------------------------------------------------------------------------
+# -- tokens --------------------------------------------------------------------------------------------------------
 
 
 def storm(
@@ -66,12 +66,12 @@ def test_s4_2_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_aborts_in_a_storm_leave_nothing_behind(seed: int) -> None:
-    """The world checks each token, that every invariant holds, and that no step stays empty in vain (S4-4)."""
+    """The world checks each token, every rule, and that no step is empty while a row could be computed."""
     world = storm(BalancedPolicy(), 4, 5, 24, aborts=True, seed=seed)
     assert sum(stream.aborted for stream in world.streams) > 0
 
 
-# -- plans (S4-6, S4-7) ------------------------------------------------------------------------------------------
+# -- plans ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -25,7 +25,7 @@ from tests.simulation.world import World, params
 
 
 def rejected_drafts_stay_computed(settle: Any) -> Any:
-    """P is not reduced (2(b) 3)."""
+    """P is not reduced (settle)."""
 
     def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
         before = self.epoch.slots.computed.copy()
@@ -54,7 +54,7 @@ def one_rejected_draft_too_few(settle: Any) -> Any:
 
 
 def drafts_survive_the_row_that_had_them(add: Any) -> Any:
-    """S2-6: where a step proposes none, or fewer, those of a step before are planned again."""
+    """After a step that proposes none, or fewer, the drafts of an earlier step are planned again (latest drafts)."""
 
     def broken(self: Ledger, step: Any) -> None:
         slots = step.slots[step.samples]
@@ -106,7 +106,7 @@ def drafts_count_as_certain_tokens(wanted: Any) -> Any:
 
 
 def drafts_are_not_reserved(add: Any) -> Any:
-    """H counts one token for each row (2(b) 2)."""
+    """H counts one token for each row (optimistic drafts)."""
 
     def broken(self: Ledger, step: Any) -> None:
         add(self, step)
@@ -116,7 +116,7 @@ def drafts_are_not_reserved(add: Any) -> Any:
 
 
 def tokens_after_a_stop_are_delivered(until: Any) -> Any:
-    """2(b) 12"""
+    """Tokens after the stop stay in the row (row cut)."""
 
     def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
         return until(self, rows, token_ids, first, counts)._replace(counts=counts)
@@ -197,7 +197,7 @@ def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
 
 
 def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
-    """2(b) 13: tagged with the producing step."""
+    """Masks are computed for the drafts that the producing step proposes (draft masks)."""
 
     def broken(self: ResultApplier, rows: Any, draft_ids: Any) -> None:
         owners = [self.epoch.slots.request(int(row)) for row in rows]

@@ -191,7 +191,7 @@ PIPELINES = [(stages, depth) for stages in (1, 2, 4) for depth in of_stages(stag
 
 @pytest.mark.parametrize(("stages", "depth"), PIPELINES)
 def test_stages_are_fed_without_a_stall_and_without_a_hole(stages: int, depth: int) -> None:
-    """With a budget's worth of requests per stage, each of `stages` steps in a row has work (S4-4)."""
+    """With a budget's worth of requests per stage, each of `stages` consecutive steps has work (work conservation)."""
     world = World(Limits(4 * stages, 4, 128, 1024, 4, stages=stages), depth)
     streams = [world.add(prompt_of(4, seed=i), params(40, eos=False)) for i in range(4 * stages)]
     rounds = 0

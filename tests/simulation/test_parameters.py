@@ -1,5 +1,5 @@
-"""Every sampling parameter under run-ahead, preemption and chunks (spec 2(e) 2, without speculation), and grammars
-while requests come, go and lose their workers (spec 0.4, S2-7).
+"""Every sampling parameter under run-ahead, preemption and chunks (without drafts), and grammars while requests
+arrive, end and lose their workers (emitted tokens only).
 
 What is compared with the reference, token by token and value by value, the world compares as it arrives.
 """

@@ -1,4 +1,4 @@
-"""The phased policy on a rigid device that checks its shapes: spec 5(c) S0-1 to S0-10 (in `rigid.py`) and 5(e)."""
+"""The phased policy on a rigid device that checks its shapes: its rules (in `rigid.py`) and scenarios."""
 
 from collections import Counter
 from itertools import pairwise
@@ -78,7 +78,7 @@ def test_the_random_workloads_meet_what_they_are_for() -> None:
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bool, caching: bool) -> None:
-    """5(e) 2: prompts of 1, 2, 3 and 5 chunks; every token is compared with the reference as it is delivered."""
+    """Prompts of 1, 2, 3 and 5 chunks; every token is compared with the reference as it is delivered."""
     world = RigidWorld(limits(enable_prefix_caching=caching), depth, interleave=interleave)
     for length in (3, 13, 22, 40, 40):
         world.add(prompt(length), params(12, eos=False))
@@ -94,7 +94,7 @@ def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bo
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_chunks_and_decodes_take_turns_while_there_are_both(depth: int) -> None:
-    """S0-4, and starvation of either is bounded: each gets every second step."""
+    """Interleaving: neither prefill nor decode starves, each gets every second step."""
     world = RigidWorld(limits(enable_prefix_caching=False), depth)
     world.add(prompt(3), params(40, eos=False))
     while world.streams[0].tokens == []:
@@ -207,7 +207,7 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
 
 
 def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
-    """5(e) 5, rule 7: the long request reaches 60 of 64 positions; beside it the newcomer would be padded beyond."""
+    """Volume limit: the long request reaches 60 of 64 positions; a newcomer beside it would be padded beyond 64."""
     world = RigidWorld(limits(), 2)
     long = world.add(prompt(30), params(30, eos=False))
     while len(long.tokens) < 10:
@@ -222,7 +222,7 @@ def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
 
 
 def test_a_newcomer_waits_until_the_volume_has_room() -> None:
-    """5(e) 4, rule 8: three rows that end near 40 and a fourth are more than 120."""
+    """Volume limit, rows x tkv: three rows that end near 40 and a fourth are more than 120."""
     world = RigidWorld(limits(), 2, max_volume=120)
     early = [world.add(prompt(8, first=7 * i), params(20 + 4 * i, eos=False)) for i in range(3)]
     while not all(stream.tokens for stream in early):
@@ -237,7 +237,7 @@ def test_a_newcomer_waits_until_the_volume_has_room() -> None:
 
 
 def test_projections_leave_nothing_to_pausing() -> None:
-    """5(e) 4: where newcomers are held back, no decode ever has to be; where they are not, some have."""
+    """Where newcomers are held back, no decode ever has to be; where they are not, some have."""
     paused = Counter[bool]()
     for pausing in (False, True):
         for seed in range(30):
@@ -258,7 +258,7 @@ def test_projections_leave_nothing_to_pausing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_eight_decoders_share_a_small_volume(depth: int) -> None:
-    """5(e) 9, rule 9: some pause, longest-waiting first, and everyone is served again within a few steps."""
+    """Pausing: some requests pause, longest-waiting first, and each is served again within a few steps."""
     world = RigidWorld(limits(), depth, max_volume=100, pausing=True)
     streams = [world.add(prompt(3, first=5 * i), params(30, eos=False)) for i in range(8)]
     gaps: Counter[int] = Counter()
@@ -289,7 +289,7 @@ def test_who_pauses_goes_before_who_is_new() -> None:
 
 
 def test_less_progress_with_the_next_chunk_in_flight() -> None:
-    """5(e) 3: chunks of 8 and 8 in flight, the first comes to 4. The second was formed from a wrong start and is void;
+    """Chunks of 8 and 8 in flight, the first comes to 4. The second was formed from a wrong start and is void;
     its blocks stay; nothing that was computed is computed again."""
     cuts = iter([4])
     world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
@@ -370,13 +370,14 @@ def test_workers_are_lost_while_rows_are_void() -> None:
     assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
 
 
-# -- aborts (rule 16) ------------------------------------------------------------------------------------------------
+# -- aborts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [3, 13, 24])
 def test_abort_at_every_moment(depth: int, length: int) -> None:
-    """5(e) 6: waiting, at every chunk, decoding, paused; what remains is nothing (S1-11), others are not disturbed."""
+    """Aborted while waiting, at every chunk, while decoding, while paused: nothing remains (clean drain), and other
+    requests are not disturbed."""
     happened: Counter[str] = Counter()
     for moment in range(14):
         world = RigidWorld(limits(num_blocks=24), depth, max_volume=80, pausing=True)
@@ -398,7 +399,7 @@ def test_abort_at_every_moment(depth: int, length: int) -> None:
 
 
 def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
-    """S0-10: 24 equal tokens in prompts of other lengths, so of other chunks, are the same blocks."""
+    """Unpadded cache: 24 equal tokens in prompts of different lengths, so in different chunks, give equal blocks."""
     world = RigidWorld(limits(), 2)
     shared = prompt(24)
     for tail in (1, 5, 2, 8):
@@ -413,7 +414,8 @@ def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
 
 
 def test_only_confirmed_blocks_are_shared() -> None:
-    """A device may come less far than planned: what is in flight is in no prefix cache (spec 0.7)."""
+    """A device may get less far than planned, so positions in flight are not in the prefix cache (confirmed
+    registration)."""
     world = RigidWorld(limits(), 2)
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()

@@ -147,7 +147,7 @@ MUST_HAPPEN_TO_DRAFTS = [
 @pytest.mark.timeout(3600 if SOAK else 300)
 @pytest.mark.parametrize("first", range(0, SEEDS // 8, CHUNK))
 def test_any_workload_with_any_drafts_answers_as_without(first: int) -> None:
-    """S2-1, S2-3 to S2-7"""
+    """Random workloads with drafts keep the rules of drafts and grammars."""
     happened = played(range(first, first + min(CHUNK, SEEDS // 8)), speculates=True)
     assert [name for name in MUST_HAPPEN_TO_DRAFTS if not happened[name]] == []
 

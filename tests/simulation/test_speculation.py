@@ -1,7 +1,7 @@
 """Drafts under run-ahead (spec section 2): answers equal those of no speculation, acceptance those of depth one.
 
 Each token, the state of each grammar, what each result counts and where each row starts is checked by the world, its
-oracle and its checker as it happens (S2-1, S2-3 to S2-7).
+oracle and its checker as it happens (rules of drafts, docs/invariants.md).
 """
 
 from dataclasses import replace
@@ -41,11 +41,11 @@ def steps_of(world: World) -> int:
     return len(world.plans)
 
 
-# -- 2(e) 1: acceptance at any depth -----------------------------------------------------------------------------
+# -- acceptance at any depth ---------------------------------------------------------------------------------------
 
 
 def together(acceptance: str, k: int, depth: int, stages: int = 1) -> World:
-    """Requests that all run from the first step on, greedy and drawn, and end by every kind of stop (S2-2)."""
+    """Requests that all run from the first step on, greedy and sampled, and end by every kind of stop."""
     world = World(replace(ROOMY, stages=stages), depth, speculating=Speculating(acceptance, (k,)))
     for i in range(10):
         stops = (i, i + 20) if i % 3 == 0 else ()
@@ -64,7 +64,7 @@ def counted(world: World) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str, k: int) -> None:
-    """S2-1, S2-2: and accepted drafts save steps."""
+    """Same tokens and equal acceptance; accepted drafts save steps."""
     synchronous, *ahead = (together(acceptance, k, depth) for depth in (1, 2, 3))
     expected = counted(synchronous)
     assert [counted(world) for world in ahead] == [expected, expected]
@@ -79,7 +79,7 @@ def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str
 
 
 def test_statistics_are_the_sums_of_all_requests() -> None:
-    """2(b) 4, under vLLM's names."""
+    """Draft statistics have vLLM's names."""
     world = together("every third", 3, 2)
     counters = world.store.counters
     drafted, accepted = (sum(column) for column in zip(*counted(world), strict=True))
@@ -89,13 +89,13 @@ def test_statistics_are_the_sums_of_all_requests() -> None:
     assert counters["spec_decode_num_drafts"] >= drafted // 3
 
 
-# -- 2(e) 2, 5, 9: storms ----------------------------------------------------------------------------------------
+# -- storms --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
-    """2(e) 2: preemptions, chunks, requests that join and leave in every step; k is drawn anew for each."""
+    """Preemptions, chunks, requests that join and leave in every step; k is drawn anew for each."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
     world = storm(STORM, depth, name, speculating=how)
     assert world.store.counters["preemptions"] > 0
@@ -122,7 +122,8 @@ class Rotating(ChunkedPolicy):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("budget", [1, 3, 5])
 def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) -> None:
-    """2(e) 5: who skips steps has its own drafts when it comes back (S2-6), no id that is none is an input (S2-4)."""
+    """A row that was left out of steps has its own drafts in its next one (latest drafts), and no placeholder is an
+    input (valid ids)."""
     limits = replace(ROOMY, max_num_batched_tokens=budget)
     world = World(limits, depth, policy=Rotating(), speculating=Speculating("always", (3,)))
     for i in range(6):
@@ -142,7 +143,7 @@ def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) ->
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_rows_change_their_places_in_each_step(depth: int) -> None:
-    """2(e) 9: requests arrive and finish each step, so drafts by row would be somebody else's."""
+    """Requests arrive and finish in each step, so drafts kept by row would be those of another request."""
     world = World(
         replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request")
     )
@@ -160,13 +161,13 @@ def test_rows_change_their_places_in_each_step(depth: int) -> None:
     assert world.coverage["drafts: accepted"] > 20
 
 
-# -- 2(e) 3, 4: where rows end -----------------------------------------------------------------------------------
+# -- where rows end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", range(6))
 def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
-    """2(e) 4, 2(b) 12: with five drafts that all hold, the second row has outputs 1 to 6."""
+    """Row cut: with five drafts that all hold, the second row has outputs 1 to 6."""
     prompt, free = prompt_of(9), params(30, eos=False)
     answer = reference(prompt, free, ROOMY.max_model_len, VOCAB).tokens
     stop = answer[1 + place]
@@ -187,7 +188,6 @@ def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("most", range(1, 9))
 def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
-    """2(e) 4"""
     world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
     streams = [world.add(prompt_of(9, i), params(most, eos=False)) for i in range(3)]
     world.drain()
@@ -199,7 +199,7 @@ def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
 @pytest.mark.parametrize("acceptance", ["always", "never", "every third"])
 @pytest.mark.parametrize("room", range(1, 9))
 def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str, depth: int) -> None:
-    """2(e) 4, S2-5: no position is computed beyond it, and every token that fits comes."""
+    """Position bound: no position is computed beyond the context limit, and every token that fits is generated."""
     limits = replace(ROOMY, max_model_len=32, num_blocks=16)
     world = World(limits, depth, speculating=Speculating(acceptance, (5,), looks_ahead=room % 2 == 0))
     streams = [world.add(prompt_of(32 - room, i), params(100, eos=False)) for i in range(2)]
@@ -209,7 +209,7 @@ def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str,
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_drafter_with_a_shorter_context(depth: int) -> None:
-    """2(e) 3, 2(b) 10: beyond it there are no drafts; planned rows are shorter on the device, and answers the same."""
+    """Drafter limit: beyond it there are no drafts; planned rows are shorter on the device, and answers the same."""
     world = World(ROOMY, depth, speculating=Speculating("always", (3,), longest=40))
     streams = [world.add(prompt_of(20, i), params(60, eos=False)) for i in range(3)]
     world.drain()
@@ -225,8 +225,8 @@ def test_a_drafter_with_a_shorter_context(depth: int) -> None:
 def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refused(
     stages: int, depth: int, rows: int
 ) -> None:
-    """S2-5: drafts in flight, of so many rows, need blocks behind the last token; nobody waits for blocks that there
-    never are."""
+    """Position bound: drafts in flight need blocks behind the last token; no request waits for blocks that can never be
+    free."""
     how, sampling = Speculating("never", (3,)), params(20, eos=False)
     needed = 12 + 20 - 1 + 3 * rows
     for blocks, fits in ((-(-needed // 4), True), (-(-needed // 4) - 1, False)):
@@ -238,12 +238,13 @@ def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refus
         assert (stream.finish.reason is FinishReason.LENGTH, len(stream.tokens)) == (fits, 20 if fits else 0)
 
 
-# -- 2(e) 8: grammars --------------------------------------------------------------------------------------------
+# -- grammars ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
-    """2(e) 8, 2(b) 13, 14, S2-7: a thousand requests, of which none fails and each is what it is without drafts."""
+    """Draft masks, acceptable drafts, emitted tokens only: of a thousand requests none fails, and each has the output
+    that it has without drafts."""
     world = World(replace(ROOMY, max_num_seqs=32), depth, speculating=Speculating("every third", (3,)))
     rng, total = Random(depth), 1000 if depth == 2 else 100
     while len(world.streams) < total or world.engine.requests:
@@ -285,7 +286,7 @@ def test_grammars_that_fail_within_a_row(depth: int) -> None:
 @pytest.mark.parametrize("policy", [ChunkedPolicy, BalancedPolicy])
 @pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 4), (4, 5)])
 def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], stages: int, depth: int) -> None:
-    """S2-1, S4-2: preemptions, chunks, grammars that look ahead; a row waits for the drafts of its last one, which are
+    """Same tokens: preemptions, chunks, grammars that look ahead; a row waits for the drafts of its last one, which are
     where tokens are (2(d))."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
     for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
@@ -299,7 +300,7 @@ def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], sta
 @pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (4, 5)])
 def test_drafted_and_accepted_are_those_of_one_stage(stages: int, depth: int, k: int) -> None:
-    """S2-2: drafts outlast the way through the stages, however many requests share it."""
+    """Equal acceptance: drafts outlast the way through the stages, however many requests share it."""
     expected, world = together("every third", k, 1), together("every third", k, depth, stages)
     assert counted(world) == counted(expected)
     assert [stream.tokens for stream in world.streams] == [stream.tokens for stream in expected.streams]

@@ -1,4 +1,4 @@
-"""Steps whose sampling waits for a grammar, and what may happen to their requests meanwhile (spec 0.4, 3(b), S2-7).
+"""Steps whose sampling waits for a grammar (deferred sampling), and what may happen to their requests meanwhile.
 
 Answers, masks and the state of every grammar after every transition are checked by the world.
 """

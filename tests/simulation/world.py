@@ -454,7 +454,7 @@ class World:
             "I-d: ledger and batch queue differ"
         )
         assert self.engine.queue or not self.engine.has_requests, (
-            "S1-15: requests exist and nothing is in flight"
+            "stall error: requests exist and nothing is in flight"
         )
         self.publish()
         return len(self.engine.queue) - before
@@ -467,7 +467,9 @@ class World:
             self.pending[_RESULTS.decode(result).step_id] = result
         self.coverage["uneven stages"] += running is not None
         self.coverage["first stage waited"] += self.pipeline.stalls > 0
-        assert not (self.even and self.pipeline.stalls), "the first stage waits for a sampled id (spec 0.5 A)"
+        assert not (self.even and self.pipeline.stalls), (
+            "the first stage waits for a sampled id (stage spacing)"
+        )
 
     def _await_result(self) -> None:
         while self.pipeline.busy and not self.pending:
@@ -526,8 +528,8 @@ class World:
         self._count_drafts()
         self.checker.check()
         self.checker.check_drained()
-        assert not self.worker.slots, "S1-11: worker rows"
-        assert not self.engine.requests, "S1-11: requests are remembered"
+        assert not self.worker.slots, "clean drain: worker rows"
+        assert not self.engine.requests, "clean drain: requests are remembered"
         for stream in self.streams:
             if not stream.aborted and stream.finish is None:
                 raise DeliveryError(f"{stream.client}/{stream.number} never finished")
@@ -678,16 +680,16 @@ class World:
     def _open(self, client: int, number: int) -> Stream:
         stream = self._by_key.get((client, number))
         if stream is None or not stream.open:
-            raise DeliveryError(f"S1-8: output for {client}/{number}, which has ended")
+            raise DeliveryError(f"one finish: output for {client}/{number}, which has ended")
         return stream
 
     def _on_token(self, stream: Stream, index: int, token: int) -> None:
         name, expected = f"{stream.client}/{stream.number}", stream.answer.tokens
         if index != len(stream.tokens):
-            raise DeliveryError(f"S1-12: {name} got index {index} after {len(stream.tokens)} tokens")
+            raise DeliveryError(f"step order: {name} got index {index} after {len(stream.tokens)} tokens")
         if index >= len(expected) or expected[index] != token:
             raise DeliveryError(
-                f"S1-7: {name} got token {token} at {index}, expected {expected[index : index + 1]}"
+                f"same tokens: {name} got token {token} at {index}, expected {expected[index : index + 1]}"
             )
         stream.tokens.append(token)
 
@@ -757,7 +759,7 @@ class World:
         self.coverage["stops held back by min_tokens"] += not gate.isdisjoint(stream.tokens[:-1])
 
     def _check_scheduled(self, name: str, stream: Stream, finish: Finish) -> None:
-        """S1-6, exact at every depth; a stop that nobody could foresee costs at most one token per further step."""
+        """Exact work at every depth; a stop that was not certain costs at most one token per further step."""
         if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
             raise DeliveryError(
                 f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
@@ -776,5 +778,5 @@ class World:
             slack = stream.planned_drafts - stream.accepted + self.speculating.most + self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(
-                f"S1-6: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})"
+                f"exact work: {name} was scheduled {stream.scheduled} tokens, needed {exact} (+{slack})"
             )
