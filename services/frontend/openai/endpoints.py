@@ -20,14 +20,14 @@ from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import Metrics, outcome_of
 from services.frontend.model import ServedModel
 from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.answers.chunk import AnswerCollector, AnswerWriter
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.event_stream import EventStream
 from services.frontend.openai.answers.events import EventEncoder
 from services.frontend.openai.answers.generation import Generation
 from services.frontend.openai.answers.logprobs import LogprobFormatter
 from services.frontend.openai.answers.options import AnswerOptions
-from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import AnswerCollector, AnswerWriter
 from services.frontend.openai.embeddings import Embedder, EmbeddingFormat, embeddings_json, token_ids
 from services.frontend.openai.parameters.body import checked, parse, parse_object
 from services.frontend.openai.parameters.sampling import sampling_params
@@ -208,7 +208,7 @@ class Endpoints:
         body: CompletionRequest | ChatRequest,
         request: RequestContext,
         submissions: list[tuple[Prompt, SamplingParams]],
-        usage: Usage,
+        usage: UsageCounter,
         writer: AnswerWriter,
     ) -> Iterator[Generation]:
         """Submit all choices. They end with this context, or when the client leaves. Raises: APIError"""
@@ -236,7 +236,7 @@ class Endpoints:
         dialect: Dialect,
     ) -> Response:
         """Return the response when the first outputs have decided its status. Raises: APIError"""
-        head, usage = self._head(body, dialect.prefix, dialect.chunk_object), Usage()
+        head, usage = self._head(body, dialect.prefix, dialect.chunk_object), UsageCounter()
         first_fields = {"prompt_token_ids": submissions[0][0].token_ids} if body.return_token_ids else {}
         encoder = EventEncoder(dialect, head, body.stream_options or StreamOptions(), usage, first_fields)
         with contextlib.ExitStack() as stack:
@@ -261,7 +261,7 @@ class Endpoints:
         dialect: Dialect,
     ) -> Response:
         """Raises: APIError"""
-        usage, collector = Usage(), AnswerCollector()
+        usage, collector = UsageCounter(), AnswerCollector()
         with self._generation(http, body, request, submissions, usage, collector) as generation:
             await generation.response.last()
         choices = [dialect.choice(index, chunk) for index, chunk in enumerate(collector.answers())]

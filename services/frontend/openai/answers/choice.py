@@ -7,10 +7,11 @@ from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError
 from services.frontend.metrics import Metrics
-from services.frontend.openai.answers.chunk import ChoiceWriter, Chunk
+from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.options import AnswerOptions
-from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.text.assembler import OutOfOrder, TextAssembler
 
@@ -23,7 +24,7 @@ class ChoiceContext:
 
     engine: EngineClient
     metrics: Metrics
-    usage: Usage
+    usage: UsageCounter
     formatter: LogprobFormatter
     options: AnswerOptions
     started: float

@@ -1,7 +1,6 @@
 """The unit between the engine's outputs and a dialect: what one choice grows by."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,50 +60,3 @@ class Chunk:
             if chunk.prompt_token_ids is not None:
                 whole.prompt_token_ids = chunk.prompt_token_ids
         return whole
-
-
-class ChoiceWriter(Protocol):
-    """Takes the chunks of one choice; returns the bytes to write for each."""
-
-    def text(self, text: str) -> bytes:
-        """Take a chunk that is only text; not empty."""
-        ...
-
-    def chunk(self, chunk: Chunk) -> bytes: ...
-
-
-class AnswerWriter(Protocol):
-    """The writers of all choices of one HTTP response."""
-
-    def choice(self, index: int) -> ChoiceWriter: ...
-
-
-class ChunkCollector:
-    """Keeps the chunks of a choice whose answer is sent as a whole."""
-
-    def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
-
-    def text(self, text: str) -> bytes:
-        self.chunks.append(Chunk(text))
-        return b""
-
-    def chunk(self, chunk: Chunk) -> bytes:
-        self.chunks.append(chunk)
-        return b""
-
-
-class AnswerCollector:
-    """Keeps the chunks of all choices of a response that is not streamed."""
-
-    def __init__(self) -> None:
-        self._choices: list[ChunkCollector] = []
-
-    def choice(self, index: int) -> ChunkCollector:
-        """Choices are numbered in the order of these calls."""
-        self._choices.append(ChunkCollector())
-        return self._choices[index]
-
-    def answers(self) -> list[Chunk]:
-        """Return each choice as one chunk."""
-        return [Chunk.joined(choice.chunks) for choice in self._choices]

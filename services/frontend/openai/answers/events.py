@@ -9,7 +9,7 @@ import msgspec
 from services.frontend.errors import APIError
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import Dialect
-from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.schemas.requests import StreamOptions
 
 _NO_FIELDS: Mapping[str, Any] = {}
@@ -63,7 +63,7 @@ class EventEncoder:
         dialect: Dialect,
         head: dict[str, Any],
         options: StreamOptions,
-        usage: Usage,
+        usage: UsageCounter,
         first_fields: Mapping[str, Any] = _NO_FIELDS,
     ) -> None:
         """
@@ -79,9 +79,9 @@ class EventEncoder:
         self._first_fields = first_fields
         self._num_choices = 0
 
-    def choice(self, index: int) -> ChoiceEvents:
-        self._num_choices = max(self._num_choices, index + 1)
-        return ChoiceEvents(self, index)
+    def next_choice(self) -> ChoiceEvents:
+        self._num_choices += 1
+        return ChoiceEvents(self, self._num_choices - 1)
 
     def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = _NO_FIELDS) -> bytes:
         has_usage = self._options.continuous_usage_stats

@@ -11,10 +11,10 @@ from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import APIError
 from services.frontend.metrics import Metrics
 from services.frontend.openai.answers.choice import Choice, ChoiceContext
-from services.frontend.openai.answers.chunk import AnswerWriter
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.options import AnswerOptions
-from services.frontend.openai.answers.usage import Usage
+from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Generation:
         formatter: LogprobFormatter,
         options: AnswerOptions,
         request: RequestContext,
-        usage: Usage,
+        usage: UsageCounter,
         writer: AnswerWriter,
     ) -> None:
         self.choices: list[Choice] = []
@@ -69,7 +69,7 @@ class Generation:
         )
         context.usage.add_answer(assembler)
         logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
-        writer = self._writer.choice(len(self.choices))
+        writer = self._writer.next_choice()
         choice = Choice(self.response, context, prompt, is_first, assembler, logprobs, writer)
         self._engine.submit(choice, ids, params, self._request)
         self.choices.append(choice)

@@ -5,7 +5,7 @@ from typing import Any
 from services.frontend.text.assembler import TextAssembler
 
 
-class Usage:
+class UsageCounter:
     """Counts so far. A prompt counts once, however many choices it has."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class Recorder(RequestStream):
         return [tokens for tokens, _ in self.fed]
 
 
-class Connection:
+class FakeConnection:
     """A connection that records what is written to it."""
 
     def __init__(self, write: Callable[[bytes], None] | None = None) -> None:
@@ -93,7 +93,7 @@ async def test_all_responses_are_read_before_the_first_is_written() -> None:
                 return super().feed(tokens, end, now)
 
         response = ResponseStream(queue)
-        connection = Connection(lambda data: order.append(f"write {name} {data.decode()}"))
+        connection = FakeConnection(lambda data: order.append(f"write {name} {data.decode()}"))
         tasks.append(asyncio.create_task(response.last(connection)))
         return Ordered(response, data)
 
@@ -111,9 +111,9 @@ async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogC
     def fail(data: bytes) -> None:
         raise OSError("no socket")
 
-    queue, good = FlushQueue(), Connection()
+    queue, good = FlushQueue(), FakeConnection()
     tasks = []
-    for connection in (Connection(fail), good):
+    for connection in (FakeConnection(fail), good):
         response = ResponseStream(queue)
         tasks.append(asyncio.create_task(response.last(connection)))
         Recorder(response, b"x").arrive((0, 7))
@@ -125,7 +125,7 @@ async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogC
 
 
 async def test_outputs_for_a_full_connection_wait_and_are_joined() -> None:
-    response, connection = ResponseStream(FlushQueue()), Connection()
+    response, connection = ResponseStream(FlushQueue()), FakeConnection()
     stream = Recorder(response, b"x")
     reading = asyncio.create_task(response.last(connection))
     connection.is_full = True
@@ -145,7 +145,7 @@ async def test_outputs_for_a_full_connection_wait_and_are_joined() -> None:
 
 
 async def test_reading_pauses_between_the_first_outputs_and_the_connection() -> None:
-    response, connection = ResponseStream(FlushQueue()), Connection()
+    response, connection = ResponseStream(FlushQueue()), FakeConnection()
     stream = Recorder(response, b"x")
     stream.arrive((0, 7))
     assert await response.first() == b"x"
@@ -179,7 +179,7 @@ async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "MAX_TOKENS_PER_FLUSH", 2)
-    response, connection = ResponseStream(FlushQueue()), Connection()
+    response, connection = ResponseStream(FlushQueue()), FakeConnection()
     stream = Recorder(response, b"x")
     reading = asyncio.create_task(response.last(connection))
     stream.arrive((0, 7), (1, 7), (2, 7), end=APIError(503, "it is gone"))
@@ -192,7 +192,7 @@ async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
 async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it() -> None:
     response = ResponseStream(FlushQueue())
     stream = Recorder(response)
-    reading = asyncio.create_task(response.last(Connection()))
+    reading = asyncio.create_task(response.last(FakeConnection()))
     stream.arrive((0, 7))
     response.fail(APIError(GONE, "it left"))
     with pytest.raises(APIError, match="it left"):
