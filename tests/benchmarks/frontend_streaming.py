@@ -1,13 +1,12 @@
-"""What a streamed token costs the frontend: a real frontend process, real sockets on both sides, no model.
+"""Cost of a streamed token in the frontend: a real frontend process, real sockets on both sides, no model.
 
-A scripted engine sends one message per step with a token of each of 256 streams; a process of its own reads all answers
-as HTTP/1.1 with server-sent events and checks that each holds exactly the expected text. Steps come at a fixed pace,
-or as fast as the frontend reads them. Every case runs twice: as it is, and with a write for every single token.
+A scripted engine sends one message per step with a token of each of 256 streams. A separate process reads all responses
+as HTTP/1.1 with server-sent events and checks that each has exactly the expected text. Steps are sent at a fixed pace,
+or as fast as the frontend reads them. Every case runs twice: unchanged, and with a write for every single token.
 
-`per_core_s` is tokens per second of the frontend process's CPU time, from the moment when every stream has its first
-token until all have ended; `whole` counts the requests themselves too, their HTTP and tokenisation. `of_vllm` compares
-with the figure for vLLM's API server that is given below; load from others on the machine is in the report.
-`vllm_streaming` measures that server beside ours.
+`per_core_s` is tokens per second of the frontend process's CPU time, from the first token of the last stream until all
+have ended; `whole` includes the requests themselves, their HTTP and tokenisation. `of_vllm` compares with the figure for
+vLLM's API server given below; the report has the load of the machine. `vllm_streaming` measures that server too.
 """
 
 import argparse
@@ -61,21 +60,21 @@ MARK = b"data: "
 WRITE_PER_TOKEN = "from services.frontend.engine import streams\nstreams.MAX_TOKENS_PER_FLUSH = 1\n"
 
 CLOCK_TICK = 0.01
-"""Seconds: what a process's own time is counted in; a short warm-up may take less."""
+"""Resolution in seconds of a process's CPU time; a short warm-up may take less."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How the streams are laid out and how fast their tokens come."""
+    """Number of streams and pace of their tokens."""
 
     name: str
     streams: int
     choices: int
-    """Streams of one connection."""
+    """Streams per connection."""
     tokens: int
-    """Of each stream."""
+    """Tokens per stream."""
     pace: float
-    """Seconds from step to step; 0: as fast as they are read."""
+    """Seconds between steps; 0: as fast as they are read."""
 
 
 def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
@@ -87,7 +86,7 @@ def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
 
 
 class _Reader:
-    """One HTTP/1.1 client with one streaming request; keeps what arrives."""
+    """One HTTP/1.1 client with one streaming request; keeps the response."""
 
     def __init__(self, address: tuple[str, int], case: Case) -> None:
         self.socket = socket.create_connection(address)
@@ -109,7 +108,7 @@ class _Reader:
         self.socket.setblocking(False)
 
     def read(self) -> bool:
-        """Whether the answer is complete."""
+        """Read what has arrived. Return whether the response is complete."""
         part = self.socket.recv(1 << 20)
         if not part:
             raise ConnectionError(f"the frontend closed a connection after {b''.join(self.parts)[-300:]!r}")
@@ -118,7 +117,7 @@ class _Reader:
         return part.endswith(b"0\r\n\r\n")
 
     def texts(self) -> tuple[dict[int, str], int]:
-        """The text of each choice; how many chunks the answer came in."""
+        """Return the text of each choice, and the number of chunks of the response."""
         head, _, rest = b"".join(self.parts).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         chunks = []
@@ -139,9 +138,9 @@ class _Reader:
 
 
 def read_all(pipe: multiprocessing.connection.Connection) -> None:
-    """Says "opened" when each stream has shown something, and at the end the number of chunks."""
-    while (order := pipe.recv()) is not None:
-        url, case = order
+    """Send "opened" when each stream has shown text, "ended" when all are complete, then the number of chunks."""
+    while (job := pipe.recv()) is not None:
+        url, case = job
         address = urlsplit(url)
         readers = [
             _Reader((address.hostname, address.port), case) for _ in range(case.streams // case.choices)
@@ -164,29 +163,31 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
         chunks = 0
         for reader in readers:
             texts, count = reader.texts()
-            assert list(texts.values()) == [expected] * case.choices, "an answer is not what the engine said"
+            assert list(texts.values()) == [expected] * case.choices, (
+                "an answer differs from the engine's text"
+            )
             chunks += count
             reader.socket.close()
         pipe.send(chunks)
 
 
-# The engines: what a scheduler would send.
+# The engine: a double of the scheduler.
 
 
 class Player(Protocol):
-    """Whoever makes the tokens of a round."""
+    """Source of the tokens of a round."""
 
     def begin(self, case: Case) -> None:
-        """The first token of every stream, once all are there."""
+        """Send the first token of every stream when all requests have arrived."""
         ...
 
     def go_on(self, case: Case) -> None:
-        """The others, at the pace of the case."""
+        """Send the other tokens at the pace of the case."""
         ...
 
 
 class Engine:
-    """Answers every request with the same tokens, all of them in step."""
+    """Answers all requests with the same tokens at the same time."""
 
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"frontend"})
@@ -205,7 +206,7 @@ class Engine:
                 self._server.send(peer, state)
                 continue
             message = self._decoder.decode(frame)
-            assert isinstance(message, GenerateRequest), "a client gave up"
+            assert isinstance(message, GenerateRequest), "a request was aborted"
             self._numbers.append(message.number)
 
     def wait_connected(self) -> None:
@@ -257,7 +258,7 @@ class Engine:
 
 @contextmanager
 def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, Engine]]:
-    """The process, its address and its engine."""
+    """Yield the process, its address and its engine. Raises: RuntimeError, if it does not start"""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
         f"{patch}\nconfig = FrontendConfig.model_validate_json(sys.argv[1])\n"
@@ -274,10 +275,12 @@ def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Pr
                 [sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr
             )
         try:
-            engine.wait_connected()
             while "listening on " not in (text := log.read_text()):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the frontend ended with {process.returncode}: {text}")
                 time.sleep(0.05)
             url = text.partition("listening on ")[2].split()[0]
+            engine.wait_connected()
             while httpx.get(f"{url}/readyz").status_code != 200:
                 time.sleep(0.05)
             yield process, url, engine
@@ -294,7 +297,7 @@ def cpu(process: psutil.Process) -> float:
 
 @contextmanager
 def client_process() -> Iterator[multiprocessing.connection.Connection]:
-    """Where to send it what it shall read."""
+    """Yield the pipe to a process that runs `read_all`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     clients = context.Process(target=read_all, args=(theirs,), daemon=True)
@@ -308,7 +311,7 @@ def client_process() -> Iterator[multiprocessing.connection.Connection]:
 
 
 def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
-    """One warm-up and one measured round of a case in a fresh frontend."""
+    """Run one warm-up and one measured round of a case in a new frontend."""
     with client_process() as clients, frontend(patch, profile) as server:
         round_of(Case("warm-up", 32, case.choices, 32, 0.0), *server, clients)
         return round_of(case, *server, clients)
@@ -341,7 +344,7 @@ def round_of(
 
 
 def row(case: Case, how: str, found: list[dict[str, float]]) -> dict[str, object]:
-    """Medians."""
+    """Return the row of the report, with medians."""
     median = {name: statistics.median(one[name] for one in found) for name in found[0]}
     return {"streams": case.name, "writes": how, **median, "of_vllm": median["per_core_s"] / VLLM}
 
@@ -352,7 +355,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--profile", help="write cProfile's figures of the frontend into this file")
+    parser.add_argument("--profile", help="write a cProfile profile of the frontend into this file")
     arguments = parser.parse_args()
     streams, tokens = arguments.streams, arguments.tokens
     cases = [

@@ -222,9 +222,10 @@ class EngineClient:
 
     def abort(self, streams: Iterable[RequestStream]) -> None:
         """End requests whose outputs are no longer needed. Those that have ended are ignored."""
-        numbers = [s.number for s in streams if self._streams.pop(s.number, None) is not None]
-        if numbers and self._client is not None:
+        open_streams = [stream for stream in streams if self._streams.pop(stream.number, None) is not None]
+        if open_streams and self._client is not None:
             try:
-                self._client.send(AbortRequest(numbers))
+                self._client.send(AbortRequest([stream.number for stream in open_streams]))
             except (PeerGone, PeerSlow) as error:
-                log.warning("an abort was not sent: %s", error)
+                ids = dict.fromkeys(stream.response.request_id for stream in open_streams)
+                log.warning("an abort was not sent: request_id=%s: %s", ",".join(ids), error)

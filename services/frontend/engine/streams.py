@@ -112,7 +112,7 @@ class FlushQueue:
                 try:
                     response.write(data)
                 except Exception:
-                    log.exception("an answer was not written")  # the others still are
+                    log.exception("a response was not written: request_id=%s", response.request_id)
 
 
 def _discard(data: bytes) -> None:
@@ -131,10 +131,16 @@ class ResponseStream:
         "_waiter",
         "_wants_first",
         "num_open",
+        "request_id",
         "write",
     )
 
-    def __init__(self, queue: FlushQueue) -> None:
+    def __init__(self, queue: FlushQueue, request_id: str = "") -> None:
+        """
+        Args:
+            request_id: the HTTP request's id, for logs.
+        """
+        self.request_id = request_id
         self._queue = queue
         self._due: list[RequestStream] = []
         self._error: APIError | None = None

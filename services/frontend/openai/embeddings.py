@@ -142,7 +142,7 @@ class Embedder:
         request: RequestContext,
         prompts: list[list[int]],
     ) -> None:
-        self.response = ResponseStream(engine.flush_queue)
+        self.response = ResponseStream(engine.flush_queue, request.request_id)
         self._engine = engine
         self._metrics = metrics
         self._format = format

@@ -35,7 +35,7 @@ class Generation:
         writer: AnswerWriter,
     ) -> None:
         self.choices: list[Choice] = []
-        self.response = ResponseStream(engine.flush_queue)
+        self.response = ResponseStream(engine.flush_queue, request.request_id)
         self._engine = engine
         self._tokenizer = tokenizer
         self._request = request

@@ -114,12 +114,12 @@ async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogC
     queue, good = FlushQueue(), FakeConnection()
     tasks = []
     for connection in (FakeConnection(fail), good):
-        response = ResponseStream(queue)
+        response = ResponseStream(queue, "id-7")
         tasks.append(asyncio.create_task(response.last(connection)))
         Recorder(response, b"x").arrive((0, 7))
     await turns(3)
     assert good.written == [b"x"]
-    assert "an answer was not written" in caplog.text
+    assert "a response was not written: request_id=id-7" in caplog.text
     for task in tasks:
         task.cancel()
 
