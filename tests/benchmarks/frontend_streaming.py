@@ -5,7 +5,7 @@ as HTTP/1.1 with server-sent events and checks that each has exactly the expecte
 or as fast as the frontend reads them. Every case runs twice: unchanged, and with a write for every single token.
 
 `per_core_s` is tokens per second of the frontend process's CPU time, from the first token of the last stream until all
-have ended; `whole` includes the requests themselves, their HTTP and tokenisation. `of_vllm` compares with the figure for
+have ended; `whole` includes the cost of the requests: HTTP and tokenisation. `of_vllm` compares with the figure for
 vLLM's API server given below; the report has the load of the machine. `vllm_streaming` measures that server too.
 """
 
