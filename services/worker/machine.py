@@ -1,15 +1,15 @@
-"""What this process may use of the machine: processors and memory, container limits included."""
+"""Processors and memory that this process may use, within the limits of its container."""
 
 import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 MEMORY_SHARE = 0.25
-"""Of free memory for the KV cache, unless the user says how much. Pages are taken when first used."""
+"""Default share of free memory for the KV cache. Pages are allocated at first use."""
 
 
 def cores() -> int:
-    """Processors this process may run on, at least 1."""
+    """Return the number of processors that this process may run on, at least 1."""
     number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _words(_CGROUP / "cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
@@ -18,7 +18,7 @@ def cores() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
+    """Return the bytes that can be allocated without swapping."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -30,7 +30,7 @@ def free_memory() -> int:
 
 
 def cache_budget(wanted: int) -> int:
-    """Bytes for the KV cache: as many as are `wanted`, or with 0 a share of what is free."""
+    """Return the bytes for the KV cache: `wanted`, or MEMORY_SHARE of free memory if it is 0."""
     return wanted or int(free_memory() * MEMORY_SHARE)
 
 

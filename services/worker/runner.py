@@ -1,9 +1,9 @@
-"""The seam between services and compute: a backend is a class with these methods and nothing else.
+"""The interface between services and compute: a backend is a class with the methods of `ModelRunner`.
 
-The service calls them from one thread, in this order: `identify`, then in each epoch `load`, `init_kv_cache`, per step
-`execute_model` and `sample_tokens` with `release` between steps, and `leave` when the epoch ends; `shutdown` at the end
-of the process. A canary step at start-up goes through the same two calls. `Output.get` runs on the output thread, and
-`abort` on any.
+The service calls them on one thread, in this order: `identify`; in each epoch `load`, `init_kv_cache`, then per step
+`execute_model` and `sample_tokens`, with `release` between steps, and `leave` at the end of the epoch; `shutdown` at
+the end of the process. A canary step at start-up goes through the same calls. `Output.get` runs on the output thread,
+and `abort` on any thread.
 """
 
 import socket
@@ -18,35 +18,35 @@ from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 
 Progress = Callable[[str, float], None]
-"""Called with a phase name and a fraction from 0 to 1 while loading."""
+"""Called with the name of a phase and a fraction from 0 to 1 while loading."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What can be said of a model before its weights are read; the fields of `protocol.membership.Register`."""
+    """A model's properties that are known without its weights; fields of `protocol.membership.Register`."""
 
     model_hash: str
     dtype: str
     tensor_parallel_sizes: tuple[int, ...] = (1,)
-    """Sizes it can be cut to, in ascending order."""
+    """Sizes to which the model can be cut, in ascending order."""
     max_pipeline_parallel_size: int = 1
 
 
 class Output(Protocol):
-    """The result of a step whose sampled ids may still be on their way to the host (spec S3, rule 4)."""
+    """An asynchronous result (docs/invariants.md): the sampled ids may still be on their way to the host."""
 
     def get(self) -> ModelRunnerOutput | StepTimes:
-        """Wait for the host copy, without spinning. Depends on nothing that a later step may change (S3-1).
+        """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
-        Returns `StepTimes` on a rank that is not the output rank: its part of the step has ended, another rank returns
-        the result. `received`, `sent` and `idle` are left to the caller.
+        Return `StepTimes` on a rank that is not the output rank: its part of the step has ended, and another rank
+        returns the result. The caller sets `received`, `sent` and `idle`.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Passed:
-    """An `Output` of a rank that is not the output rank."""
+class ForwardDone:
+    """An `Output` of a rank that is not the output rank and whose part of the step has ended."""
 
     times: StepTimes
 
@@ -56,62 +56,71 @@ class Passed:
 
 class ModelRunner(Protocol):
     def identify(self) -> Identity:
-        """Reads what the checkpoint says of itself, no weights.
+        """Read the checkpoint's configuration, but not its weights.
 
         Raises:
-            LoadError: the model cannot be served; the text says what to do.
+            LoadError: the model cannot be served.
         """
         ...
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """Joins the other ranks and reads the weights of this one, unless it has them from an epoch before.
+        """Join the other ranks, and read this rank's weights unless they are in memory from an epoch before.
 
-        `listener` is the socket this worker registered with, taken over here (services.worker.distributed.ranks).
+        Args:
+            listener: the socket that this worker registered with; the runner owns it now
+                (services.worker.distributed.ranks).
 
         Raises:
-            LoadError: the model cannot be served; the text says what to do.
+            LoadError: the model cannot be served.
             RanksLost: the other ranks cannot be reached.
         """
         ...
 
     def init_kv_cache(self, init: InitializeCache) -> None:
-        """Allocates `num_blocks` blocks of `Assignment.block_size` tokens."""
+        """Allocate `num_blocks` blocks of `Assignment.block_size` tokens.
+
+        Raises:
+            RanksLost: another rank has gone or `abort` was called.
+        """
         ...
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Applies what changed in the batch and launches the forward pass; the logits stay on the device.
+        """Apply the plan to the batch and launch the forward pass. The logits stay on the device.
 
         Raises:
-            RuntimeError: the step before was executed but never sampled (S3-4).
-            RanksLost: another rank has gone or `abort` was called; also from `sample_tokens` and `init_kv_cache`.
+            RuntimeError: the step before was executed but never sampled (single pending state).
+            RanksLost: another rank has gone or `abort` was called.
         """
         ...
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
-        """Samples the rows with `samples`; the ids stay in their slots, where the next step finds them, and are
-        copied to the host behind the returned handle."""
+        """Sample the rows with `samples`. The ids stay in their slots for the next step, and are copied to the host.
+
+        Raises:
+            RanksLost: another rank has gone or `abort` was called.
+        """
         ...
 
     def release(self, slots: NDArray[np.int32]) -> None:
-        """Empties slots whose request left, when no step is there to say so."""
+        """Empty slots whose request has left, without a step."""
         ...
 
     def leave(self) -> None:
-        """The epoch is over: forgets batch, cache and process groups, keeps the weights. Waits for nobody."""
+        """End the epoch: drop batch, cache and process groups, and keep the weights. Wait for no other rank."""
         ...
 
     def abort(self) -> None:
-        """From any thread: a call that hangs in a collective raises RanksLost soon, if that can be brought about."""
+        """Make a call that hangs in a collective raise RanksLost, if possible. May be called from any thread."""
         ...
 
     def shutdown(self) -> None: ...
 
 
 class RanksLost(RuntimeError):
-    """Another rank of the group is gone, or slower than the deadline: this epoch is over, this worker is well."""
+    """Another rank of the group has gone or is slower than the deadline. The epoch is over; this worker is healthy."""
 
 
 class LoadError(Exception):
-    """A model that cannot be served; one line that says what is wrong and what to do."""
+    """A model that cannot be served. The text is one line: what is wrong and what to do."""

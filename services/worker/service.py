@@ -1,4 +1,4 @@
-"""The worker process: sockets, signals and the clock around `Session` and a `ModelRunner`. It holds no rules."""
+"""The worker process: sockets, signals and the clock around `Session` and a `ModelRunner`."""
 
 import gc
 import logging
@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -35,26 +35,25 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
-from services.worker.backends.registry import create
-from services.worker.distributed.rendezvous import facing, listen
-from services.worker.results import Launched, Repeat, Results, fault
+from services.worker.backends.registry import create_runner
+from services.worker.distributed.rendezvous import address_facing, listen
+from services.worker.result_sender import LaunchedStep, ResultSender, fault
 from services.worker.runner import LoadError, ModelRunner, RanksLost
-from services.worker.session import Execute, Phase, Resend, Sample, Session
+from services.worker.session import Action, ExecuteStep, Phase, ResendResult, SampleStep, Session
 
 log = logging.getLogger("runahead.worker")
-T = TypeVar("T")
 
 EXIT_MODEL, EXIT_REFUSED, EXIT_LOST, EXIT_FAULT = 3, 4, 5, 6
 CONNECT_TIMEOUT = 60.0
 """Seconds to wait for a scheduler."""
-LOOK_UP_INTERVAL = 1.0
-"""Seconds between two looks at the output thread while nothing arrives."""
+FAILURE_CHECK_INTERVAL = 1.0
+"""Seconds between two checks for a failed output thread while no message arrives."""
 PROGRESS_INTERVAL = 0.1
 """Seconds between two messages about loading."""
 DRAIN_TIMEOUT = 10.0
 """Seconds that steps in flight have to end when the worker leaves."""
 LINGER_MS = 2000
-"""What was sent last may take so long to leave."""
+"""Milliseconds that the last messages have to leave when a socket is closed."""
 
 
 class Worker:
@@ -65,33 +64,35 @@ class Worker:
         self._runner = runner
         self._session = Session()
         self._client = _client(config.scheduler_endpoint)
-        self._results = Results(_client(config.scheduler_endpoint), runner.abort)
+        self._results = ResultSender(_client(config.scheduler_endpoint), runner.abort)
         self._listener: socket.socket | None = None
+        """The rendezvous that was sent with the registration, until the runner owns it."""
         self._shard: Shard | None = None
-        """What is in memory."""
+        """The shard whose weights are in memory."""
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
         self._waited = 0.0
-        """Seconds spent in receive since the last plan, with no step waiting for its grammar."""
+        """Seconds spent in receive since the last plan, while no step waited for its grammar."""
         self._received = 0.0
-        """When the last frame was read, and when the last plan: seconds on the monotonic clock."""
+        """When the last message was read: seconds on the monotonic clock."""
         self._step_received = 0.0
+        """When the last plan was read."""
         self._request_ids: dict[int, str] = {}
-        """The external id of the request that entered each slot last."""
+        """Slot -> external id of the request that entered it last."""
         self._next_progress = 0.0
         self.sockets_closed = False
         self._leaving = False
 
     def leave(self, *_: object) -> None:
-        """The handler of signals: ends what the main thread does, unless it is on its way out already.
+        """End what the main thread does, unless it is leaving already. The handler of signals.
 
-        Raises: SystemExit, which is lost where Python lets no exception pass, in a finaliser; so the loop looks too.
+        Raises: SystemExit. Python drops an exception that is raised in a finaliser, so the loop checks as well.
         """
         if not self._leaving:
             self._leaving = True
             raise SystemExit(0)
 
     def run(self) -> int:
-        """Returns the exit status: 0 or EXIT_FAULT.
+        """Run the worker. Return the exit status: 0 or EXIT_FAULT.
 
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
@@ -124,11 +125,10 @@ class Worker:
         self._results.start()
 
     def _register(self) -> None:
-        """Says what this worker is and holds, and where others can meet it."""
-        host = self._config.host_ip or facing(self._config.scheduler_endpoint)
-        identity, listener = self._attempt(self._runner.identify), self._attempt(lambda: _listen(host))
-        if identity is None or listener is None:
-            raise AssertionError("nothing of other ranks is needed to say what a model is")
+        """Send this worker's model, its weights in memory, and its rendezvous."""
+        host = self._config.host_ip or address_facing(self._config.scheduler_endpoint)
+        with self._starting():
+            identity, listener = self._runner.identify(), _listen(host)
         self._close_listener()
         self._listener = listener
         self._client.send(
@@ -158,7 +158,7 @@ class Worker:
             self._received = time.monotonic()
             return frame
         began = time.monotonic()
-        frame = self._client.receive(LOOK_UP_INTERVAL)
+        frame = self._client.receive(FAILURE_CHECK_INTERVAL)
         self._received = time.monotonic()
         if self._session.phase is Phase.SERVING:
             self._waited += self._received - began
@@ -170,6 +170,15 @@ class Worker:
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
             return
+        try:
+            self._act(action)
+        except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
+            log.warning("other ranks are lost: %s", error)
+            self._session.ranks_lost()
+            self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
+
+    def _act(self, action: Action | None) -> None:
+        """Raises: RanksLost; LoadError, after it was sent to the scheduler."""
         match action:
             case Assignment():
                 self._load(action)
@@ -177,29 +186,28 @@ class Worker:
                 self._initialize(action)
             case EndEpoch(epoch=epoch, reason=reason):
                 log.warning("epoch %d has ended: %s", epoch, reason)
-                self._results.enter(0, 0)
+                self._results.begin_epoch(0, 0)
                 self._runner.leave()
                 self._register()
             case Ping(sent=sent):
                 self._client.send(Pong(sent, self._received, time.monotonic()))
             case Shutdown(reason=reason):
-                log.info("leaving: %s", reason or "the scheduler says so")
-            case Resend(step_id=step_id):
-                self._results.put(Repeat(step_id))
+                log.info("leaving: %s", reason or "the scheduler sent no reason")
+            case ResendResult():
+                self._results.put(action)
             case StepFault():
                 log.error("%s", action.error)
                 self._results.put(action)
-            case Execute() | Sample() | ReleaseSlots():
+            case ExecuteStep() | SampleStep() | ReleaseSlots():
                 self._compute(action)
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
     def _load(self, assignment: Assignment) -> None:
         listener, self._listener, self._shard = self._listener, None, None
-        self._results.enter(assignment.epoch, assignment.rank)
-        loaded = self._attempt(lambda: self._runner.load(assignment, self._progress, listener))
-        if loaded is None:
-            return
+        self._results.begin_epoch(assignment.epoch, assignment.rank)
+        with self._starting():
+            loaded = self._runner.load(assignment, self._progress, listener)
         self._shard = assignment.shard
         log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
         self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
@@ -212,49 +220,44 @@ class Worker:
             self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction))))
 
     def _initialize(self, init: InitializeCache) -> None:
-        def work() -> bool:
+        with self._starting():
             self._runner.init_kv_cache(init)
             self._canary()
-            return True
-
-        if self._attempt(work) is None:
-            return
         self._client.send(Ready(self._session.epoch))
         self._session.ready()
         log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
 
-    def _attempt(self, work: Callable[[], T]) -> T | None:
-        """None: other ranks were lost meanwhile, and the scheduler was told.
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Send whatever keeps this worker from serving to the scheduler.
 
-        Raises: LoadError, after the scheduler was told, for whatever keeps this worker from serving.
+        Raises: LoadError, after it was sent; RanksLost, PeerGone and PeerSlow of the body as they are.
         """
         self._results.waits_for_ranks = True
         try:
-            return work()
-        except (PeerGone, PeerSlow):
+            yield
+        except (PeerGone, PeerSlow, RanksLost):
             raise
-        except RanksLost as error:
-            self._lost_ranks(error)
-            return None
         except LoadError as error:
-            failure = error
+            self._send_load_failed(error)
+            raise
         except Exception as error:
             log.exception("the model cannot be served")
             failure = LoadError(f"{type(error).__name__}: {error}")
+            self._send_load_failed(failure)
+            raise failure from error
         finally:
             self._results.waits_for_ranks = False
-        self._client.send(LoadFailed(" ".join(str(failure).split())[:MAX_TEXT]))
-        raise failure
 
-    def _lost_ranks(self, error: RanksLost) -> None:
-        """This worker is well, but its epoch is over: it waits to be told."""
-        log.warning("other ranks are lost: %s", error)
-        self._session.ranks_lost()
-        self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
+    def _send_load_failed(self, error: LoadError) -> None:
+        self._client.send(LoadFailed(" ".join(str(error).split())[:MAX_TEXT]))
 
     def _canary(self) -> None:
-        """One step through forward and sampling, and out again, before anybody waits for one; leaves no pending
-        state and an empty slot (S3-4). Requests have generations from 1 on."""
+        """Run one step through forward pass and sampling before the first real one.
+
+        It leaves an empty slot and nothing pending (single pending state). Its generation is 0; requests have
+        generations from 1 on.
+        """
         zero, one = pack([0]), pack([1])
         request = NewRequest(0, 0, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
         self._runner.execute_model(SchedulerOutput(0, 0, zero, zero, zero, one, b"\1", [request]))
@@ -263,24 +266,25 @@ class Worker:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, action: Execute | Sample | ReleaseSlots) -> None:
+    def _compute(self, action: ExecuteStep | SampleStep | ReleaseSlots) -> None:
+        """Raises: RanksLost"""
         step_id = self._session.last_step
         self._results.waits_for_ranks = self._results.in_step = True
         try:
             match action:
-                case Execute(step=step):
+                case ExecuteStep(step=step):
                     self._step_received = self._received
                     self._request_ids |= {request.slot: request.request_id for request in step.new}
                     self._runner.execute_model(step)
                     if not step.has_structured_output_requests:
                         self._sample(step, None)
-                case Sample(grammar, step):
+                case SampleStep(grammar, step):
                     self._sample(step, grammar)
                 case ReleaseSlots(slots=slots):
                     self._runner.release(unpack(slots))
-        except RanksLost as error:
-            self._lost_ranks(error)
-        except Exception as error:  # whatever compute may raise takes the place of this step's result
+        except RanksLost:
+            raise
+        except Exception as error:  # any other error takes the place of this step's result
             log.exception("step %d failed; its requests: %s", step_id, self._requests_of(action))
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
@@ -289,11 +293,11 @@ class Worker:
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)
-        self._results.put(Launched(step, output, self._step_received, self._waited))
+        self._results.put(LaunchedStep(step, output, self._step_received, self._waited))
         self._waited = 0.0
 
-    def _requests_of(self, action: Execute | Sample | ReleaseSlots) -> str:
-        """The external ids of the requests in a step, for the log."""
+    def _requests_of(self, action: ExecuteStep | SampleStep | ReleaseSlots) -> str:
+        """Return the external ids of the requests in a step, for the log."""
         if isinstance(action, ReleaseSlots):
             return "none"
         ids = (self._request_ids.get(slot, "") for slot in unpack(action.step.slots).tolist())
@@ -306,13 +310,13 @@ def _listen(host: str) -> socket.socket:
         return listen(host)
     except OSError as error:
         raise LoadError(
-            f"--host-ip {host}: ranks cannot meet this one there: {error.strerror}; give an address of this machine"
+            f"--host-ip {host}: cannot listen on this address: {error.strerror}; give an address of this machine"
         ) from error
 
 
 def _client(endpoint: str) -> Client:
     client = Client(endpoint)
-    client.socket.linger = LINGER_MS  # a fault is the last thing a worker says, and must arrive
+    client.socket.linger = LINGER_MS  # a fault is a worker's last message, and must arrive
     return client
 
 
@@ -321,13 +325,16 @@ def _leave(_: int, __: FrameType | None) -> None:
 
 
 def run(config: WorkerConfig) -> int:
-    """One worker process. Returns the exit status: 0; 3, a model that cannot be served; 4, refused by the scheduler;
-    5, the scheduler is gone; 6, a step failed. 7 is the end of a process that cannot be freed from its last step."""
+    """Run one worker process. Return its exit status.
+
+    0: it left in order; 3: the model cannot be served; 4: the scheduler refused it; 5: the scheduler is gone; 6: a step
+    failed. A process whose last step never ends exits with 7 (result_sender.EXIT_STUCK).
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
-        worker = Worker(config, create(config))
-    except LoadError as error:  # the backend itself is missing
+        worker = Worker(config, create_runner(config))
+    except LoadError as error:  # the backend is not installed
         log.error("%s", error)
         return EXIT_MODEL
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -345,5 +352,5 @@ def run(config: WorkerConfig) -> int:
         return EXIT_LOST
     finally:
         if worker.sockets_closed:
-            zmq.Context.instance().term()  # waits until the last words have left
-        gc.freeze()  # the interpreter would look through all of torch before it ends, for most of a second
+            zmq.Context.instance().term()  # waits until the last messages have left
+        gc.freeze()  # otherwise the interpreter scans all of torch before it ends, which takes most of a second

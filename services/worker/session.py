@@ -1,16 +1,16 @@
-"""A worker's life as a state machine without I/O: the scheduler's messages in, what to do out.
+"""A worker's states without I/O: messages of the scheduler in, actions out.
 
     REGISTERED   ── Assignment ──►       LOADING       (weights; ends with `loaded`)
     LOADED       ── InitializeCache ──►  INITIALIZING  (cache and canary step; ends with `ready`)
     SERVING     ◄── plan, grammar ──►    SAMPLING      (a forward pass waits for its grammar)
-    any          ── ranks_lost ──►       ALONE         (another rank is gone: waits for the end of the epoch)
+    any          ── ranks_lost ──►       RANKS_LOST    (another rank is gone; waits for the end of the epoch)
     any          ── EndEpoch ──►         REGISTERED    (the worker registers again)
     any          ── Shutdown ──►         LEAVING
     any          ── failed ──►           FAILED        (nothing more is executed)
 
-Steps are executed in order, each exactly once: the next one runs, a repeated one is answered with its cached result, a
-gap is a fault (S3-2). What belongs to another epoch is ignored and counted. A message that has no place in the current
-phase is a `ProtocolError` and changes nothing.
+Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
+result of a repeated step is sent again, and a gap is a fault. Messages of another epoch are ignored and counted. A
+message that is not allowed in the current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
@@ -30,29 +30,29 @@ class Phase(Enum):
     INITIALIZING = auto()
     SERVING = auto()
     SAMPLING = auto()
-    ALONE = auto()
+    RANKS_LOST = auto()
     LEAVING = auto()
     FAILED = auto()
 
 
 @dataclass(frozen=True)
-class Execute:
-    """Launch the forward pass of the next step, and its sampling too unless that waits for a grammar."""
+class ExecuteStep:
+    """Launch the forward pass of the next step, and its sampling unless that waits for a grammar."""
 
     step: SchedulerOutput
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Sample the step that waits, with its grammar."""
+class SampleStep:
+    """Sample the executed step with its grammar."""
 
     grammar: GrammarOutput
     step: SchedulerOutput
 
 
 @dataclass(frozen=True)
-class Resend:
-    """Answer a repeated step with the result it had."""
+class ResendResult:
+    """Send the kept result of a repeated step again."""
 
     step_id: int
 
@@ -64,12 +64,13 @@ Action = (
     | Ping
     | Shutdown
     | ReleaseSlots
-    | Execute
-    | Sample
-    | Resend
+    | ExecuteStep
+    | SampleStep
+    | ResendResult
     | StepFault
 )
-"""Messages of the group mean what they say; a `StepFault` is to be sent, after which the worker leaves."""
+"""A message of the group is the action that it names. A `StepFault` is sent to the scheduler, then the worker
+leaves."""
 
 
 class Session:
@@ -77,13 +78,13 @@ class Session:
         self.phase = Phase.REGISTERED
         self.epoch = 0
         self.last_step = 0
-        """The last step that was handed out for execution."""
+        """The last step that was returned for execution."""
         self._unsampled: SchedulerOutput | None = None
-        """The step that waits for its grammar, while SAMPLING."""
+        """The step that waits for its grammar; set in SAMPLING alone."""
         self.ignored = 0
-        """Messages of another epoch, and late grammars."""
+        """Number of ignored messages: those of another epoch, and late grammars."""
 
-    # -- what the shell reports ----------------------------------------------------------------------------------
+    # -- events of the worker itself -----------------------------------------------------------------------------
 
     def loaded(self) -> None:
         self._move(Phase.LOADING, Phase.LOADED)
@@ -92,11 +93,11 @@ class Session:
         self._move(Phase.INITIALIZING, Phase.SERVING)
 
     def ranks_lost(self) -> None:
-        """Another rank is gone: what arrives until the end of the epoch is of no use."""
-        self.phase = Phase.ALONE
+        """Another rank is gone: ignore every message until the end of the epoch."""
+        self.phase = Phase.RANKS_LOST
 
     def failed(self) -> None:
-        """A step failed: whatever arrives from now on is refused by not being executed."""
+        """A step failed: execute nothing more."""
         self.phase = Phase.FAILED
 
     def _move(self, before: Phase, after: Phase) -> None:
@@ -104,10 +105,13 @@ class Session:
             raise ProtocolError(f"{after.name} cannot follow {self.phase.name}")
         self.phase = after
 
-    # -- what arrives --------------------------------------------------------------------------------------------
+    # -- messages of the scheduler -------------------------------------------------------------------------------
 
     def on(self, message: StepMessage | GroupMessage) -> Action | None:
-        """What to do, or None. Raises: ProtocolError, for a message out of place."""
+        """Return the action that a message causes, or None.
+
+        Raises: ProtocolError, for a message that is not allowed in this phase.
+        """
         if self.phase in (Phase.FAILED, Phase.LEAVING):
             return None
         handle = self._TABLE.get((self.phase, type(message)))
@@ -118,11 +122,13 @@ class Session:
             return self._on_end(message)
         if isinstance(message, Ping):
             return message
-        if self.phase is Phase.ALONE or (isinstance(message, StepMessage) and message.epoch < self.epoch):
+        if self.phase is Phase.RANKS_LOST or (
+            isinstance(message, StepMessage) and message.epoch < self.epoch
+        ):
             self.ignored += 1
             return None
         if handle is None:
-            raise ProtocolError(f"{type(message).__name__} has no place while {self.phase.name}")
+            raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
         if isinstance(message, StepMessage) and message.epoch != self.epoch:
             self.ignored += 1
             return None
@@ -145,7 +151,7 @@ class Session:
 
     def _on_step(self, step: SchedulerOutput) -> Action:
         if step.step_id <= self.last_step:
-            return Resend(step.step_id)
+            return ResendResult(step.step_id)
         expected = self.last_step + 1
         if step.step_id != expected:
             return self._fault(step.step_id, f"step {step.step_id} arrived, but step {expected} is next")
@@ -156,13 +162,13 @@ class Session:
         self.last_step = step.step_id
         if step.has_structured_output_requests:
             self.phase, self._unsampled = Phase.SAMPLING, step
-        return Execute(step)
+        return ExecuteStep(step)
 
     def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
         if grammar.step_id < self.last_step or (
             self.phase is Phase.SERVING and grammar.step_id == self.last_step
         ):
-            self.ignored += 1  # the repetition of one that was used
+            self.ignored += 1  # a repetition of a grammar that was used
             return None
         if self.phase is Phase.SERVING or grammar.step_id != self.last_step:
             return self._fault(
@@ -170,7 +176,7 @@ class Session:
             )
         self.phase = Phase.SERVING
         assert self._unsampled is not None
-        return Sample(grammar, self._unsampled)
+        return SampleStep(grammar, self._unsampled)
 
     def _on_release(self, message: ReleaseSlots) -> Action:
         return message

@@ -1,12 +1,11 @@
-"""One rank of a simulated group as a process: does what its parent says, one thing after the other.
+"""One rank of a simulated group as a process: it executes its parent's requests one after the other.
 
-Only `abort` overtakes: it is called from a second thread while the first may wait for another rank.
+Only `abort` overtakes: it is called from a second thread while the first one may wait for another rank.
 """
 
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,29 +18,19 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
-from services.worker.backends.sim import device as sim_device
+from services.worker.backends.sim.device.simulated import SimDevice
+from services.worker.backends.sim.ranks.group_exchange import GroupExchange
 from services.worker.distributed import rendezvous
+from services.worker.distributed.messages import Tag
 from services.worker.runner import Output
+from tests.unit.worker.virtual_clock import VirtualClock
 
 START = 100.0
-"""Seconds: when a frozen clock stands still."""
+"""Seconds: the time at which a virtual clock begins."""
 
 
-class FrozenClock:
-    """A VIRTUAL clock in place of the simulated device's: it stands still until an event is waited for."""
-
-    def __init__(self) -> None:
-        self.now = START
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-class Rank:
-    """Its public methods are what the parent can ask for."""
+class SimRank:
+    """The public methods are the requests of the parent."""
 
     def __init__(self) -> None:
         self._runner: SimRunner | None = None
@@ -49,10 +38,16 @@ class Rank:
         self._outputs: list[Output] = []
         self._plans: Decoder[SchedulerOutput | GrammarOutput] = Decoder(SchedulerOutput | GrammarOutput)
 
-    def start(self, config: dict[str, Any], frozen: bool) -> None:
-        """A runner, as in a process of its own; `frozen`: on a virtual clock."""
-        sim_device.time = FrozenClock() if frozen else time  # type: ignore[assignment]
-        self._runner = SimRunner(WorkerConfig(backend="sim", **config), full_check=True)
+    @property
+    def runner(self) -> SimRunner:
+        assert self._runner is not None, "`start` comes first"
+        return self._runner
+
+    def start(self, config: dict[str, Any], virtual: bool) -> None:
+        """Make a runner, on a virtual clock if `virtual`."""
+        clock = VirtualClock(START)
+        device = (lambda: SimDevice(clock)) if virtual else SimDevice
+        self._runner = SimRunner(WorkerConfig(backend="sim", **config), device, full_check=True)
 
     def listen(self) -> str:
         self._listener = rendezvous.listen("127.0.0.1")
@@ -60,72 +55,77 @@ class Rank:
 
     def load(self, assignment: Assignment, init: InitializeCache) -> None:
         listener, self._listener = self._listener, None
-        self._runner.load(assignment, lambda *_: None, listener)
-        self._runner.init_kv_cache(init)
+        self.runner.load(assignment, lambda *_: None, listener)
+        self.runner.init_kv_cache(init)
 
     def execute(self, plan: bytes) -> None:
-        self._runner.execute_model(self._plans.decode(plan))  # type: ignore[arg-type]
+        step = self._plans.decode(plan)
+        assert isinstance(step, SchedulerOutput)
+        self.runner.execute_model(step)
 
     def sample(self, grammar: bytes | None) -> None:
         decoded = self._plans.decode(grammar) if grammar else None
-        self._outputs.append(self._runner.sample_tokens(decoded))  # type: ignore[arg-type]
+        assert not isinstance(decoded, SchedulerOutput)
+        self._outputs.append(self.runner.sample_tokens(decoded))
 
     def results(self) -> list[ModelRunnerOutput | StepTimes]:
-        """Of all steps since the last call."""
+        """Return the results of all steps since the last call."""
         outputs, self._outputs = self._outputs, []
         return [output.get() for output in outputs]
 
     def release(self, slots: list[int]) -> None:
-        self._runner.release(np.array(slots, np.int32))
+        self.runner.release(np.array(slots, np.int32))
 
     def leave(self) -> None:
         self._outputs.clear()
-        self._runner.leave()
+        self.runner.leave()
 
     def abort(self) -> None:
         if self._runner is not None:
             self._runner.abort()
 
-    def waiting_feedback(self) -> int:
-        """Messages that were promised to this stage and not taken."""
-        return len(self._stage._promised)
+    def num_expected_feedback(self) -> int:
+        """Return the number of messages that this stage expects and has not received."""
+        return len(self._exchange.expected)
 
-    def on_their_way(self) -> list[int]:
-        """Messages kept because they may not have left: activations, feedback."""
-        return [len(leaving) for leaving in self._stage._stages._leaving]
-
-    # -- mutations -----------------------------------------------------------------------------------------------
-
-    def another_draft(self, slot: int) -> None:
-        """The drafter of this rank has come to something else."""
-        self._runner._drafts._tokens[slot, 0] += 1
+    def num_kept_activations(self) -> int:
+        """Return the number of messages that are kept because they may not have left."""
+        return self._exchange.pipeline.num_kept(Tag.ACTIVATIONS)
 
     @property
-    def _stage(self) -> Any:
-        return self._runner._place
+    def _exchange(self) -> GroupExchange:
+        exchange = self.runner.exchange
+        assert isinstance(exchange, GroupExchange)
+        return exchange
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def change_draft(self, slot: int) -> None:
+        """This rank's drafter has proposed another first draft."""
+        self.runner.epoch.drafts.tokens[slot, 0] += 1
 
     def drop_feedback(self) -> None:
         """The next message to the first stage is never sent."""
-        stages, send = self._stage._stages, self._stage._stages.send_first
+        pipeline, send = self._exchange.pipeline, self._exchange.pipeline.send_feedback
 
         def drop(message: torch.Tensor) -> None:
-            stages.send_first = send
+            pipeline.send_feedback = send  # type: ignore[method-assign]  # the fault is over
 
-        stages.send_first = drop
+        pipeline.send_feedback = drop  # type: ignore[method-assign]  # the fault
 
     def repeat_activations(self) -> None:
-        """From the next but one step on, the next stage gets those of the step before."""
-        stages, send = self._stage._stages, self._stage._stages.send_next
-        kept: list[torch.Tensor] = []
+        """From the step after the next one on, each step sends the activations of the step before."""
+        pipeline, send = self._exchange.pipeline, self._exchange.pipeline.send_activations
+        sent: list[torch.Tensor] = []
 
         def stale(message: torch.Tensor) -> None:
-            kept.append(message)
-            send(kept[max(0, len(kept) - 2)])
+            sent.append(message)
+            send(sent[max(0, len(sent) - 2)])
 
-        stages.send_next = stale
+        pipeline.send_activations = stale  # type: ignore[method-assign, assignment]  # the fault
 
     def swap(self, method: str, i: int, j: int) -> None:
-        """Two words of the next message that leaves by `method` change places."""
+        """Two words of the next message that `method` of the pipeline group sends are swapped."""
 
         def change(message: torch.Tensor) -> None:
             message[[i, j]] = message[[j, i]]
@@ -133,7 +133,7 @@ class Rank:
         self._edit(method, change)
 
     def shift(self, method: str, i: int, by: int) -> None:
-        """One word of the next message that leaves by `method` is another one."""
+        """One word of the next message that `method` of the pipeline group sends is changed."""
 
         def change(message: torch.Tensor) -> None:
             message[i] += by
@@ -141,26 +141,27 @@ class Rank:
         self._edit(method, change)
 
     def _edit(self, method: str, change: Callable[[torch.Tensor], None]) -> None:
-        stages, send = self._stage._stages, getattr(self._stage._stages, method)
+        pipeline = self._exchange.pipeline
+        send = getattr(pipeline, method)
 
         def edited(message: torch.Tensor) -> None:
-            setattr(stages, method, send)
+            setattr(pipeline, method, send)
             change(message)
             send(message)
 
-        setattr(stages, method, edited)
+        setattr(pipeline, method, edited)
 
 
 STEP = ("execute", "sample", "results")
 
 
 def serve(connection: Connection) -> None:
-    """Answers each request (method, arguments) with ("ok", value) or (type of the exception, its text).
+    """Answer each request (method, arguments) with ("ok", value) or (type of the exception, its text).
 
-    As in a worker, nothing is executed after a failure: each step ends with what failed, until the next `load`.
+    As in a worker, nothing is executed after a failure: each step fails in the same way until the next `load`.
     """
     torch.set_num_threads(1)
-    rank = Rank()
+    rank = SimRank()
     requests: queue.SimpleQueue[tuple[str, tuple[Any, ...]] | None] = queue.SimpleQueue()
 
     def work() -> None:

@@ -141,18 +141,18 @@ import os, signal, sys, threading, torch
 from protocol.membership import Assignment
 from services.worker.distributed.ranks import Ranks
 from services.worker.distributed.rendezvous import listen
-from services.worker.distributed.teams import TEAM
+from services.worker.distributed.messages import Tag
 
 rank, listener = int(sys.argv[1]), listen("127.0.0.1")
 print("%s:%d" % listener.getsockname(), flush=True)
 ranks = Ranks(Assignment(1, rank, 2, 16, 4, 64, 0, 2, 1, input()), listener).join()
-peers, x = ranks.team._peers, torch.zeros(16 << 20)
+peers, x = ranks.tensor_parallel.peers, torch.zeros(16 << 20)
 if rank:
-    work = peers.receive(x, 0, TEAM)
+    work = peers.receive(x, 0, Tag.LAYER)
     print("receiving", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 input()
-work = peers.send(x, 1, TEAM)
+work = peers.send(x, 1, Tag.LAYER)
 print("sending", flush=True)
 threading.Thread(target=lambda: input() or ranks.abort(), daemon=True).start()
 try:

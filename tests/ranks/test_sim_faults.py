@@ -1,4 +1,4 @@
-"""Each fault between ranks is made once, and the rank that meets it raises by name."""
+"""Each fault between ranks is made once, and the rank that meets it raises an error that names it."""
 
 from collections.abc import Callable
 
@@ -8,19 +8,20 @@ import pytest
 from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
-from services.worker.backends.sim.stage import HEADER
-from tests.ranks.sim_group import MakeGroup, RankError, SimGroup, group_fixture  # noqa: F401
-from tests.unit.worker.plans import BLOCK, VOCAB, Plans, alone, prompt, sampled, tokens
+from services.worker.backends.sim.ranks.group_exchange import HEADER
+from tests.ranks.failures import RankFailure
+from tests.ranks.sim_group import MakeGroup, SimGroup, group_fixture  # noqa: F401
+from tests.unit.worker.plans import BLOCK, VOCAB, PlanBuilder, alone, prompt, sampled, tokens
 
 TOKENS = 6
-"""Of each prompt."""
+"""Length of each prompt."""
 
 
-class Running:
-    """Two requests, their prompts computed in one step on all ranks, the first tokens back at the first stage."""
+class StagedRequests:
+    """Two requests whose prompts were computed in one step on all ranks; their tokens are back at the first stage."""
 
     def __init__(self, group: SimGroup) -> None:
-        self.group, self.plans = group, Plans()
+        self.group, self.plans = group, PlanBuilder()
         self.a, self.b = (self.plans.admit(prompt(seed, TOKENS), sampled(seed)) for seed in (1, 2))
         self.step()
         self.group.results()
@@ -34,8 +35,8 @@ class Running:
 # -- between stages ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_undisturbed_passes(make_group: MakeGroup) -> None:
-    running = Running(make_group(1, 2))
+def test_undisturbed_stages_give_the_tokens_of_one_rank(make_group: MakeGroup) -> None:
+    running = StagedRequests(make_group(1, 2))
     running.step()
     running.step()
     got = [tokens(result) for result in running.group.results()]
@@ -43,9 +44,9 @@ def test_what_is_undisturbed_passes(make_group: MakeGroup) -> None:
         assert [step[request.slot] for step in got] == alone(prompt(seed, TOKENS), sampled(seed), 3)[1:]
 
 
-def test_a_feedback_that_is_lost(make_group: MakeGroup) -> None:
-    """The first stage notices by the step that the next message belongs to."""
-    running = Running(make_group(1, 2))
+def test_lost_feedback(make_group: MakeGroup) -> None:
+    """The first stage notices it by the step of the next message."""
+    running = StagedRequests(make_group(1, 2))
     running.group.stage(1).call("drop_feedback")
     first = running.plans.step(running.a)
     second = running.plans.step(running.b)
@@ -53,95 +54,95 @@ def test_a_feedback_that_is_lost(make_group: MakeGroup) -> None:
     for plan in (first, second, third):
         running.group.launch(plan)
     with pytest.raises(
-        RankError, match="OracleError: step 2 waits for its sampled ids and gets those of step 3"
+        RankFailure, match="OracleError: step 2 needs its sampled ids, but those of step 3 came"
     ):
         running.group.stage(0).last_answer()
 
 
 def test_feedback_of_two_rows_swapped(make_group: MakeGroup) -> None:
-    """The last stage knows what it sampled: it is told something else."""
-    running = Running(make_group(1, 2))
-    running.group.stage(1).call("swap", "send_first", HEADER, HEADER + 1)
+    """The last stage notices it: it has the tokens that it sampled."""
+    running = StagedRequests(make_group(1, 2))
+    running.group.stage(1).call("swap", "send_feedback", HEADER, HEADER + 1)
     running.step()
     running.step()
     with pytest.raises(
-        RankError, match=r"OracleError: slot \d position 7: token \d+ of 97 came from the stage before"
+        RankFailure, match=r"OracleError: slot \d position 7: token \d+ of 97 came from the stage before"
     ):
         running.group.stage(1).last_answer()
 
 
 @pytest.mark.parametrize("by", [VOCAB, -VOCAB])
 def test_feedback_outside_the_vocabulary(make_group: MakeGroup, by: int) -> None:
-    """S3-7: it never becomes an index."""
-    running = Running(make_group(1, 2))
-    running.group.stage(1).call("shift", "send_first", HEADER, by)
+    """Valid ids: it never becomes an index."""
+    running = StagedRequests(make_group(1, 2))
+    running.group.stage(1).call("shift", "send_feedback", HEADER, by)
     running.step()
     running.step()
-    with pytest.raises(RankError, match=r"OracleError: slot 0 position 7: token -?\d+ is not among the 97"):
+    with pytest.raises(RankFailure, match=r"OracleError: slot 0 position 7: token -?\d+ is not among the 97"):
         running.group.stage(0).last_answer()
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([HEADER, HEADER + 1], r"slot 0 position 6: token \d+ of 97 came from the stage before, \d+ is known here"),
+        ([HEADER, HEADER + 1], r"slot 0 position 6: token \d+ of 97 came from the stage before, but \d+ is known here"),
         ([HEADER + 2, HEADER + 3], r"slot 0 position 6: expected the activation [0-9a-f]{16} from the stage before"),
     ],
     ids=["tokens", "hashes"],
 )  # fmt: skip
 def test_two_rows_of_activations_swapped(make_group: MakeGroup, words: list[int], text: str) -> None:
-    running = Running(make_group(1, 2))
-    running.group.stage(0).call("swap", "send_next", *words)
+    running = StagedRequests(make_group(1, 2))
+    running.group.stage(0).call("swap", "send_activations", *words)
     running.step()
-    with pytest.raises(RankError, match="OracleError: " + text):
+    with pytest.raises(RankFailure, match="OracleError: " + text):
         running.group.stage(1).last_answer()
 
 
-def test_a_token_between_stages_that_only_the_middle_could_miss(make_group: MakeGroup) -> None:
-    """The middle stage has no other source for a sampled token; the hash that came with it does not fit."""
-    running = Running(make_group(1, 3))
-    running.group.stage(0).call("shift", "send_next", HEADER, 1)
+def test_another_token_for_a_middle_stage(make_group: MakeGroup) -> None:
+    """A middle stage has no other source for a sampled token; the hash in the message does not match it."""
+    running = StagedRequests(make_group(1, 3))
+    running.group.stage(0).call("shift", "send_activations", HEADER, 1)
     running.step()
-    with pytest.raises(RankError, match="OracleError: slot 0 position 6: expected the activation"):
+    with pytest.raises(RankFailure, match="OracleError: slot 0 position 6: expected the activation"):
         running.group.stage(1).last_answer()
 
 
 def test_a_token_outside_the_vocabulary_between_stages(make_group: MakeGroup) -> None:
-    """S3-7: it never becomes an index."""
-    running = Running(make_group(1, 3))
-    running.group.stage(0).call("shift", "send_next", HEADER, VOCAB)
+    """Valid ids: it never becomes an index."""
+    running = StagedRequests(make_group(1, 3))
+    running.group.stage(0).call("shift", "send_activations", HEADER, VOCAB)
     running.step()
-    with pytest.raises(RankError, match=r"slot 0 position 6: token 1\d\d of 97 .* -1 is known here"):
+    with pytest.raises(RankFailure, match=r"slot 0 position 6: token 1\d\d of 97 .* but -1 is known here"):
         running.group.stage(1).last_answer()
 
 
 def test_activations_of_another_step(make_group: MakeGroup) -> None:
-    running = Running(make_group(1, 2))
+    running = StagedRequests(make_group(1, 2))
     running.group.stage(0).call("repeat_activations")
     running.step()
     running.step()
     with pytest.raises(
-        RankError, match="OracleError: step 3 waits for its activations and gets those of step 2"
+        RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"
     ):
         running.group.stage(1).last_answer()
 
 
 def test_plans_in_another_order(make_group: MakeGroup) -> None:
-    """The second stage gets two plans, of as many tokens each, the wrong way round."""
-    running = Running(make_group(1, 2))
+    """Plan agreement: the second stage gets two plans of equal size in the wrong order."""
+    running = StagedRequests(make_group(1, 2))
     first, second = running.plans.step(running.a), running.plans.step(running.b)
     for rank, plans in zip(running.group.ranks, ((first, second), (second, first)), strict=True):
         for plan in plans:
             running.group.launch_on(rank, plan)
     with pytest.raises(
-        RankError, match="OracleError: step 3 waits for its activations and gets those of step 2"
+        RankFailure, match="OracleError: step 3 needs its activations, but those of step 2 came"
     ):
         running.group.stage(1).last_answer()
 
 
 def test_a_later_stage_checks_its_own_cache(make_group: MakeGroup) -> None:
     """A block table that is wrong on one stage only."""
-    running = Running(make_group(1, 2))
+    running = StagedRequests(make_group(1, 2))
     late = running.plans.admit(prompt(5, 2 * BLOCK + 1))
     plan = running.plans.step(late)
     wrong = msgspec.structs.replace(plan.new[0], block_ids=pack([running.a.blocks[0], *late.blocks[1:]]))
@@ -149,18 +150,18 @@ def test_a_later_stage_checks_its_own_cache(make_group: MakeGroup) -> None:
     running.group.launch_on(running.group.stage(1), msgspec.structs.replace(plan, new=[wrong]))
     both = running.plans.step(running.a, running.b)
     running.group.launch(both)
-    with pytest.raises(RankError, match=rf"OracleError: slot {running.a.slot} position \d block"):
+    with pytest.raises(RankFailure, match=rf"OracleError: slot {running.a.slot} position \d block"):
         running.group.stage(1).last_answer()
 
 
 def test_a_step_that_fails_sends_nothing_on(make_group: MakeGroup) -> None:
-    """The first stage refuses a token; the second one waits for its activations until it is told."""
-    group, plans = make_group(1, 2), Plans()
+    """The first stage refuses a token; the second one waits for its activations until the epoch is aborted."""
+    group, plans = make_group(1, 2), PlanBuilder()
     group.launch(plans.step(plans.admit([97])))
-    with pytest.raises(RankError, match="OracleError: slot 0 position 0: token 97 is not among the 97"):
+    with pytest.raises(RankFailure, match="OracleError: slot 0 position 0: token 97 is not among the 97"):
         group.stage(0).last_answer()
     group.abort()
-    with pytest.raises(RankError, match="RanksLost"):
+    with pytest.raises(RankFailure, match="RanksLost"):
         group.stage(1).last_answer()
 
 
@@ -187,18 +188,18 @@ def _other_step(plan: SchedulerOutput) -> SchedulerOutput:
     ("change", "text"),
     [
         (_other_prompt, r"slot 0: the activation is -?\d+ here and -?\d+ on tensor-parallel rank {}"),
-        (_other_seed, r"slot 1: token is \d+ here and \d+ on tensor-parallel rank {}"),
+        (_other_seed, r"slot 1: the token is \d+ here and \d+ on tensor-parallel rank {}"),
         (_other_step, r"step \d meets step \d of tensor-parallel rank {}"),
     ],
 )
 def test_ranks_of_a_stage_that_disagree(
     make_group: MakeGroup, change: Callable[[SchedulerOutput], SchedulerOutput], text: str
 ) -> None:
-    """Both know, so that the one that reports does not report what the other would have said otherwise."""
-    group, plans = make_group(2, 1), Plans()
+    """Both ranks notice it, so the output rank does not report a result that differs on the other."""
+    group, plans = make_group(2, 1), PlanBuilder()
     plan = plans.step(*(plans.admit(prompt(seed, TOKENS), sampled(seed)) for seed in (1, 2)))
     group.launch_on(group.ranks[0], plan)
     group.launch_on(group.ranks[1], change(plan))
     for rank, other in ((0, 1), (1, 0)):
-        with pytest.raises(RankError, match="OracleError: " + text.format(other)):
+        with pytest.raises(RankFailure, match="OracleError: " + text.format(other)):
             group.ranks[rank].last_answer()

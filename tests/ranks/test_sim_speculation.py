@@ -1,5 +1,8 @@
-"""Drafts on simulated ranks over gloo: the ranks of the last stage propose, verify and accept the same, compared; the
-first stage takes in what comes of it, and every other one is told where rows are."""
+"""Drafts on simulated ranks over gloo.
+
+The ranks of the last stage propose, verify and accept the same drafts, and compare them. The first stage receives the
+outcome, and every later stage receives the true positions of the rows.
+"""
 
 from collections import deque
 
@@ -7,16 +10,18 @@ import pytest
 
 from protocol.membership import Speculation
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.sim.stage import HEADER
+from services.worker.backends.sim.ranks.group_exchange import HEADER
 from services.worker.runner import Output
-from tests.ranks.sim_group import MakeGroup, RankError, SimGroup, group_fixture  # noqa: F401
+from tests.ranks.failures import RankFailure
+from tests.ranks.sim_group import MakeGroup, SimGroup, group_fixture  # noqa: F401
 from tests.unit.worker.plans import (
     GREEDY,
-    Plans,
-    Request,
+    PlanBuilder,
+    SlotRequest,
     planned_drafts,
     prompt,
     ragged,
+    result_of,
     sampled,
     sim_runner,
 )
@@ -26,18 +31,17 @@ THREE = Speculation("ngram", 3)
 ACCEPTANCE = {"sim_draft_acceptance": "request"}
 
 
-def told(steps: int, depth: int) -> tuple[list[SchedulerOutput], list[ModelRunnerOutput]]:
-    """Plans that run ahead of what they know, with what one rank alone makes of them."""
-    runner, plans = sim_runner(speculation=THREE, flags=dict(ACCEPTANCE)), Plans()
-    asked = [sampled(i, logprobs=1) if i % 2 else GREEDY for i in range(4)]
-    requests = [plans.admit(prompt(i, 5 + i), params) for i, params in enumerate(asked)]
+def record(steps: int, depth: int) -> tuple[list[SchedulerOutput], list[ModelRunnerOutput]]:
+    """Return plans that run ahead of their results, and the results of one rank."""
+    runner, plans = sim_runner(speculation=THREE, flags=dict(ACCEPTANCE)), PlanBuilder()
+    params = [sampled(i, logprobs=1) if i % 2 else GREEDY for i in range(4)]
+    requests = [plans.admit(prompt(i, 5 + i), each) for i, each in enumerate(params)]
     made: list[SchedulerOutput] = []
     results: list[ModelRunnerOutput] = []
-    flying: deque[Output] = deque()
+    in_flight: deque[Output] = deque()
 
-    def land() -> None:
-        result, plan = flying.popleft().get(), made[len(results)]
-        assert result is not None
+    def apply_oldest() -> None:
+        result, plan = result_of(in_flight.popleft()), made[len(results)]
         planned = planned_drafts(plan)
         for slot, tokens in ragged(result).items():
             requests[slot].settle(planned[slot], tokens)
@@ -47,16 +51,16 @@ def told(steps: int, depth: int) -> tuple[list[SchedulerOutput], list[ModelRunne
         order = requests[step % 4 :] + requests[: step % 4]
         made.append(plans.step(*(order if step % 3 else order[:3]), propose=step % 4))
         runner.execute_model(made[-1])
-        flying.append(runner.sample_tokens(None))
-        while len(flying) >= depth:
-            land()
-    while flying:
-        land()
+        in_flight.append(runner.sample_tokens(None))
+        while len(in_flight) >= depth:
+            apply_oldest()
+    while in_flight:
+        apply_oldest()
     assert [request.outputs for request in requests] == [reference(r) for r in requests]
     return made, results
 
 
-def reference(request: Request) -> list[int]:
+def reference(request: SlotRequest) -> list[int]:
     return answer(request.prompt, request.params, len(request.outputs))
 
 
@@ -64,8 +68,8 @@ def reference(request: Request) -> list[int]:
     ("tp", "pp", "depth"), [(2, 1, 1), (2, 1, 3), (4, 1, 2), (1, 2, 1), (1, 2, 3), (1, 4, 2), (2, 2, 3)]
 )
 def test_many_ranks_verify_as_one(make_group: MakeGroup, tp: int, pp: int, depth: int) -> None:
-    """S2-1, S2-2: all plans are queued ahead."""
-    plans, results = told(24, depth)
+    """Same tokens and equal acceptance; all plans are queued ahead."""
+    plans, results = record(24, depth)
     group = make_group(tp, pp, speculation=THREE, **ACCEPTANCE)
     for plan in plans:
         group.launch(plan)
@@ -78,25 +82,25 @@ def test_many_ranks_verify_as_one(make_group: MakeGroup, tp: int, pp: int, depth
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_with_another_draft_is_noticed_by_all(make_group: MakeGroup, rank: int) -> None:
-    """Before anything of the step is reported."""
-    group, plans = make_group(2, 1, speculation=THREE, **ACCEPTANCE), Plans()
+    """They notice it before anything of the step is reported."""
+    group, plans = make_group(2, 1, speculation=THREE, **ACCEPTANCE), PlanBuilder()
     request = plans.admit(prompt(1, 6))
     group.launch(plans.step(request, propose=3))
     group.results()
     request.settle(0, [0])
-    group.ranks[rank].call("another_draft", request.slot)
+    group.ranks[rank].call("change_draft", request.slot)
     group.launch(plans.step(request))
     errors = group.errors()
     assert all("the activation is" in error and "tensor-parallel rank" in error for error in errors)
-    with pytest.raises(RankError):
+    with pytest.raises(RankFailure):
         group.output.call("results")
 
 
-class Running:
-    """A request of six tokens on stages, its first token and the drafts after it back at the first one."""
+class StagedDraft:
+    """A request of six tokens on stages; its first token and the drafts after it are back at the first stage."""
 
     def __init__(self, group: SimGroup) -> None:
-        self.group, self.plans = group, Plans()
+        self.group, self.plans = group, PlanBuilder()
         self.request = self.plans.admit(prompt(1, 6))
         self.step()
         (result,) = group.results()
@@ -106,9 +110,9 @@ class Running:
         self.group.launch(self.plans.step(self.request, propose=3))
 
 
-def test_what_is_undisturbed_passes(make_group: MakeGroup) -> None:
-    """Each row runs ahead of what became of the one before: it starts earlier than planned."""
-    running = Running(make_group(1, 3, speculation=THREE, sim_draft_acceptance="periodic"))
+def test_undisturbed_stages_give_the_reference_tokens(make_group: MakeGroup) -> None:
+    """True position: each row runs ahead of the outcome of the one before and starts earlier than planned."""
+    running = StagedDraft(make_group(1, 3, speculation=THREE, sim_draft_acceptance="periodic"))
     for _ in range(4):
         running.step()
     got = [token for result in running.group.results() for token in ragged(result)[running.request.slot]]
@@ -124,43 +128,43 @@ def test_what_is_undisturbed_passes(make_group: MakeGroup) -> None:
             0,
             1,
             0,
-            r"4 tokens were sampled from position 7 on, but 10 positions are computed here, or with",
+            r"4 tokens were sampled from position 7 on, but 10 positions are computed here, or their",
         ),
-        (5, -1, 1, r"a row starts at 10 with 3 drafts, but on the stage before at 9 with 3"),
-        (5, 1, 0, r"5 of 4 tokens came back"),
-        (6, 1, 1, r"position 11: token \d+ of 97 came from the stage before, \d+ is known here"),
+        (5, -1, 1, r"slot 0 starts at 10 with 3 drafts, but on the stage before at 9 with 3"),
+        (5, 1, 0, r"5 tokens came back, with room for 4"),
+        (6, 1, 1, r"position 11: token \d+ of 97 came from the stage before, but \d+ is known here"),
     ],
     ids=["another token", "fewer tokens", "more tokens", "another draft"],
 )
-def test_a_first_stage_that_is_told_something_else(
+def test_changed_feedback_is_noticed(
     make_group: MakeGroup, word: int, by: int, stage: int, text: str
 ) -> None:
-    """Of an outcome with four ids, where they begin, how many hold, and three drafts: it sees that itself, or the last
-    stage does, which knows."""
-    running = Running(make_group(1, 2, speculation=THREE, sim_draft_acceptance="always"))
-    running.group.stage(1).call("shift", "send_first", HEADER + word, by)
+    """The message has four ids, their first position, their number and three drafts. The first stage notices a change,
+    or the last stage, which sampled the tokens."""
+    running = StagedDraft(make_group(1, 2, speculation=THREE, sim_draft_acceptance="always"))
+    running.group.stage(1).call("shift", "send_feedback", HEADER + word, by)
     running.step()
     running.step()
-    with pytest.raises(RankError, match="OracleError: .*" + text):
+    with pytest.raises(RankFailure, match="OracleError: .*" + text):
         running.group.stage(stage).last_answer()
 
 
 @pytest.mark.parametrize(
     ("word", "by", "stage", "text"),
     [
-        (8, 1, 1, r"a row starts at 7, 6 positions are computed here"),
+        (8, 1, 1, r"a row starts at 7, but 6 positions are computed here"),
         (8, -1, 1, r"position 5: expected the activation"),
-        (9, -1, 2, r"a row starts at 6 with 3 drafts, but on the stage before at 6 with 2"),
-        (9, 1, 1, r"\[4\] drafts on the stage before, of \[3\]"),
+        (9, -1, 2, r"slot 0 starts at 6 with 3 drafts, but on the stage before at 6 with 2"),
+        (9, 1, 1, r"\[4\] drafts on the stage before, but \[3\] are planned"),
     ],
     ids=["later", "earlier", "fewer drafts", "more drafts"],
 )
-def test_a_middle_stage_that_is_told_of_another_place(
+def test_changed_positions_between_stages_are_noticed(
     make_group: MakeGroup, word: int, by: int, stage: int, text: str
 ) -> None:
-    """Behind four ids and four hashes it says where the row starts, and how many drafts it has."""
-    running = Running(make_group(1, 3, speculation=THREE, sim_draft_acceptance="always"))
-    running.group.stage(0).call("shift", "send_next", HEADER + word, by)
+    """The message has four ids, four hashes, the start of the row and its number of drafts."""
+    running = StagedDraft(make_group(1, 3, speculation=THREE, sim_draft_acceptance="always"))
+    running.group.stage(0).call("shift", "send_activations", HEADER + word, by)
     running.step()
-    with pytest.raises(RankError, match="OracleError: .*" + text):
+    with pytest.raises(RankFailure, match="OracleError: .*" + text):
         running.group.stage(stage).last_answer()

@@ -1,4 +1,4 @@
-"""The modelled timeline of a pipeline on a VIRTUAL clock: stages overlap as the formula says."""
+"""The modelled timeline of a pipeline on a VIRTUAL clock: stages overlap as the formula predicts."""
 
 import json
 from pathlib import Path
@@ -7,31 +7,33 @@ import pytest
 
 from tests.ranks.sim_group import MakeGroup, group_fixture  # noqa: F401
 from tests.ranks.sim_rank import START
-from tests.unit.worker.plans import SLOTS, Plans, prompt
+from tests.unit.worker.plans import SLOTS, PlanBuilder, prompt
 
 STAGES, STEP = 4, 0.010
 """STEP: seconds of one stage."""
 
 
 def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -> None:
-    """M equal steps take (P - 1)(t + h) to reach the last stage and then t each, or h where hops take longer; the hop
-    overlaps the next step of the sender."""
+    """M equal steps take (P - 1)(t + h) to reach the last stage, then t each, or h if a hop takes longer.
+
+    A hop overlaps the next step of the sender.
+    """
     for hop in (0.0, 0.003, 0.015):
         trace = tmp_path / f"{hop}"
         group = make_group(
             1,
             STAGES,
-            frozen=True,
+            virtual=True,
             sim_step_ms=1e3 * STAGES * STEP,
             sim_hop_ms=1e3 * hop,
             sim_trace=str(trace),
         )
-        plans = Plans()
+        plans = PlanBuilder()
         for seed in range(SLOTS):
             group.launch(plans.step(plans.admit(prompt(seed, 5))))
         results = group.results()
-        every = max(STEP, hop)
-        expected = [START + (STAGES - 1) * (STEP + hop) + STEP + m * every for m in range(SLOTS)]
+        interval = max(STEP, hop)
+        expected = [START + (STAGES - 1) * (STEP + hop) + STEP + m * interval for m in range(SLOTS)]
         assert [result.times.sampled for result in results] == pytest.approx(expected)
         assert [result.times.forward_began for result in results] == pytest.approx(
             [end - STEP for end in expected]
@@ -42,7 +44,7 @@ def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -
         ]
         for line in lines:
             stage, m = line["stage"], line["step_id"] - 1
-            began = START + stage * (STEP + hop) + m * (every if stage else STEP)
+            began = START + stage * (STEP + hop) + m * (interval if stage else STEP)
             assert line["began"] == pytest.approx(began)
             assert line["ended"] == pytest.approx(began + STEP)
             assert (line["epoch"], line["tokens"]) == (1, 5)
@@ -50,11 +52,11 @@ def test_microbatches_fill_the_pipeline(make_group: MakeGroup, tmp_path: Path) -
 
 
 def test_a_token_needs_a_round_through_all_stages(make_group: MakeGroup) -> None:
-    """One request alone: P stages, P - 1 hops and the way back, per token."""
+    """A request alone takes P stages, P - 1 hops and the hop back for each token."""
     hop = 0.003
     group, plans = (
-        make_group(1, STAGES, frozen=True, sim_step_ms=1e3 * STAGES * STEP, sim_hop_ms=1e3 * hop),
-        Plans(),
+        make_group(1, STAGES, virtual=True, sim_step_ms=1e3 * STAGES * STEP, sim_hop_ms=1e3 * hop),
+        PlanBuilder(),
     )
     request = plans.admit(prompt(1, 5))
     for _ in range(6):
@@ -65,9 +67,9 @@ def test_a_token_needs_a_round_through_all_stages(make_group: MakeGroup) -> None
     )
 
 
-def test_as_many_microbatches_as_stages_hide_the_rounds(make_group: MakeGroup) -> None:
-    """P requests decode in turn: with free hops no stage is ever idle, whatever the tokens need to come back."""
-    group, plans = make_group(1, STAGES, frozen=True, sim_step_ms=1e3 * STAGES * STEP), Plans()
+def test_as_many_microbatches_as_stages_keep_every_stage_busy(make_group: MakeGroup) -> None:
+    """P requests decode in turn: with free hops no stage is idle while tokens return to the first stage."""
+    group, plans = make_group(1, STAGES, virtual=True, sim_step_ms=1e3 * STAGES * STEP), PlanBuilder()
     requests = [plans.admit(prompt(seed, 5)) for seed in range(STAGES)]
     first = [plans.step(*requests)]
     for _ in range(2):
@@ -75,14 +77,14 @@ def test_as_many_microbatches_as_stages_hide_the_rounds(make_group: MakeGroup) -
     for plan in first:
         group.launch(plan)
     ends = [result.times.sampled for result in group.results()]
-    # The first step samples for all four, so the next one waits for its round.
+    # The first step samples for all four requests, so the next one waits until its tokens have returned.
     assert ends[1:] == pytest.approx([START + (2 * STAGES + number) * STEP for number in range(2 * STAGES)])
 
 
 def test_a_hop_costs_by_the_token(make_group: MakeGroup) -> None:
     group, plans = (
-        make_group(1, 2, frozen=True, sim_step_ms=2e3 * STEP, sim_hop_ms=1.0, sim_hop_token_us=500.0),
-        Plans(),
+        make_group(1, 2, virtual=True, sim_step_ms=2e3 * STEP, sim_hop_ms=1.0, sim_hop_token_us=500.0),
+        PlanBuilder(),
     )
     request = plans.admit(prompt(1, 12))
     for count in (8, 3):
@@ -93,10 +95,10 @@ def test_a_hop_costs_by_the_token(make_group: MakeGroup) -> None:
 
 
 def test_the_cost_of_the_whole_model_is_shared_by_its_stages(make_group: MakeGroup) -> None:
-    """Not by the tensor-parallel ranks of a stage."""
+    """The tensor-parallel ranks of a stage do not share it."""
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)):
-        group = make_group(tp, pp, frozen=True, sim_step_ms=4.0, sim_prefill_token_us=1000.0)
-        plans = Plans()
+        group = make_group(tp, pp, virtual=True, sim_step_ms=4.0, sim_prefill_token_us=1000.0)
+        plans = PlanBuilder()
         group.launch(plans.step(plans.admit(prompt(1, 8))))
         (result,) = group.results()
         assert result.times.sampled - result.times.forward_began == pytest.approx((0.004 + 8 * 0.001) / pp)

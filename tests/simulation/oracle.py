@@ -32,7 +32,7 @@ from protocol.steps import (
 from services.scheduler.core.limits import Limits
 from services.worker.sampling import reference as sampling
 from services.worker.sampling.reference import TokenLogprobs, logprobs_of
-from services.worker.session import Execute, Sample, Session
+from services.worker.session import ExecuteStep, SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend, words
@@ -208,13 +208,13 @@ class OracleWorker:
         """Acts on one message as a worker's session says. Returns the result of a step, encoded, when it was sampled:
         at once, or with its grammar."""
         match self.session.on(MESSAGES.decode(frame)):
-            case Execute(plan):
+            case ExecuteStep(plan):
                 self._demand(self._deferred is None, "the step before was never sampled")
                 sampling = self._execute(plan)
                 if not plan.has_structured_output_requests:
                     return encode(sampling(None))
                 self._deferred = sampling
-            case Sample(grammar):
+            case SampleStep(grammar):
                 deferred, self._deferred = self._deferred, None
                 self._demand(deferred is not None, "nothing waits to be sampled")
                 return encode(deferred(grammar)) if deferred else None
@@ -495,7 +495,7 @@ def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
         pack(slots),
         pack(positions),
         pack([len(entry.token_ids) for entry in entries]),
-        pack([entry.rank for entry in entries]),
+        pack([entry.token_rank for entry in entries]),
         pack(list(chain.from_iterable(entry.token_ids.tolist() for entry in entries))),
         b"".join(entry.values.tobytes() for entry in entries),
     )

@@ -25,7 +25,7 @@ from protocol.membership import (
 )
 from protocol.steps import ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.limits import Limits
-from services.worker.session import Execute, Phase, Session
+from services.worker.session import ExecuteStep, Phase, Session
 from tests.simulation.oracle import OracleWorker
 
 VOCAB = 64
@@ -156,7 +156,7 @@ class SimulatedWorker:
                     self._register()
                 case Shutdown():
                     self.cluster.kill(self)
-                case Execute(step=step):
+                case ExecuteStep(step=step):
                     self._compute(self.cluster.step_seconds, lambda step=step: self._run(step))  # type: ignore[misc]
                 case ReleaseSlots():
                     assert self._oracle is not None

@@ -662,7 +662,7 @@ class World:
             ids, values = rows.token_ids[at : at + count], rows.values[at : at + count]
             at += count
             expected = stream.answer.scores.get(position)
-            if expected is None or expected.rank != rank:
+            if expected is None or expected.token_rank != rank:
                 raise DeliveryError(f"{name} got rank {rank} at {position}, expected {expected}")
             if ids.tolist() != expected.token_ids.tolist() or values.tobytes() != expected.values.tobytes():
                 raise DeliveryError(f"{name} got {ids} {values} at {position}, expected {expected}")

@@ -20,7 +20,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import Output
-from services.worker.session import Execute, Sample, Session
+from services.worker.session import ExecuteStep, SampleStep, Session
 from tests.simulation.grammar import Compilation
 
 BLOCK = 32
@@ -158,11 +158,11 @@ class Run:
     def dispatch(self) -> None:
         for message in self.core.dispatch():
             match self._session.on(MESSAGES.decode(encode(message))):
-                case Execute(step):
+                case ExecuteStep(step):
                     self._runner.execute_model(step)
                     if not step.has_structured_output_requests:
                         self._outputs.append(self._runner.sample_tokens(None))
-                case Sample(grammar):
+                case SampleStep(grammar):
                     self._outputs.append(self._runner.sample_tokens(grammar))
                 case release:
                     self._runner.release(unpack(release.slots))  # type: ignore[union-attr]

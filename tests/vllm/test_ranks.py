@@ -21,7 +21,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.capabilities import Combination, refusal
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
-from services.worker.results import EXIT_STUCK
+from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
 from tests.integration.scheduler.engine import EngineClient, spawn
 

@@ -1,13 +1,13 @@
-"""Which class computes. A backend is imported only when it is chosen: torch takes seconds that `sim` does not need."""
+"""The backends by name. A backend is imported only when it is chosen: importing torch takes seconds."""
 
 from services.config import WorkerConfig
 from services.worker.runner import ModelRunner
 
 
-def create(config: WorkerConfig) -> ModelRunner:
-    """The runner of `config.backend`, nothing loaded yet.
+def create_runner(config: WorkerConfig) -> ModelRunner:
+    """Return the runner of `config.backend`, without a model.
 
-    Raises: LoadError, when the backend itself is missing.
+    Raises: LoadError, if the backend's packages are not installed.
     """
     match config.backend:
         case "sim":

@@ -1,7 +1,7 @@
-"""The batch a worker keeps on the host: one row of columns per slot, changed only by what a step says.
+"""A worker's batch on the host: columns with one entry per slot, changed by plans alone.
 
-Both backends apply a plan through `SlotTable.apply`, so that what a plan may say is checked in one place. Columns hold
-what the host knows without reading anything back from the device: counts of tokens, never the sampled ids.
+Every backend applies a plan through `SlotTable.apply`, so plans are checked in one place. The columns hold what the
+host knows without reading from the device: numbers of tokens, never sampled ids.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from protocol.steps import NewRequest, SchedulerOutput
 
 I32 = NDArray[np.int32]
 EMPTY = -1
-"""Generation of a slot that nobody has."""
+"""Generation of an empty slot."""
 NONE = -1
-"""Of log-probabilities: not asked for."""
+"""Number of log-probabilities of a request that did not request any."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class PlanError(RuntimeError):
-    """A plan contradicts the batch this worker keeps: the scheduler and the worker no longer agree."""
+    """A plan contradicts this worker's batch: the scheduler and the worker no longer agree."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A plan's rows; int32[rows] unless stated. The arrays view the message's immutable bytes."""
+    """Rows of a plan; int32[rows] unless stated. The arrays are views of the message's immutable bytes."""
 
     slots: I32
     generations: I32
@@ -41,15 +41,16 @@ class Rows:
 
     @property
     def ends(self) -> I32:
-        """First position after the row: where a token sampled by it will stand."""
+        """First position after each row, which is the position of the token that the row samples."""
         return self.starts + self.counts
 
-    def where(self, mask: NDArray[np.bool_]) -> "Rows":
+    def select(self, mask: NDArray[np.bool_]) -> "Rows":
+        """Return the rows at which `mask`, bool[rows], is True."""
         return Rows(*(column[mask] for column in vars(self).values()))
 
 
 class SlotTable:
-    """Columns of `num_slots` rows; int32 unless stated. Every column is reset when a slot is assigned."""
+    """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned."""
 
     def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
         self.num_slots, self.block_size = num_slots, block_size
@@ -57,15 +58,16 @@ class SlotTable:
         max_blocks = -(-max_model_len // block_size)
         self.generation = np.full(num_slots, EMPTY, np.int32)
         self.num_tokens = np.zeros(num_slots, np.int32)
-        """Tokens known or promised: those the request came with and one per sampling row launched since."""
+        """Tokens known or promised: those in the request's message, and one per sampling row launched since."""
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.computed = np.zeros(num_slots, np.int32)
-        """Positions launched; the next row starts here. EMPTY before the first row, which a prefix hit starts later.
-        With speculation an upper bound, as if every draft were accepted: the device knows how many were."""
+        """Positions launched, which is the start of the next row. EMPTY before the first row, which starts after the
+        prefix hit. With drafts it is an upper bound, as if every draft were accepted: only the device knows the
+        true position (docs/invariants.md)."""
         self.unsettled = np.zeros(num_slots, np.int32)
-        """Drafts launched: by so much `computed` may be ahead of where the next row is planned to start."""
+        """Drafts launched and not settled. `computed` exceeds the planned start of the next row by at most this."""
         self.corrected = np.zeros(num_slots, np.bool_)
-        """Whether a row came to another end than planned: further rows of this generation are void."""
+        """True after a row ended elsewhere than planned: further rows of this generation are void."""
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
@@ -74,30 +76,30 @@ class SlotTable:
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.uint64)
         self.banned_until = np.zeros(num_slots, np.int32)
-        """`banned` ids cannot be sampled while the sequence has fewer tokens than this (prompt + min_tokens)."""
+        """Length (prompt + min_tokens) below which the ids in `banned` cannot be sampled."""
         self.banned: list[tuple[int, ...]] = [()] * num_slots
         self.params: list[SamplingParams] = [_GREEDY] * num_slots
-        """Whole, for what is rare; what every step reads is in columns."""
+        """All parameters, for those that few requests use; parameters that every step reads have columns."""
         self.penalized = np.zeros(num_slots, np.bool_)
-        """Whether tokens that were said before change what may follow (`SamplingParams.penalizes`)."""
+        """True for a request with penalties (`SamplingParams.penalizes`): earlier tokens change the logits."""
         self.edited = np.zeros(num_slots, np.bool_)
-        """Whether `logit_bias`, `bad_words` or `allowed_token_ids` do."""
+        """True for a request with `logit_bias`, `bad_words` or `allowed_token_ids`."""
         self.logprobs = np.full(num_slots, NONE, np.int32)
-        """Alternatives asked for at each sampled token; NONE: not even the token's own."""
+        """Alternatives to report with each sampled token; NONE: no log-probability at all."""
         self.prompt_logprobs = np.full(num_slots, NONE, np.int32)
-        """The same at each prompt token."""
+        """Alternatives to report with each prompt token; NONE: no log-probability at all."""
         self.pooling = np.zeros(num_slots, np.int8)
         """A `Pooling`."""
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     def apply(self, step: SchedulerOutput) -> Rows:
-        """Released slots, then new requests, then block columns, then the rows are checked and counted as launched.
-        Void rows are not among those returned.
+        """Apply a plan: release slots, assign new requests, append blocks, then check the rows and count them as
+        launched. Return the rows without void ones.
 
         Raises:
-            PlanError: the plan names an empty or a taken slot, another generation, a position out of order, a token
-                or block count that does not add up. The worker cannot go on after it.
+            PlanError: the plan names an empty or an occupied slot, another generation, a position out of order, or a
+                count of tokens or blocks that does not add up. The worker cannot continue after it.
             ProtocolError: a column is malformed.
         """
         plan = StepRows.from_message(step)
@@ -114,22 +116,28 @@ class SlotTable:
         return rows
 
     def release(self, slots: I32) -> None:
+        """Empty slots. Raises: PlanError, for a slot that is empty already."""
         self._check_range(slots)
         for slot in slots:
             if self.generation[slot] == EMPTY:
-                raise PlanError(f"slot {slot} is released, but nobody has it")
+                raise PlanError(f"slot {slot} is released, but it is empty")
             self.generation[slot] = EMPTY
             self.corrected[slot] = False
 
     def correct(self, slot: int, frontier: int, sampled: bool) -> None:
-        """The slot's row in the plan applied last comes to `frontier` and not to its planned end, where it was to be
-        `sampled` or not. The scheduler learns that from the step's result; what it planned before is void."""
+        """Record that the slot's row in the plan applied last ends at `frontier` instead of its planned end.
+
+        The step's result reports the frontier to the scheduler; rows planned before that are void.
+
+        Args:
+            sampled: True if the row was planned to sample.
+        """
         self.computed[slot] = frontier
         self.num_tokens[slot] -= sampled
         self.corrected[slot] = True
 
     def _settle(self, rows: Rows) -> None:
-        """Where drafts were rejected, the plan starts earlier than everything launched would end (spec 2(b) 3, 5)."""
+        """Lower the counts of slots with rejected drafts: their row starts before the end of what was launched."""
         slots = rows.slots
         unsettled = self.unsettled[slots]
         if not unsettled.any():
@@ -141,7 +149,7 @@ class SlotTable:
         self.unsettled[slots] -= back
 
     def _without_void(self, rows: Rows) -> Rows:
-        """A corrected slot waits for its next generation, which goes on from where the device came."""
+        """Drop rows of corrected slots until their next generation, which continues at the reported frontier."""
         self._check_range(rows.slots)
         if not self.corrected.any():
             return rows
@@ -150,19 +158,21 @@ class SlotTable:
         next_one = rows.slots[corrected & (rows.generations == self.generation[rows.slots] + 1)]
         self.generation[next_one] += 1
         self.corrected[next_one] = False
-        return rows.where(~void)
+        return rows.select(~void)
 
     def _assign(self, request: NewRequest) -> None:
         slot, params = request.slot, request.params
         self._check_range(np.array([slot], np.int32))
         if self.generation[slot] != EMPTY:
             raise PlanError(
-                f"slot {slot} is given to generation {request.generation}, "
-                f"but generation {self.generation[slot]} has not left it"
+                f"slot {slot} is assigned to generation {request.generation}, "
+                f"but generation {self.generation[slot]} was not released"
             )
         num_tokens = len(request.token_ids) // 4
         if not 0 < num_tokens <= self.max_model_len:
-            raise PlanError(f"slot {slot}: {num_tokens} tokens, the context holds 1 to {self.max_model_len}")
+            raise PlanError(
+                f"slot {slot}: {num_tokens} tokens, but the context holds 1 to {self.max_model_len}"
+            )
         self.generation[slot] = request.generation
         self.num_tokens[slot], self.num_prompt[slot] = num_tokens, request.num_prompt_tokens
         self.computed[slot] = EMPTY
@@ -188,11 +198,13 @@ class SlotTable:
         self._check_range(slots)
         if int(blocks.min()) < 0 or int(blocks.max()) >= self.total_blocks:
             bad = blocks[(blocks < 0) | (blocks >= self.total_blocks)][0]
-            raise PlanError(f"block {bad} does not exist, the cache has {self.total_blocks}")
+            raise PlanError(f"block {bad} does not exist; the cache has {self.total_blocks}")
         for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
             at = self.num_blocks[slot]
             if self.generation[slot] == EMPTY or at == self.block_table.shape[1]:
-                raise PlanError(f"slot {slot} gets block {block}, but it is empty or its table is full")
+                raise PlanError(
+                    f"block {block} is appended to slot {slot}, which is empty or has a full block table"
+                )
             self.block_table[slot, at] = block
             self.num_blocks[slot] = at + 1
 
@@ -200,27 +212,27 @@ class SlotTable:
 
     def _check_range(self, slots: I32) -> None:
         if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):
-            raise PlanError(f"slots {slots.tolist()}: only 0 to {self.num_slots - 1} exist")
+            raise PlanError(f"slots {slots.tolist()}: only slots 0 to {self.num_slots - 1} exist")
 
     def _check(self, rows: Rows) -> None:
         slots = rows.slots
         if len(np.unique(slots)) != len(slots):
-            raise PlanError(f"a slot stands in two rows: {sorted(slots.tolist())}")
+            raise PlanError(f"a slot has two rows in one step: {sorted(slots.tolist())}")
         have, computed, known = self.generation[slots], self.computed[slots], self.num_tokens[slots]
         self._refuse(
-            rows, have != rows.generations, "row of generation {want}, the slot has {have} (-1: empty)",
+            rows, have != rows.generations, "row of generation {want}, but the slot has {have} (-1: empty)",
             want=rows.generations, have=have,
         )  # fmt: skip
         first = computed == EMPTY
         self._refuse(
             rows, ~first & (rows.starts != computed),
-            "{count} positions from {start}, but {computed} are computed",
+            "a row of {count} positions starts at {start}, but {computed} are computed",
             start=rows.starts, count=rows.counts, computed=computed,
         )  # fmt: skip
         ends = rows.ends
         self._refuse(
             rows, (ends - rows.drafts > known) | (ends > self.max_model_len),
-            "positions up to {end}, but only {known} tokens are known and the context holds {limit}",
+            "a row ends at {end}, but only {known} tokens are known and the context holds {limit}",
             end=ends - rows.drafts, known=known, limit=np.full_like(ends, self.max_model_len),
         )  # fmt: skip
         self._refuse(
@@ -229,7 +241,13 @@ class SlotTable:
             bit=rows.samples, end=ends - rows.drafts, known=known,
         )  # fmt: skip
         held = self.num_blocks[slots] * self.block_size
-        self._refuse(rows, ends > held, "ends at {end}, but its blocks hold {held}", end=ends, held=held)
+        self._refuse(
+            rows,
+            ends > held,
+            "a row ends at {end}, but its blocks hold {held} positions",
+            end=ends,
+            held=held,
+        )
 
     @staticmethod
     def _refuse(rows: Rows, bad: NDArray[np.bool_], text: str, **columns: NDArray[Any]) -> None:

@@ -1,15 +1,15 @@
-"""Host buffers that asynchronous copies read from: the one place that knows when such a buffer may be rewritten.
+"""Host buffers that asynchronous copies read from, and when such a buffer may be rewritten.
 
-The host-buffer rule (S3 (b) 6, S3-5): memory that is the source of a copy to the device may be rewritten only after
-that copy has finished. A `HostRing` holds one more set of buffers than steps can be in flight, and each set carries the
-event of the last copy that read it. Preparing a step is always
+This is the host-buffer rule (docs/invariants.md): memory that is the source of a copy to the device may be rewritten
+only after that copy has finished. A `HostRing` holds one more set of buffers than steps can be in flight, and each set
+has the event of the last copy that read it. A step is always prepared in this order:
 
-    inputs = ring.acquire()         # waits only if this very set is still being read
+    inputs = ring.acquire()         # waits only if a copy still reads this set
     ...write into inputs..., enqueue the copies
     ring.release(event)             # recorded after the last of these copies
 
-so launching a step never waits for the step before it (S3-3). What is immutable, such as the bytes of a message,
-needs no ring. A device that copies at once releases with `None`.
+So a launch does not wait for the step before it (launch without waiting). Immutable memory, such as the bytes of a
+message, needs no ring. A device whose copies have finished when they return releases with `None`.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ class CopyEvent(Protocol):
     """Passes when everything enqueued before it has finished; a `torch.cuda.Event` is one."""
 
     def synchronize(self) -> None:
-        """Waits without spinning."""
+        """Wait without spinning."""
 
 
 class HostRing(Generic[T]):
-    """`make()` builds one set of host buffers; the sets are handed out in turn. For one thread."""
+    """Sets of host buffers, built by `make()` and used in turn. Not thread-safe."""
 
     def __init__(self, make: Callable[[], T], size: int = MAX_STEPS_IN_FLIGHT + 1) -> None:
         self._sets = [make() for _ in range(size)]
@@ -39,7 +39,7 @@ class HostRing(Generic[T]):
         self._acquired = False
 
     def acquire(self) -> T:
-        """The next set, free to be written.
+        """Return the next set, which may be written until `release`.
 
         Raises:
             RuntimeError: the set before was never released.
@@ -54,7 +54,11 @@ class HostRing(Generic[T]):
         return self._sets[self._current]
 
     def release(self, event: CopyEvent | None) -> None:
-        """Ends the writing; the set comes back only after `event` has passed."""
+        """End the writing. The set is used again only after `event` has passed.
+
+        Raises:
+            RuntimeError: no set was acquired.
+        """
         if not self._acquired:
             raise RuntimeError("release without acquire")
         self._acquired = False

@@ -1,10 +1,11 @@
-"""Messages between the ranks of one group, over gloo, and how long anybody waits for them."""
+"""Messages between the ranks of one group over gloo, and how a rank waits for them."""
 
 import queue
 import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,11 +18,24 @@ STEP_TIMEOUT = timedelta(minutes=30)
 Works = Sequence[distributed.Work]
 
 
-class Waiter:
-    """Waits for messages on a thread of its own, so that `abort` frees whoever needs them, always.
+class Tag(IntEnum):
+    """Kind of a message; messages of one sender and tag arrive in order."""
 
-    A closed connection is not enough: a message that is half on its way when its connection breaks is neither completed
-    nor failed by gloo, and no later call ends that wait.
+    ACTIVATIONS = 0
+    """From a stage to the next one."""
+    FEEDBACK = 1
+    """From the last stage to the first: what a step sampled."""
+    ROWS = 2
+    """From a stage to the next one, before the activations of the same step."""
+    LAYER = 3
+    """Between the tensor-parallel ranks of a stage."""
+
+
+class Waiter:
+    """Waits for messages on a thread of its own, so that `abort` always frees the waiting rank.
+
+    A closed connection is not enough: gloo neither completes nor fails a message that was sent in part when its
+    connection breaks, and no later call ends that wait.
     """
 
     def __init__(self) -> None:
@@ -40,7 +54,7 @@ class Waiter:
         raise_lost(self._outcome.get())
 
     def abort(self) -> None:
-        """From any thread. From now on nothing can be waited for."""
+        """End the present wait and refuse every later one. May be called from any thread."""
         self._aborted.set()
         self._outcome.put(RanksLost("the epoch ended while ranks waited for one another"))
 
@@ -48,7 +62,7 @@ class Waiter:
 def _serve(works: "queue.SimpleQueue[Works | None]", outcome: "queue.SimpleQueue[Any]") -> None:
     while (some := works.get()) is not None:
         error = failure(some)
-        del some  # it keeps tensors
+        del some  # it refers to tensors
         outcome.put(error)
 
 
@@ -59,7 +73,7 @@ def raise_lost(error: RuntimeError | RanksLost | None) -> None:
 
 
 def failure(works: Works) -> RuntimeError | None:
-    """What kept one of them from ending; waits on the calling thread."""
+    """Wait for `works` on the calling thread, and return the error of the first that failed."""
     try:
         for work in works:
             work.wait(STEP_TIMEOUT)  # the group's own timeout is that of joining
@@ -69,21 +83,27 @@ def failure(works: Works) -> RuntimeError | None:
 
 
 class Peers:
-    """Messages between the ranks of one group. All of gloo's collectives would do, but its plain messages leave on the
-    calling thread: with few ranks they take a third of the time. They arrive in order per sender and tag."""
+    """Messages between the ranks of one group, in order per sender and tag.
+
+    gloo's collectives would serve as well, but its plain messages leave on the calling thread: with few ranks they take
+    a third of the time.
+    """
 
     def __init__(self, group: Any, rank: int, size: int, waiter: Waiter) -> None:
         self._group, self.rank, self.wait = group, rank, waiter.wait
         self.others = [other for other in range(size) if other != rank]
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> distributed.Work:
-        """`tensor` is contiguous and must not change until it has left. Raises: RanksLost"""
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> distributed.Work:
+        """Send a contiguous tensor, which must not change until it has left.
+
+        Raises: RanksLost
+        """
         try:
             return self._group.send([tensor], to, tag)
         except RuntimeError as error:
             raise RanksLost(str(error)) from error
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> distributed.Work:
+    def receive(self, tensor: torch.Tensor, source: int, tag: Tag) -> distributed.Work:
         """Raises: RanksLost"""
         try:
             return self._group.recv([tensor], source, tag)

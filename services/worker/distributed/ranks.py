@@ -1,9 +1,7 @@
-"""How the ranks of one epoch reach one another: process groups over torch.distributed, gloo on the CPU.
+"""The process groups of one epoch: torch.distributed with gloo, on the CPU.
 
-Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. What ranks say to
-one another is in teams.py.
-
-There is no other transport yet: groups on CUDA devices (NCCL) are refused by name.
+Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. The messages within
+a group are in tensor_parallel.py and pipeline.py. Groups on CUDA devices (NCCL) are not supported and refused by name.
 """
 
 import os
@@ -20,33 +18,34 @@ from torch import distributed
 
 from protocol.membership import Assignment
 from services.worker.distributed.messages import Peers, Waiter
+from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.rendezvous import local_address
-from services.worker.distributed.teams import Stages, Team
+from services.worker.distributed.tensor_parallel import TensorParallelGroup
 from services.worker.runner import RanksLost
 
 JOIN_TIMEOUT = timedelta(seconds=60)
-"""For the ranks to find one another."""
+"""Time limit for all ranks to join."""
 ATTEMPT = timedelta(seconds=5)
-"""For one attempt to reach the first rank. An epoch that ends while its ranks join leaves a thread for that long."""
+"""Time limit of one attempt to reach rank 0. An epoch that ends while its ranks join leaves a thread for that long."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Equal for all processes of a machine, in whichever container, and for no others."""
+"""Equal for all processes of a machine, in every container, and different on other machines."""
 _c10d: Any = distributed  # its stubs lack most of what is used here
 
 
 class Ranks:
-    """All groups of this rank in one epoch: `team` and `stages`, which are there once it has joined.
+    """All groups of this rank in one epoch. `tensor_parallel` and `pipeline` exist after `join`.
 
     Args:
-        listener: this worker's own listening socket; rank 0 serves the store on it, every rank gives it up.
-        device: where tensors are.
+        listener: this worker's own listening socket; rank 0 serves the store on it, the other ranks close it.
+        device: device of the tensors.
 
-    Raises: ValueError, for a group on another device than the CPU.
+    Raises: ValueError, for a device other than the CPU.
     """
 
-    team: Team
-    stages: Stages
+    tensor_parallel: TensorParallelGroup
+    pipeline: PipelineGroup
     on_this_machine: int
-    """Ranks that share this machine's cores, this one included."""
+    """Number of ranks that share this machine's cores, this one included."""
 
     def __init__(
         self, assignment: Assignment, listener: socket.socket | None = None, device: str = "cpu"
@@ -61,21 +60,21 @@ class Ranks:
         self._aborted = threading.Event()
         self._waiter = Waiter()
         self._others = sockets()
-        """Not ours. Until the ranks have joined, every other socket is."""
+        """Sockets of other owners. Until the ranks have joined, every socket beside these belongs to the groups."""
         self._ours: set[str] | None = None
 
     @property
     def is_output(self) -> bool:
-        """Whether this rank samples and reports results."""
+        """True on the rank that samples and reports results."""
         return self.assignment.rank == self.assignment.output_rank
 
     def join(self) -> Self:
-        """Connects this rank with the others. `abort` may be called meanwhile.
+        """Connect this rank with the others. `abort` may be called meanwhile.
 
-        A thread of its own connects: nothing but its own patience ends a connection attempt of torch, and the epoch
-        may end sooner.
+        A separate thread connects: only its own timeout ends a connection attempt of torch, and the epoch may end
+        sooner.
 
-        Raises: RanksLost, when the others do not come.
+        Raises: RanksLost, if the others do not join in time or `abort` is called.
         """
         if self.assignment.world_size == 1:
             self._connect()
@@ -88,7 +87,7 @@ class Ranks:
             raise RanksLost(f"rank {self.assignment.rank} cannot reach the others: {joined}") from joined
         if isinstance(joined, Exception):
             raise joined
-        self.team, self.stages, self.on_this_machine, self._store = joined
+        self.tensor_parallel, self.pipeline, self.on_this_machine, self._store = joined
         return self
 
     def _connect(self) -> None:
@@ -104,34 +103,30 @@ class Ranks:
 
     def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
         if assignment.world_size == 1:
-            return _Joined(Team(), Stages(), 1, None)
+            return _Joined(TensorParallelGroup(), PipelineGroup(), 1, None)
         store = meet(assignment, listener, self._aborted.is_set)
-        together = neighbours(store, assignment)
-        address = local_address(assignment.rendezvous.rpartition(":")[0])
-        return _Joined(self._team(store, address), self._stages(store, address), together, store)
+        on_this_machine = count_on_this_machine(store, assignment)
+        address, shard = local_address(assignment.rendezvous.rpartition(":")[0]), self.shard
+        stage, size = f"tp{shard.pp_rank}", shard.tensor_parallel_size
+        tensor_parallel = TensorParallelGroup(self._peers(store, stage, shard.tp_rank, size, address))
+        column, size = f"pp{shard.tp_rank}", shard.pipeline_parallel_size
+        pipeline = PipelineGroup(self._peers(store, column, shard.pp_rank, size, address))
+        return _Joined(tensor_parallel, pipeline, on_this_machine, store)
 
-    def _team(self, store: Any, address: str) -> Team:
-        rank, size = self.shard.tp_rank, self.shard.tensor_parallel_size
-        name = f"tp{self.shard.pp_rank}"
-        return Team(self._peers(_c10d.PrefixStore(name, store), rank, size, address)) if size > 1 else Team()
-
-    def _stages(self, store: Any, address: str) -> Stages:
-        rank, size = self.shard.pp_rank, self.shard.pipeline_parallel_size
-        name = f"pp{self.shard.tp_rank}"
+    def _peers(self, store: Any, prefix: str, rank: int, size: int, address: str) -> Peers | None:
+        """Return the connections within one group, or None for a group of one."""
         if size == 1:
-            return Stages()
-        return Stages(self._peers(_c10d.PrefixStore(name, store), rank, size, address))
-
-    def _peers(self, store: Any, rank: int, size: int, address: str) -> Peers:
+            return None
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = JOIN_TIMEOUT
-        return Peers(_c10d.ProcessGroupGloo(store, rank, size, options), rank, size, self._waiter)
+        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, size, options)
+        return Peers(group, rank, size, self._waiter)
 
     def abort(self) -> None:
-        """From any thread: whoever joins or waits in one of these groups gets RanksLost.
+        """Make every present and later wait in these groups raise RanksLost. May be called from any thread.
 
-        The connections are shut down as well: gloo has no other way to end a wait, and the other ranks learn of it.
+        The connections are shut down as well: gloo has no other way to end a wait, and the other ranks notice it.
         """
         self._aborted.set()
         self._waiter.abort()
@@ -140,19 +135,21 @@ class Ranks:
 
 
 class _Joined(NamedTuple):
-    """All that joining yields."""
+    """Result of `join`."""
 
-    team: Team
-    stages: Stages
+    tensor_parallel: TensorParallelGroup
+    pipeline: PipelineGroup
     on_this_machine: int
     store: Any
 
 
 def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callable[[], bool]) -> Any:
-    """The store that the ranks share, on the socket that rank 0 registered with, its `listener`; others try to reach it
-    as long as nobody says that it `is_over`.
+    """Return the store that the ranks share. Rank 0 serves it on `listener`, the socket that it registered with.
 
-    Raises: RuntimeError, when rank 0 is not there in time.
+    Args:
+        is_over: returns True when the epoch has ended; the other ranks then stop trying to reach rank 0.
+
+    Raises: RuntimeError, if rank 0 cannot be reached in time.
     """
     host, _, port = assignment.rendezvous.rpartition(":")
     world = assignment.world_size
@@ -174,15 +171,15 @@ def meet(assignment: Assignment, listener: socket.socket | None, is_over: Callab
     raise AssertionError("the last attempt returns or raises")
 
 
-def neighbours(store: Any, assignment: Assignment) -> int:
-    """How many ranks, which all ask this of their `store`, say that they run on this machine."""
+def count_on_this_machine(store: Any, assignment: Assignment) -> int:
+    """Return the number of ranks on this machine, this one included. Every rank must call it on the shared store."""
     machine = BOOT_ID.read_bytes().strip() if BOOT_ID.exists() else socket.gethostname().encode()
     store.set(f"machine{assignment.rank}", machine)
     return [store.get(f"machine{rank}") for rank in range(assignment.world_size)].count(machine)
 
 
 def sockets() -> set[str]:
-    """Open sockets of this process, as "FD INODE"."""
+    """Return the open sockets of this process, as "FD INODE"."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -193,7 +190,7 @@ def sockets() -> set[str]:
 
 
 def shut_down(connections: set[str]) -> None:
-    """Whoever waits for one of them, as `sockets` names them, fails soon."""
+    """Shut down connections, given as `sockets` returns them; every wait for one of them fails soon."""
     for name in connections:
         with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as connection:
             connection.getpeername()  # listening sockets stay: gloo ends the process when one fails

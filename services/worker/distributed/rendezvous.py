@@ -1,24 +1,31 @@
-"""Where the ranks of an epoch meet: each worker holds a listening socket, that of rank 0 is used."""
+"""The rendezvous of an epoch's ranks: every worker has a listening socket, and the ranks use that of rank 0."""
 
 import socket
 
 
 def listen(host: str) -> socket.socket:
-    """A socket where ranks can meet, on a free port of `host`. Raises: OSError"""
+    """Return a socket that listens on a free port of `host`.
+
+    Raises: OSError
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def local_address(peer: str) -> str:
-    """The address of this machine that faces `peer`, without sending anything. Raises: OSError"""
+    """Return the address of this machine on the route to `peer`. Nothing is sent.
+
+    Raises: OSError
+    """
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
 
 
-def facing(endpoint: str) -> str:
-    """The address at which ranks reach this worker, if it can reach the scheduler's `endpoint`; loopback for ipc.
+def address_facing(endpoint: str) -> str:
+    """Return the address at which other ranks reach this worker: the one on the route to the scheduler's `endpoint`,
+    or loopback for ipc.
 
     Raises: OSError
     """

@@ -1,7 +1,7 @@
 """The noise of sampling: a pure function of (seed, absolute position, purpose, token id), the same in every backend.
 
 Nothing is drawn from a stream, so batch shape, chunking, preemption, run-ahead and a replaced worker cannot change
-what a request samples. The contract, in arithmetic modulo 2**32 (so int32, uint32 or masked int64 all serve):
+what a request samples. The contract, in arithmetic modulo 2**32 (int32, uint32 and masked int64 give the same):
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16      (logical shifts)
     key0    = mix(mix(mix(lo ^ 0x9E3779B9) ^ hi) ^ position) with lo, hi = the seed's low and high 32 bits
@@ -12,8 +12,8 @@ what a request samples. The contract, in arithmetic modulo 2**32 (so int32, uint
     uniform = ((bits >> 9) + 0.5) * 2**-23      float32, exact, never 0 and never 1
     gumbel  = -log(-log(uniform))               float32; the library's log may differ in the last place
 
-`position` is the index that the sampled token will have in its request's token sequence (prompt and output), which
-for a plan row is `starts + counts` without speculation.
+`position` is the index of the sampled token in its request's token sequence (prompt and output). Without speculation
+it is `starts + counts` of the plan's row.
 """
 
 from enum import IntEnum
@@ -32,20 +32,20 @@ class Purpose(IntEnum):
     SAMPLE = 0
     """The token itself."""
     ACCEPT = 1
-    """Speculation: whether a draft is accepted."""
+    """Speculation: the acceptance of a draft."""
     RECOVER = 2
-    """Speculation: the token that replaces a refused draft."""
+    """Speculation: the token that replaces a rejected draft."""
 
 
 def mix(x: U32) -> U32:
-    """A full avalanche of 32 bits (the published `lowbias32`); a bijection."""
+    """Return `x` with all 32 bits mixed (the published `lowbias32`); a bijection."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_A)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(MIX_B)
     return x ^ (x >> np.uint32(16))
 
 
 def keys(seeds: NDArray[np.uint64], positions: NDArray[Any], purpose: Purpose) -> tuple[U32, U32]:
-    """Two uint32[rows] keys; `seeds` are 64 bits, `positions` any integers below 2**32."""
+    """Return two keys, uint32[rows] each. `seeds` have 64 bits; `positions` are integers below 2**32."""
     low = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (seeds >> np.uint64(32)).astype(np.uint32)
     key0 = mix(mix(mix(low ^ np.uint32(GOLDEN)) ^ high) ^ positions.astype(np.uint32))
@@ -54,12 +54,12 @@ def keys(seeds: NDArray[np.uint64], positions: NDArray[Any], purpose: Purpose) -
 
 
 def bits(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
-    """uint32[rows, tokens]: one word for each pair."""
+    """Return uint32[rows, tokens]: one word for each pair."""
     return _words(key0[:, None], key1[:, None], tokens[None, :])
 
 
 def _words(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
-    """One word for each element; the shapes are those of each other, or become so."""
+    """Return one word for each element of the arguments, which are broadcast to one shape."""
     x = tokens.astype(np.uint32) * np.uint32(PRIME) + key0
     x ^= x >> np.uint32(16)
     x *= np.uint32(MIX_A)
@@ -71,7 +71,7 @@ def _words(key0: U32, key1: U32, tokens: NDArray[Any]) -> U32:
 
 
 def uniform(words: U32) -> NDArray[np.float32]:
-    """Strictly between 0 and 1, 23 bits, exact in float32."""
+    """Return numbers strictly between 0 and 1 with 23 random bits, exact in float32."""
     return ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
@@ -81,14 +81,14 @@ def gumbel(
     tokens: NDArray[Any],
     purpose: Purpose = Purpose.SAMPLE,
 ) -> NDArray[np.float32]:
-    """float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
+    """Return float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
     return _gumbel(bits(*keys(seeds, positions, purpose), tokens))
 
 
 def gumbel_pairs(
     seeds: NDArray[np.uint64], positions: NDArray[Any], rows: NDArray[np.int64], tokens: NDArray[Any]
 ) -> NDArray[np.float32]:
-    """float32[pairs], that of `gumbel` at (rows[i], tokens[i]) alone."""
+    """Return float32[pairs]: the noise of `gumbel` at (rows[i], tokens[i]) only."""
     key0, key1 = keys(seeds, positions, Purpose.SAMPLE)
     return _gumbel(_words(key0[rows], key1[rows], tokens))
 

@@ -1,12 +1,12 @@
 """The reference sampler: from a logits row to a token id, on plain float32 NumPy, one row at a time.
 
-The order is vLLM's: `allowed_token_ids`, `bad_words`, the tokens that `min_tokens` forbids, `logit_bias`, penalties,
-the grammar's mask (all these are `shaped`), then temperature, min-p, top-k, top-p and the noise of
-services.worker.sampling.noise (`sample_row`). A row's result depends on its own logits, tokens and parameters only.
+The order is vLLM's. `shaped` applies `allowed_token_ids`, `bad_words`, the tokens that `min_tokens` forbids,
+`logit_bias`, penalties and the grammar's mask. `sample_row` applies temperature, min-p, top-k, top-p and the noise of
+services.worker.sampling.noise. A row's result depends on its own logits, tokens and parameters only.
 
-Of equal maxima the lowest id wins; tokens that tie with the last one kept are kept. A grammar that leaves nothing of
-what the other parameters allow wins over them: the lowest id that it allows is taken. Where they leave nothing without
-a grammar, it is id 0. Log-probabilities are those of the row as the model gave it.
+The lowest id of several maxima is sampled. Tokens that tie with the last token kept are kept. If the grammar allows no
+token that the other parameters allow, the lowest id that the grammar allows is sampled; if the other parameters allow
+no token and there is no grammar, id 0 is sampled. Log-probabilities come from the model's own logits.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ NEVER = np.float32(-np.inf)
 
 @dataclass(frozen=True)
 class RowParams:
-    """What one row asks of the draw."""
+    """Parameters of one row's draw."""
 
     temperature: float
     top_p: float
@@ -35,30 +35,30 @@ class RowParams:
     min_p: float
     seed: int
     position: int
-    """The index that the sampled token will have in its request."""
+    """Index of the sampled token in its request."""
 
     @classmethod
-    def of(cls, params: SamplingParams, position: int) -> "RowParams":
+    def from_params(cls, params: SamplingParams, position: int) -> "RowParams":
         p = params
         return cls(p.temperature, p.top_p, p.top_k, p.min_p, p.seed, position)
 
 
 def sample(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> int:
-    """The token that follows `prompt` and `output` (int32 ids), by the model's own row.
+    """Return the token that follows `prompt` and `output` (int32 ids).
 
     Args:
-        logits: float32[vocab], left as it is
-        mask: int32[ceil(vocab / 32)], the grammar's
+        logits: float32[vocab] of the model; not changed.
+        mask: int32[ceil(vocab / 32)] of the grammar; None: no grammar.
     """
     row = shaped(logits, params, prompt, output, mask)
-    return sample_row(row, RowParams.of(params, len(prompt) + len(output)))
+    return sample_row(row, RowParams.from_params(params, len(prompt) + len(output)))
 
 
-# -- what changes the row ----------------------------------------------------------------------------------------
+# -- changes to the logits ---------------------------------------------------------------------------------------
 
 
 def shaped(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> F32:
-    """A new row, minus infinity where a token is forbidden; arguments as for `sample`."""
+    """Return a changed copy of `logits`, minus infinity at forbidden tokens. Arguments as for `sample`."""
     row = logits.copy()
     if params.allowed_token_ids:
         allow_only(row, np.frombuffer(params.allowed_token_ids, np.int32))
@@ -74,32 +74,33 @@ def shaped(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: 
 
 
 def allow_only(logits: F32, token_ids: I32) -> None:
-    """In place; ids outside the vocabulary are nobody's, here and below."""
+    """Forbid all other tokens, in place. Ids outside the vocabulary are ignored, here and below."""
     allowed = np.zeros(len(logits), np.bool_)
     allowed[token_ids[token_ids < len(logits)]] = True
     logits[~allowed] = NEVER
 
 
 def forbid(logits: F32, token_ids: tuple[int, ...]) -> None:
-    """In place."""
+    """Set the tokens to minus infinity, in place."""
     logits[[token for token in token_ids if token < len(logits)]] = NEVER
 
 
 def ends_of_bad_words(bad_words: BadWords, output: I32) -> tuple[int, ...]:
-    """The last token of each bad word whose other tokens the output ends with."""
+    """Return the last token of each bad word whose other tokens are the end of the output."""
     said = tuple(output[-max(map(len, bad_words)) :].tolist()) if bad_words else ()
     return tuple(word[-1] for word in bad_words if len(word) == 1 or said[-(len(word) - 1) :] == word[:-1])
 
 
 def add_bias(logits: F32, biases: tuple[tuple[int, float], ...]) -> None:
-    """In place."""
+    """Add to each (token, bias), in place."""
     for token, bias in biases:
         if token < len(logits):
             logits[token] += np.float32(bias)
 
 
 def penalize(logits: F32, params: SamplingParams, prompt: I32, output: I32) -> None:
-    """In place: repetition for what stands in prompt or output, then frequency, then presence for the output."""
+    """Apply, in place, the repetition penalty to tokens of prompt and output, then frequency and presence penalties to
+    tokens of the output."""
     said, counts = np.unique(output, return_counts=True)
     seen, repetition = np.union1d(prompt, said), np.float32(params.repetition_penalty)
     logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
@@ -108,7 +109,7 @@ def penalize(logits: F32, params: SamplingParams, prompt: I32, output: I32) -> N
 
 
 def apply_bitmask(logits: F32, mask: I32) -> None:
-    """In place: only tokens whose bit is set stay (least significant bit first). Of those at least one does."""
+    """Forbid, in place, tokens whose bit is not set (least significant bit first). At least one token stays allowed."""
     allowed = allowed_by(mask, len(logits))
     logits[~allowed] = NEVER
     if allowed.any() and logits.max() == NEVER:
@@ -116,7 +117,7 @@ def apply_bitmask(logits: F32, mask: I32) -> None:
 
 
 def allowed_by(mask: I32, vocab_size: int) -> NDArray[np.bool_]:
-    """bool[vocab]"""
+    """Return the mask's bits as bool[vocab]."""
     return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
 
@@ -124,7 +125,7 @@ def allowed_by(mask: I32, vocab_size: int) -> NDArray[np.bool_]:
 
 
 def sample_row(logits: F32, params: RowParams) -> int:
-    """The token id of one row; `logits` float32[vocab] with minus infinity where a token is forbidden."""
+    """Return the token id of one row. `logits` are float32[vocab] with minus infinity at forbidden tokens."""
     if params.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     kept = restrict(logits / np.float32(params.temperature), params.top_k, params.top_p, params.min_p)
@@ -136,7 +137,7 @@ def sample_row(logits: F32, params: RowParams) -> int:
 
 
 def restrict(logits: F32, top_k: int, top_p: float, min_p: float) -> F32:
-    """A row in which min-p, top-k and top-p have set what they exclude to minus infinity."""
+    """Return logits in which the tokens that min-p, top-k or top-p exclude are minus infinity."""
     top = logits.max()
     if top == NEVER:
         return logits
@@ -155,22 +156,28 @@ def restrict(logits: F32, top_k: int, top_p: float, min_p: float) -> F32:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its rank (1 is the most likely) and the entries of a row of `protocol.logprobs.Logprobs`."""
+    """Log-probabilities at one position, as in a row of `protocol.logprobs.Logprobs`."""
 
-    rank: int
+    token_rank: int
+    """Place of the token in the order of likelihood; 1 is the most likely."""
     token_ids: I32
-    """int32[1 + count]: the token itself, then the most likely ones; of equal ones the lowest id first."""
+    """int32[1 + count]: the token itself, then the most likely ones; among equal ones the lowest id first."""
     values: F32
+    """float32[1 + count], natural logarithms."""
 
 
 def logprobs_of(logits: F32, token: int, count: int) -> TokenLogprobs:
-    """By the model's own row, float32[vocab]; `count` alternatives, no more than there are tokens."""
+    """Return the log-probabilities of `token` and `count` alternatives, at most as many as there are tokens.
+
+    Args:
+        logits: float32[vocab] of the model.
+    """
     ids = np.concatenate(([token], most_likely(logits, count))).astype(np.int32)
     return TokenLogprobs(1 + int((logits > logits[token]).sum()), ids, log_softmax(logits)[ids])
 
 
 def most_likely(logits: F32, count: int) -> I32:
-    """int32[count] at most: ids of the greatest, the greatest first, of equal ones the lowest first."""
+    """Return int32[count] ids, or fewer in a smaller vocabulary: the greatest first, among equal ones the lowest id."""
     count = min(count, len(logits))
     if not count:
         return np.empty(0, np.int32)
@@ -180,6 +187,6 @@ def most_likely(logits: F32, count: int) -> I32:
 
 
 def log_softmax(logits: F32) -> F32:
-    """float32[vocab], natural logarithms; summed in float64, so that it hardly matters in which order."""
+    """Return float32[vocab], natural logarithms. The sum is made in float64, so its order hardly matters."""
     shifted = logits - logits.max()
     return shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))

@@ -1,4 +1,4 @@
-"""A tiny scripted scheduler on a real socket: it says what a test tells it to and remembers what the worker said."""
+"""A scripted scheduler on a real socket: it sends what a test gives it and keeps the worker's messages."""
 
 import subprocess
 import sys
@@ -33,8 +33,8 @@ SIM = {"backend": "sim", "sim_vocab_size": VOCAB, "sim_step_ms": 0.0, "sim_prefi
 
 
 HANG = (
-    "import services.worker.results as results, time\n"
-    "results.ABORT_GRACE = 0.5\n"
+    "import services.worker.result_sender as result_sender, time\n"
+    "result_sender.ABORT_GRACE = 0.5\n"
     "from services.worker.backends.sim.runner import SimRunner\n"
     "execute = SimRunner.execute_model\n"
     "def hang(self, step):\n"
@@ -42,24 +42,24 @@ HANG = (
     "    while step.step_id: time.sleep(3600)\n"
     "SimRunner.execute_model = hang\n"
 )
-"""A forward pass that never returns, and that no closed connection frees."""
+"""Code that makes the forward pass hang, so that no closed connection ends it."""
 
 
-class ScriptedScheduler:
+class ScriptedWorkerServer:
+    """The scheduler's end of one worker's connections."""
+
     def __init__(self, endpoint: str, roles: tuple[str, ...] = ("worker", "worker-results")) -> None:
         self._server = Server(endpoint, roles)
         self._decoder: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
         self.worker = self.results_peer = b""
-        self.heard: list[msgspec.Struct] = []
-        """Everything but heartbeats, in order of arrival."""
+        self.received: list[msgspec.Struct] = []
+        """Every message but heartbeats, in order of arrival."""
         self.heartbeats: list[Heartbeat] = []
 
-    def listen(self) -> msgspec.Struct:
-        """The next message that is not a heartbeat."""
+    def next_message(self) -> msgspec.Struct:
+        """Return the next message that is not a heartbeat."""
         while True:
-            while (received := self._server.receive()) is None:
-                assert self._server.socket.poll(1000 * PATIENCE), "the worker is silent"
-            peer, frame = received
+            peer, frame = self._next_frame()
             if isinstance(frame, Hello):
                 if frame.role == "worker-results":
                     self.results_peer = peer
@@ -70,15 +70,25 @@ class ScriptedScheduler:
                 continue
             if isinstance(message, Register):
                 self.worker = peer
-            self.heard.append(message)
+            self.received.append(message)
             return message
+
+    def _next_frame(self) -> tuple[bytes, bytes | Hello]:
+        while (received := self._server.receive()) is None:
+            assert self._server.socket.poll(1000 * PATIENCE), "the worker sends nothing"
+        return received
+
+    def wait_refused(self, milliseconds: int = 50) -> None:
+        """Poll once; a worker whose handshake is refused sends nothing more."""
+        self._server.socket.poll(milliseconds)
+        assert self._server.receive() is None
 
     def send(self, *messages: msgspec.Struct) -> None:
         for message in messages:
             self._server.send(self.worker, message)
 
     def send_while_there(self, *messages: msgspec.Struct) -> None:
-        """For messages of which one ends the worker: it may be gone before the ones after it are sent."""
+        """Send messages of which one ends the worker: it may be gone before the later ones are sent."""
         with suppress(PeerGone):
             self.send(*messages)
 
@@ -86,7 +96,7 @@ class ScriptedScheduler:
         self._server.socket.send_multipart((self.worker, frame))
 
     def registered(self) -> Register:
-        message = self.listen()
+        message = self.next_message()
         assert isinstance(message, Register)
         return message
 
@@ -94,23 +104,23 @@ class ScriptedScheduler:
         self.send(Assignment(epoch, 0, 1, BLOCK, SLOTS, 512, CONTEXT))
 
     def serve(self, epoch: int = EPOCH) -> Loaded:
-        """Takes the worker from its registration to Ready."""
+        """Take the worker from its registration to Ready."""
         self.registered()
         self.assign(epoch)
-        while not isinstance(loaded := self.listen(), Loaded):
+        while not isinstance(loaded := self.next_message(), Loaded):
             assert isinstance(loaded, LoadProgress)
         assert loaded.epoch == epoch
         self.send(InitializeCache(BLOCKS, CONTEXT))
-        assert self.listen() == Ready(epoch)
+        assert self.next_message() == Ready(epoch)
         return loaded
 
     def end(self, epoch: int) -> None:
-        """On both connections, as a scheduler does."""
+        """End an epoch on both connections, as a scheduler does."""
         for peer in (self.results_peer, self.worker):
-            self._server.send(peer, EndEpoch(epoch, "the script says so"))
+            self._server.send(peer, EndEpoch(epoch, "the script ends it"))
 
     def stop(self) -> None:
-        """Says goodbye, on both connections as a scheduler does, and goes at once."""
+        """Send a shutdown on both connections, as a scheduler does, and close at once."""
         for peer in (self.results_peer, self.worker):
             self._server.send(peer, Shutdown("the script ends"))
         self._server.close(int(1000 * PATIENCE))
@@ -119,21 +129,18 @@ class ScriptedScheduler:
         self._server.refuse(self.worker, reason)
 
     def results(self, count: int) -> list[ModelRunnerOutput | StepFault]:
-        results = [self.listen() for _ in range(count)]
+        results = [self.next_message() for _ in range(count)]
         assert all(isinstance(result, ModelRunnerOutput | StepFault) for result in results)
         return results  # type: ignore[return-value]
 
     def wait_heartbeat(self) -> Heartbeat:
-        """The next one; nothing else may arrive."""
-        before = len(self.heartbeats)
-        while len(self.heartbeats) == before:
-            assert self._server.socket.poll(1000 * PATIENCE), "the worker is silent"
-            received = self._server.receive()
-            assert received is not None
-            message = self._decoder.decode(received[1])  # type: ignore[arg-type]
-            assert isinstance(message, Heartbeat)
-            self.heartbeats.append(message)
-        return self.heartbeats[-1]
+        """Return the next heartbeat; no other message may arrive."""
+        _, frame = self._next_frame()
+        assert not isinstance(frame, Hello)
+        message = self._decoder.decode(frame)
+        assert isinstance(message, Heartbeat)
+        self.heartbeats.append(message)
+        return message
 
     def close(self) -> None:
         self._server.close()
@@ -141,7 +148,7 @@ class ScriptedScheduler:
 
 @contextmanager
 def worker_process(directory: Path, before: str = "", **values: object) -> Iterator[subprocess.Popen[str]]:
-    """A real worker process; whatever happens, it does not stay. `before` is code that it runs first."""
+    """Run a real worker process, which is killed at the end. `before` is code that it runs first."""
     config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
     code = (
         f"{before}import logging, sys; logging.basicConfig(level=logging.INFO)\n"
@@ -162,6 +169,6 @@ def worker_process(directory: Path, before: str = "", **values: object) -> Itera
 
 
 def exit_status(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Waits for the worker's own end: its status and what it wrote."""
+    """Wait for the worker to end by itself. Return its exit status and its log."""
     _, text = process.communicate(timeout=PATIENCE)
     return process.returncode, text

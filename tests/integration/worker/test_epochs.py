@@ -1,4 +1,4 @@
-"""A worker lives through several epochs on the same connections (DESIGN 7)."""
+"""A worker serves several epochs on the same connections (docs/membership.md)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +17,21 @@ from protocol.membership import (
     Shutdown,
 )
 from protocol.steps import ModelRunnerOutput
-from services.worker.results import EXIT_STUCK
-from tests.integration.worker.scripted import HANG, ScriptedScheduler, exit_status, worker_process
-from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
+from services.worker.result_sender import EXIT_STUCK
+from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
-    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w")
+def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
+    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
     yield scheduler
     scheduler.close()
 
 
-def answers(scheduler: ScriptedScheduler, epoch: int, steps: int) -> list[int]:
-    """Tokens of one request alone; the results must be of this epoch and counted from 1."""
-    plans = Plans()
+def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
+    """Return the tokens of one request alone; the results are of this epoch and their steps count from 1."""
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
     scheduler.send(*(msgspec.structs.replace(plans.step(request), epoch=epoch) for _ in range(steps)))
     results = scheduler.results(steps)
@@ -39,58 +39,58 @@ def answers(scheduler: ScriptedScheduler, epoch: int, steps: int) -> list[int]:
     return [tokens(result)[request.slot] for result in results]
 
 
-def test_the_next_epoch_starts_from_nothing_but_what_is_in_memory(
-    scheduler: ScriptedScheduler, tmp_path: Path
+def test_the_next_epoch_keeps_nothing_but_the_weights(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve(1)
-        first = scheduler.heard[0]
+        first = scheduler.received[0]
         assert isinstance(first, Register)
         assert (first.epoch, first.shard) == (0, None)
         assert answers(scheduler, 1, 4) == alone(prompt(1, 6), GREEDY, 4)
         scheduler.end(1)
         scheduler.serve(2)
-        again = next(m for m in scheduler.heard[1:] if isinstance(m, Register))
+        again = next(m for m in scheduler.received[1:] if isinstance(m, Register))
         assert (again.epoch, again.shard) == (1, Shard())
-        assert again.rendezvous != first.rendezvous, "each epoch has a place of its own to meet"
+        assert again.rendezvous != first.rendezvous, "each epoch has its own rendezvous"
         assert answers(scheduler, 2, 4) == alone(prompt(1, 6), GREEDY, 4)
         scheduler.send(Shutdown("enough"))
         assert exit_status(process)[0] == 0
 
 
 @pytest.mark.parametrize("phase", ["registered", "loading", "loaded", "initialising"])
-def test_an_epoch_may_end_before_it_is_in_effect(
-    scheduler: ScriptedScheduler, tmp_path: Path, phase: str
+def test_an_epoch_may_end_before_it_serves(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
 ) -> None:
-    """In "loading" the worker waits for a second rank that never comes: the end reaches it there."""
+    """In "loading" the worker waits for a second rank that never joins, and the end of the epoch ends the wait."""
     with worker_process(tmp_path) as process:
         register = scheduler.registered()
         if phase == "loading":
             scheduler.send(Assignment(1, 0, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, register.rendezvous))
         elif phase != "registered":
             scheduler.assign(1)
-            while not isinstance(message := scheduler.listen(), Loaded):
+            while not isinstance(message := scheduler.next_message(), Loaded):
                 assert isinstance(message, LoadProgress)
         if phase == "initialising":
             scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-            assert scheduler.listen() == Ready(1)
+            assert scheduler.next_message() == Ready(1)
         scheduler.end(1)
-        while not isinstance(message := scheduler.listen(), Register):
+        while not isinstance(message := scheduler.next_message(), Register):
             assert phase == "loading", message
         scheduler.assign(2)
-        while not isinstance(message := scheduler.listen(), Loaded):
+        while not isinstance(message := scheduler.next_message(), Loaded):
             assert isinstance(message, LoadProgress)
         scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-        assert scheduler.listen() == Ready(2)
+        assert scheduler.next_message() == Ready(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
         scheduler.send(Shutdown())
         assert exit_status(process)[0] == 0
 
 
-def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve(1)
-        plans = Plans()
+        plans = PlanBuilder()
         late = plans.step(plans.admit(prompt(3, 4)))
         scheduler.end(1)
         scheduler.serve(2)
@@ -100,18 +100,18 @@ def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedScheduler
         assert exit_status(process)[0] == 0
 
 
-def test_spare_is_heard_of_while_it_waits(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_a_spare_sends_heartbeats(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path):
         scheduler.registered()
         beats = [scheduler.wait_heartbeat() for _ in range(3)]
         assert {(beat.epoch, beat.last_step_id) for beat in beats} == {(0, 0)}
 
 
-def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """A forward pass that never returns, where no collective can be cut: the process ends with a status of its own."""
+def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """The forward pass never returns and waits in no collective: the process exits with a status of its own."""
     with worker_process(tmp_path, before=HANG) as process:
         scheduler.serve(1)
-        plans = Plans()
+        plans = PlanBuilder()
         scheduler.send(plans.step(plans.admit(prompt(1, 6))))
         scheduler.wait_heartbeat()
         scheduler.end(1)
@@ -122,28 +122,28 @@ def test_worker_that_cannot_be_rescued_from_a_step_ends(scheduler: ScriptedSched
 
 @pytest.mark.parametrize("phase", ["serving", "sampling"])
 def test_steps_in_flight_when_the_epoch_ends_are_void(
-    scheduler: ScriptedScheduler, tmp_path: Path, phase: str
+    scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
 ) -> None:
-    """What is still said of them carries the number of their epoch. In "sampling" a grammar never comes."""
+    """Their late results carry the number of their epoch. In "sampling" a grammar never arrives."""
     with worker_process(tmp_path, sim_step_ms=100.0) as process:
         scheduler.serve(1)
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(*(plans.step(request) for _ in range(3)))
         if phase == "sampling":
             scheduler.send(plans.step(request, grammar=True))
         scheduler.results(1)
         scheduler.end(1)
-        while not isinstance(message := scheduler.listen(), Register):
+        while not isinstance(message := scheduler.next_message(), Register):
             assert isinstance(message, ModelRunnerOutput)
             assert message.epoch == 1
         assert message.epoch == 1
         scheduler.assign(2)
-        while not isinstance(message := scheduler.listen(), Loaded):
+        while not isinstance(message := scheduler.next_message(), Loaded):
             assert isinstance(message, LoadProgress | ModelRunnerOutput)
             assert not isinstance(message, ModelRunnerOutput) or message.epoch == 1
         scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-        assert scheduler.listen() == Ready(2)
+        assert scheduler.next_message() == Ready(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
         scheduler.send(Shutdown())
         assert exit_status(process)[0] == 0

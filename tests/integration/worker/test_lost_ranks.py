@@ -1,4 +1,4 @@
-"""Ranks that lose one another, and what frees a worker that hangs (DESIGN 7; F1, F2, F5)."""
+"""Lost ranks, and what ends the wait of a rank that hangs in a collective (docs/membership.md)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,34 +18,34 @@ from protocol.membership import (
     Shard,
     Shutdown,
 )
-from services.worker.results import EXIT_STUCK
+from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
-from tests.integration.worker.scripted import HANG, ScriptedScheduler, exit_status, worker_process
-from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, Plans, alone, prompt, tokens
+from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process
+from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
 
 
-class Pair:
-    """Two ranks that share each layer, each with a scripted scheduler of its own: what one hears the other may not."""
+class RankPair:
+    """Two tensor-parallel ranks, each with a scripted scheduler of its own, so that each gets messages of its own."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.schedulers, self.processes = [], []
         for name in ("0", "1"):
             (directory / name).mkdir()
-            self.schedulers.append(ScriptedScheduler(f"ipc://{directory}/{name}/w"))
+            self.schedulers.append(ScriptedWorkerServer(f"ipc://{directory}/{name}/w"))
             stack.callback(self.schedulers[-1].close)
             self.processes.append(stack.enter_context(worker_process(directory / name)))
 
     def load(self, epoch: int) -> None:
-        """From registration to Loaded."""
+        """Take both ranks from registration to Loaded."""
         registers = [next_of(scheduler, Register) for scheduler in self.schedulers]
         for rank, scheduler in enumerate(self.schedulers):
-            meet = registers[0].rendezvous
-            scheduler.send(Assignment(epoch, rank, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, meet))
+            rendezvous = registers[0].rendezvous
+            scheduler.send(Assignment(epoch, rank, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, rendezvous))
         for scheduler in self.schedulers:
             assert next_of(scheduler, Loaded).epoch == epoch
 
     def serve(self, epoch: int) -> None:
-        """From registration to Ready."""
+        """Take both ranks from registration to Ready."""
         self.load(epoch)
         for scheduler in self.schedulers:
             scheduler.send(InitializeCache(BLOCKS, CONTEXT))
@@ -53,8 +53,8 @@ class Pair:
             assert next_of(scheduler, Ready).epoch == epoch
 
     def answers(self, epoch: int, steps: int) -> list[int]:
-        """Tokens of one request, as the first rank reports them."""
-        plans = Plans()
+        """Return the tokens of one request, which the first rank reports."""
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         for _ in range(steps):
             step = msgspec.structs.replace(plans.step(request), epoch=epoch)
@@ -70,27 +70,27 @@ class Pair:
             assert exit_status(process)[0] == 0
 
 
-def next_of(scheduler: ScriptedScheduler, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
-    """The next message of this kind; only progress, and complaints of an epoch before, may come first."""
-    while not isinstance(message := scheduler.listen(), kind):
+def next_of(scheduler: ScriptedWorkerServer, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
+    """Return the next message of this kind; only progress and lost ranks may be reported before."""
+    while not isinstance(message := scheduler.next_message(), kind):
         assert isinstance(message, LoadProgress | RankLost), message
     return message
 
 
 def one_step(epoch: int) -> msgspec.Struct:
-    plans = Plans()
+    plans = PlanBuilder()
     return msgspec.structs.replace(plans.step(plans.admit(prompt(1, 6))), epoch=epoch)
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(tmp_path: Path) -> Iterator[RankPair]:
     with ExitStack() as stack:
-        yield Pair(tmp_path, stack)
+        yield RankPair(tmp_path, stack)
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
-    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w")
+def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
+    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
     yield scheduler
     scheduler.close()
 
@@ -98,12 +98,12 @@ def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
 # -- in a group --------------------------------------------------------------------------------------------------
 
 
-def test_rank_that_loses_its_partner_in_a_step_says_so_and_serves_on_alone(pair: Pair) -> None:
+def test_a_rank_that_loses_its_partner_in_a_step_reports_it_and_serves_alone(pair: RankPair) -> None:
     pair.serve(1)
     survivor = pair.schedulers[0]
-    survivor.send(one_step(1))  # waits for its partner, who does not get it
+    survivor.send(one_step(1))  # it waits for its partner, which does not get the step
     pair.processes[1].kill()
-    lost = survivor.listen()
+    lost = survivor.next_message()
     assert isinstance(lost, RankLost)
     assert lost.epoch == 1
     survivor.send(one_step(1))
@@ -113,8 +113,8 @@ def test_rank_that_loses_its_partner_in_a_step_says_so_and_serves_on_alone(pair:
     survivor.assign(2)
     assert next_of(survivor, Loaded).epoch == 2
     survivor.send(InitializeCache(BLOCKS, CONTEXT))
-    assert survivor.listen() == Ready(2)
-    plans = Plans()
+    assert survivor.next_message() == Ready(2)
+    plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
     survivor.send(*(msgspec.structs.replace(plans.step(request), epoch=2) for _ in range(3)))
     assert [tokens(r)[request.slot] for r in survivor.results(3)] == alone(prompt(1, 6), GREEDY, 3)
@@ -122,14 +122,14 @@ def test_rank_that_loses_its_partner_in_a_step_says_so_and_serves_on_alone(pair:
     assert exit_status(pair.processes[0])[0] == 0
 
 
-def test_rank_that_loses_its_partner_in_the_canary_step_is_well(pair: Pair) -> None:
-    """It could serve: this is no LoadFailed."""
+def test_a_rank_that_loses_its_partner_in_the_canary_step_is_healthy(pair: RankPair) -> None:
+    """It reports lost ranks and not that its model cannot be served."""
     pair.load(1)
     survivor = pair.schedulers[0]
     survivor.send(InitializeCache(BLOCKS, CONTEXT))
     survivor.wait_heartbeat()
     pair.processes[1].kill()
-    lost = survivor.listen()
+    lost = survivor.next_message()
     assert isinstance(lost, RankLost)
     assert lost.epoch == 1
     survivor.end(1)
@@ -138,8 +138,8 @@ def test_rank_that_loses_its_partner_in_the_canary_step_is_well(pair: Pair) -> N
     assert exit_status(pair.processes[0])[0] == 0
 
 
-def test_end_of_the_epoch_frees_a_rank_whose_partner_never_takes_the_step(pair: Pair) -> None:
-    """F5: both are alive, and the first hangs in a collective. The same two processes form the next group."""
+def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_without_the_step(pair: RankPair) -> None:
+    """Both are alive, and the first hangs in a collective. The same two processes form the next group."""
     pair.serve(1)
     first, second = pair.schedulers
     first.send(one_step(1))
@@ -151,8 +151,8 @@ def test_end_of_the_epoch_frees_a_rank_whose_partner_never_takes_the_step(pair: 
     pair.leave()
 
 
-def test_scheduler_that_goes_frees_a_rank_that_hangs(pair: Pair) -> None:
-    """Nobody is left who could end its epoch, and its partner stays."""
+def test_the_loss_of_the_scheduler_ends_the_wait_of_a_rank_that_hangs(pair: RankPair) -> None:
+    """Without a scheduler its epoch cannot be ended; its partner stays."""
     pair.serve(1)
     first, _ = pair.schedulers
     first.send(one_step(1))
@@ -164,8 +164,8 @@ def test_scheduler_that_goes_frees_a_rank_that_hangs(pair: Pair) -> None:
     assert pair.processes[1].poll() is None
 
 
-def test_ranks_report_the_step_that_each_has_finished(pair: Pair) -> None:
-    """Only the output rank has results to send; the other's progress shows in its heartbeats."""
+def test_heartbeats_report_the_last_step_of_each_rank(pair: RankPair) -> None:
+    """Only the output rank sends results; the heartbeats of the other one show its progress."""
     pair.serve(1)
     pair.answers(1, 3)
     for rank, scheduler in enumerate(pair.schedulers):
@@ -178,8 +178,8 @@ def test_ranks_report_the_step_that_each_has_finished(pair: Pair) -> None:
 # -- one worker --------------------------------------------------------------------------------------------------
 
 
-def test_worker_that_nothing_can_free_does_not_outlive_its_scheduler(
-    scheduler: ScriptedScheduler, tmp_path: Path
+def test_a_worker_with_a_stuck_step_exits_when_its_scheduler_is_gone(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
     with worker_process(tmp_path, before=HANG) as process:
         scheduler.serve()
@@ -192,10 +192,10 @@ def test_worker_that_nothing_can_free_does_not_outlive_its_scheduler(
 
 
 @pytest.mark.parametrize("serving", [False, True])
-def test_worker_that_is_refused_after_it_registered_says_why(
-    scheduler: ScriptedScheduler, tmp_path: Path, serving: bool
+def test_a_worker_that_is_refused_after_it_registered_logs_the_reason(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, serving: bool
 ) -> None:
-    """F18: what the scheduler names stands in the log, and the exit status says that it was refused."""
+    """The log has the reason, and the exit status is that of a refused worker."""
     with worker_process(tmp_path) as process:
         if serving:
             scheduler.serve()
@@ -208,14 +208,14 @@ def test_worker_that_is_refused_after_it_registered_says_why(
         assert "Traceback" not in log
 
 
-def test_spare_waits_and_then_serves(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """Its heart beats without an epoch; one that is ended before it ever got a place makes it register again."""
+def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """It sends heartbeats of epoch 0. The end of any epoch makes it register again: the scheduler has dropped it."""
     with worker_process(tmp_path) as process:
         scheduler.registered()
         assert scheduler.wait_heartbeat().epoch == 0
-        scheduler.end(4)  # its silence was too long, says the scheduler, and has forgotten it
+        scheduler.end(4)  # the scheduler has dropped it after a heartbeat timeout
         scheduler.serve(5)
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(msgspec.structs.replace(plans.step(request), epoch=5))
         (result,) = scheduler.results(1)

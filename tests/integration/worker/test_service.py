@@ -1,4 +1,4 @@
-"""The worker's service on real ipc sockets: what it says, in which order, and how it leaves (3(e)5, 3(e)6)."""
+"""The worker's service on real ipc sockets: its messages, their order, and how it leaves."""
 
 import signal
 import threading
@@ -22,26 +22,26 @@ from protocol.membership import (
     Register,
     Shutdown,
 )
-from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
+from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
-from services.worker.results import RESULTS_KEPT
+from services.worker.result_sender import RESULTS_KEPT
 from services.worker.service import EXIT_FAULT, Worker
 from tests.integration.worker.scripted import (
     EPOCH,
     PATIENCE,
     SIM,
-    ScriptedScheduler,
+    ScriptedWorkerServer,
     exit_status,
     worker_process,
 )
 from tests.unit.worker.fake_device import FakeDevice
-from tests.unit.worker.plans import GREEDY, VOCAB, Plans, alone, prompt, sampled, tokens
+from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, sampled, tokens
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedScheduler]:
-    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w")
+def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
+    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
     yield scheduler
     scheduler.close()
 
@@ -51,8 +51,8 @@ def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
 
 
 def in_order(times: StepTimes) -> bool:
-    """Whether every moment was measured and none comes before the one it follows."""
-    stages = (
+    """Return True if every moment was measured and is not earlier than the one before."""
+    moments = (
         times.received,
         times.prepared,
         times.forward_began,
@@ -60,19 +60,19 @@ def in_order(times: StepTimes) -> bool:
         times.sampled,
         times.sent,
     )
-    return 0 < stages[0] and all(before <= after for before, after in pairwise(stages))
+    return 0 < moments[0] and all(before <= after for before, after in pairwise(moments))
 
 
 # -- serving -----------------------------------------------------------------------------------------------------
 
 
-def test_from_registration_to_orderly_end(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """The canary ran, and the first real answer is right (3(e)5); steps sent ahead are answered in order (S3-2)."""
+def test_from_registration_to_orderly_end(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """The canary ran, and the first real token is right; results of queued steps leave in step order."""
     with worker_process(tmp_path) as process:
         loaded = scheduler.serve()
         assert (loaded.simulated, loaded.vocab_size) == (True, VOCAB)
-        assert any(isinstance(message, LoadProgress) for message in scheduler.heard)
-        plans = Plans()
+        assert any(isinstance(message, LoadProgress) for message in scheduler.received)
+        plans = PlanBuilder()
         a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 9), sampled(4))
         scheduler.send(*(plans.step(a, b) for _ in range(5)))
         results = scheduler.results(5)
@@ -87,10 +87,10 @@ def test_from_registration_to_orderly_end(scheduler: ScriptedScheduler, tmp_path
         assert "leaving: enough" in text
 
 
-def test_prompts_are_not_logged(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_prompts_are_not_logged(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit([91, 92, 93, 94])
         scheduler.send(plans.step(request))
         scheduler.results(1)
@@ -100,13 +100,12 @@ def test_prompts_are_not_logged(scheduler: ScriptedScheduler, tmp_path: Path) ->
         assert len(text.splitlines()) < 10
 
 
-def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """Nothing is queued between these steps, so the device idles from the end of one to the start of the next; the
-    times a result carries say how long. On a busy machine a plan may be there before the worker waits for it: then it
-    did not wait."""
+def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """No step is queued between these, so the device is idle from the end of one to the start of the next; a result
+    carries this time. On a busy machine a plan may arrive before the worker waits for it; then the time is 0."""
     with worker_process(tmp_path, sim_step_ms=20.0):
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         results: list[ModelRunnerOutput] = []
         while not any(result.times.idle for result in results):
@@ -116,10 +115,10 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedScheduler, tmp_path: Pat
             assert 0 <= after.times.idle <= after.times.forward_began - before.times.sampled
 
 
-def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_queued_steps_leave_no_idle_time(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path, sim_step_ms=1000.0):
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(*(plans.step(request) for _ in range(3)))
         results = scheduler.results(3)
@@ -127,23 +126,25 @@ def test_queued_steps_leave_no_idle_time(scheduler: ScriptedScheduler, tmp_path:
         assert [r.times.forward_began for r in results[1:]] == [r.times.sampled for r in results[:-1]]
 
 
-def test_heartbeats_leave_although_a_step_takes_long(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path, sim_step_ms=60_000.0, sim_prefill_token_us=0.0) as process:
         scheduler.registered()
         scheduler.assign()
-        while not isinstance(scheduler.listen(), LoadProgress):
+        while not isinstance(scheduler.next_message(), LoadProgress):
             pass
-        scheduler.listen()
+        scheduler.next_message()
         scheduler.send(InitializeCache(16, 64))  # its canary step takes a minute
         first, second = scheduler.wait_heartbeat(), scheduler.wait_heartbeat()
         assert first == second == Heartbeat(EPOCH, 0)
         process.kill()
 
 
-def test_a_repeated_step_gets_its_cached_result(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_the_kept_result_of_a_repeated_step_is_sent_again(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
     with worker_process(tmp_path):
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         steps = [plans.step(request) for _ in range(3)]
         scheduler.send(*steps, steps[1], plans.step(request))
@@ -152,26 +153,31 @@ def test_a_repeated_step_gets_its_cached_result(scheduler: ScriptedScheduler, tm
         assert step_ids([first, third, fourth]) == [1, 3, 4]
 
 
-def test_a_step_from_long_ago_is_a_fault(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_a_repeated_step_without_a_kept_result_is_a_fault(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         steps = [plans.step(request) for _ in range(RESULTS_KEPT + 1)]
         scheduler.send(*steps, steps[0])
         fault = scheduler.results(RESULTS_KEPT + 2)[-1]
         assert isinstance(fault, StepFault)
-        assert fault.error == "step 1 is asked for again, but only the last 16 results are kept"
+        assert fault.error == "step 1 was sent again, but only the last 16 results are kept"
         assert exit_status(process)[0] == EXIT_FAULT
 
 
-def test_other_epochs_and_bad_frames_cost_nothing(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_messages_of_other_epochs_and_bad_frames_are_ignored(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         plan = plans.step(request)
-        scheduler.send(msgspec.structs.replace(plan, epoch=EPOCH + 1), GrammarOutput(EPOCH + 1, 1, b"", b""))
+        other = msgspec.structs.replace(plan, epoch=EPOCH + 1)
+        scheduler.send(other, grammar_output(other, []))
         scheduler.send_raw(b"\xc1 no message")
         scheduler.send_raw(b"")
         scheduler.send(InitializeCache(16, 64), plan)
@@ -181,51 +187,51 @@ def test_other_epochs_and_bad_frames_cost_nothing(scheduler: ScriptedScheduler, 
         status, text = exit_status(process)
         assert status == 0
         assert text.count("bad message from the scheduler") == 3
-        assert "InitializeCache has no place while SERVING" in text
+        assert "InitializeCache is not allowed while SERVING" in text
 
 
-def test_sampling_waits_for_the_grammar(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_sampling_waits_for_the_grammar(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path):
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         words = -(-VOCAB // 32)
         only_five = pack([1 << 5] + [0] * (words - 1))
         plan = plans.step(request, grammar=True)
         scheduler.send(plan)
-        scheduler.wait_heartbeat()  # time goes by, but no result comes
-        assert not any(isinstance(message, ModelRunnerOutput) for message in scheduler.heard)
-        scheduler.send(GrammarOutput(EPOCH, 1, pack([request.slot]), only_five), plans.step(request))
+        scheduler.wait_heartbeat()  # time passes without a result
+        assert not any(isinstance(message, ModelRunnerOutput) for message in scheduler.received)
+        scheduler.send(grammar_output(plan, [request.slot], only_five), plans.step(request))
         first, second = scheduler.results(2)
         assert tokens(first) == {request.slot: 5}
         assert second.step_id == 2
 
 
-# -- faults: the right error, in the right step's place, and nothing after it ----------------------------------------
+# -- faults: each is reported in the place of its step's result, and nothing after it ------------------------------
 
 
-def _wrong_generation(plans: Plans) -> list[msgspec.Struct]:
+def _wrong_generation(plans: PlanBuilder) -> list[msgspec.Struct]:
     """Execute fails on the host."""
     request = plans.admit(prompt(1, 6))
     good, bad = plans.step(request), plans.step(request)
     return [good, msgspec.structs.replace(bad, generations=pack([7])), plans.step(request)]
 
 
-def _short_bitmask(plans: Plans) -> list[msgspec.Struct]:
+def _short_bitmask(plans: PlanBuilder) -> list[msgspec.Struct]:
     """Sampling fails on the host."""
     request = plans.admit(prompt(1, 6))
     good, bad = plans.step(request), plans.step(request, grammar=True)
-    return [good, bad, GrammarOutput(EPOCH, 2, pack([request.slot]), pack([1])), plans.step(request)]
+    return [good, bad, grammar_output(bad, [request.slot], pack([1])), plans.step(request)]
 
 
-def _token_outside_the_vocabulary(plans: Plans) -> list[msgspec.Struct]:
-    """The device fails; the output thread learns of it."""
+def _token_outside_the_vocabulary(plans: PlanBuilder) -> list[msgspec.Struct]:
+    """The device fails; the output thread gets its error."""
     request = plans.admit(prompt(1, 6))
     good = plans.step(request)
     return [good, plans.step(request, plans.admit([VOCAB])), plans.step(request)]
 
 
-def _gap(plans: Plans) -> list[msgspec.Struct]:
+def _gap(plans: PlanBuilder) -> list[msgspec.Struct]:
     request = plans.admit(prompt(1, 6))
     good = plans.step(request)
     plans.step_id += 1
@@ -236,16 +242,18 @@ def _gap(plans: Plans) -> list[msgspec.Struct]:
 @pytest.mark.parametrize(
     ("script", "step_id", "text"),
     [
-        (_wrong_generation, 2, "PlanError: slot 0: row of generation 7, the slot has 1"),
+        (_wrong_generation, 2, "PlanError: slot 0: row of generation 7, but the slot has 1"),
         (_short_bitmask, 2, "ProtocolError: the grammar of step 2 has "),
         (_token_outside_the_vocabulary, 2, f"OracleError: slot 1 position 0: token {VOCAB} is not among"),
         (_gap, 3, "step 3 arrived, but step 2 is next"),
     ],
 )  # fmt: skip
-def test_a_failed_step(scheduler: ScriptedScheduler, tmp_path: Path, script, step_id: int, text: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_failed_step(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, script, step_id: int, text: str
+) -> None:  # type: ignore[no-untyped-def]
     with worker_process(tmp_path) as process:
         scheduler.serve()
-        scheduler.send_while_there(*script(Plans()))
+        scheduler.send_while_there(*script(PlanBuilder()))
         good, fault = scheduler.results(2)
         assert isinstance(good, ModelRunnerOutput)
         assert isinstance(fault, StepFault)
@@ -254,11 +262,11 @@ def test_a_failed_step(scheduler: ScriptedScheduler, tmp_path: Path, script, ste
         status, log = exit_status(process)
         assert status == EXIT_FAULT
         assert fault.error in log
-        assert scheduler.heard[-1] is fault
+        assert scheduler.received[-1] is fault
 
 
-def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """The output thread's own failure, on a FAKE device: the step before is answered, the one after is not."""
+def test_a_failed_copy(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """The output thread fails, on a FAKE device: the step before has a result, the one after has none."""
     device = FakeDevice()
     config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{tmp_path}/w"})
     worker = Worker(config, SimRunner(config, lambda: device, full_check=True))
@@ -267,7 +275,7 @@ def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None
     thread.start()
     try:
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(plans.step(request))
         scheduler.results(1)
@@ -279,7 +287,7 @@ def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None
         scheduler.send_while_there(Shutdown())
         thread.join(PATIENCE)
     assert status == [EXIT_FAULT]
-    assert scheduler.heard[-1] is fault
+    assert scheduler.received[-1] is fault
     assert not device.violations
 
 
@@ -287,7 +295,7 @@ def test_a_copy_that_fails(scheduler: ScriptedScheduler, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(scheduler: ScriptedScheduler, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path, number: int) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
         process.send_signal(number)
@@ -297,10 +305,8 @@ def test_a_signal_ends_it_cleanly(scheduler: ScriptedScheduler, tmp_path: Path, 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_signal_in_the_middle_of_a_finaliser_is_not_forgotten(
-    scheduler: ScriptedScheduler, tmp_path: Path
-) -> None:
-    """Python prints an exception that a finaliser raises, and goes on."""
+def test_a_signal_during_a_finaliser_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """Python prints an exception that a finaliser raises, and continues."""
 
     class Finalising(SimRunner):
         def release(self, slots: NDArray[np.int32]) -> None:
@@ -323,20 +329,22 @@ def test_a_signal_in_the_middle_of_a_finaliser_is_not_forgotten(
         thread.join(PATIENCE)
 
 
-def test_steps_in_flight_are_answered_before_it_leaves(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_results_of_steps_in_flight_are_sent_before_the_worker_leaves(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
     with worker_process(tmp_path, sim_step_ms=100.0) as process:
         scheduler.serve()
-        plans = Plans()
+        plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(plans.step(request), plans.step(request), Shutdown())
         assert step_ids(scheduler.results(2)) == [1, 2]
         assert exit_status(process)[0] == 0
 
 
-def test_worker_leaves_in_order_however_late_it_reads_the_goodbye(
-    scheduler: ScriptedScheduler, tmp_path: Path
+def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
-    """The scheduler is gone, and this worker's heart would beat, long before it reads so."""
+    """The scheduler is gone long before the worker reads the shutdown, and before its next heartbeat."""
     with worker_process(tmp_path) as process:
         scheduler.serve()
         process.send_signal(signal.SIGSTOP)
@@ -347,7 +355,7 @@ def test_worker_leaves_in_order_however_late_it_reads_the_goodbye(
         assert "leaving: the script ends" in log
 
 
-def test_a_lost_scheduler_ends_it(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+def test_a_lost_scheduler_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     with worker_process(tmp_path) as process:
         scheduler.serve()
         scheduler.close()
@@ -356,13 +364,12 @@ def test_a_lost_scheduler_ends_it(scheduler: ScriptedScheduler, tmp_path: Path) 
         assert "the scheduler is lost" in text
 
 
-def test_a_refused_worker_says_why(tmp_path: Path) -> None:
-    scheduler = ScriptedScheduler(f"ipc://{tmp_path}/w", roles=("frontend",))
+def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:
+    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w", roles=("frontend",))
     try:
         with worker_process(tmp_path) as process:
             while process.poll() is None:
-                scheduler._server.socket.poll(50)
-                assert scheduler._server.receive() is None
+                scheduler.wait_refused()
             status, text = exit_status(process)
             assert status == 4
             assert "a 'worker' may not connect here" in text
@@ -377,18 +384,18 @@ def test_a_refused_worker_says_why(tmp_path: Path) -> None:
         ({"kv_cache_memory_bytes": 1}, "1 bytes hold no KV block; one takes 32"),
         (
             {"host_ip": "192.0.2.1"},
-            "--host-ip 192.0.2.1: ranks cannot meet this one there: Cannot assign requested",
+            "--host-ip 192.0.2.1: cannot listen on this address: Cannot assign requested",
         ),
     ],
 )
 def test_a_model_that_cannot_be_served(
-    scheduler: ScriptedScheduler, tmp_path: Path, values, text: str
+    scheduler: ScriptedWorkerServer, tmp_path: Path, values, text: str
 ) -> None:  # type: ignore[no-untyped-def]
     with worker_process(tmp_path, **values) as process:
-        failed = scheduler.listen()
+        failed = scheduler.next_message()
         if isinstance(failed, Register):
             scheduler.assign()
-            failed = scheduler.listen()
+            failed = scheduler.next_message()
         assert isinstance(failed, LoadFailed)
         assert text in failed.error
         assert "\n" not in failed.error
@@ -397,15 +404,15 @@ def test_a_model_that_cannot_be_served(
         assert "Traceback" not in log
 
 
-def test_a_cache_that_cannot_be_allocated(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    """Whatever fails before Ready is one line to the scheduler."""
+def test_a_cache_that_cannot_be_allocated(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """Every failure before Ready is one line to the scheduler."""
     with worker_process(tmp_path) as process:
         scheduler.registered()
         scheduler.assign()
-        while isinstance(scheduler.listen(), LoadProgress):
+        while isinstance(scheduler.next_message(), LoadProgress):
             pass
         scheduler.send(InitializeCache(2**31 - 1, 64))
-        while isinstance(failed := scheduler.listen(), Ready | LoadProgress):
+        while isinstance(failed := scheduler.next_message(), Ready | LoadProgress):
             pass
         assert isinstance(failed, LoadFailed)
         assert exit_status(process)[0] == 3

@@ -1,12 +1,12 @@
-"""A FAKE asynchronous device: threads of its own, copies that end late, and an eye on what they read (S3).
+"""A FAKE asynchronous device: threads of its own, late copies, and checks of the memory that copies read.
 
-Two streams, each in order: compute (copies from the host and work) and copies to the host. A gate holds each stream
-until the test opens it, so tests say what has happened instead of hoping for it. A host buffer that changes while a
-copy from it is pending, or device memory that changes while a copy to the host is pending, is a *violation*, and the
-copy takes the changed data, as real hardware would. What is copied to the host is poison until the copy has ended.
+Two streams run in order: compute (copies from the host, and work) and copies to the host. A gate holds each stream
+until the test opens it, so a test controls what has happened. A host buffer that changes while a copy from it is
+pending, or device memory that changes while a copy to the host is pending, is a *violation*; the copy takes the changed
+data, as real hardware would. An array that is copied to the host contains poison until the copy has ended.
 
-An *amplifier* of races makes copies late and overwrites each host buffer as soon as it was copied: whoever reads it
-after that, or instead of a copy of his own, is not lucky any more.
+An *amplifier* makes races visible: it delays copies and overwrites each host buffer as soon as it was copied, so that
+code which reads the buffer afterwards, or instead of a copy, gets wrong data.
 """
 
 import queue
@@ -43,8 +43,8 @@ class FakeEvent:
             raise self.error
 
 
-class Stream:
-    """Runs what is put in, in order, while its gate is open. After an error nothing runs any more."""
+class FakeStream:
+    """Runs its work in order while its gate is open. After an error it runs nothing more."""
 
     def __init__(self, name: str) -> None:
         self.gate = threading.Event()
@@ -77,23 +77,23 @@ class Stream:
 
 
 class FakeDevice:
-    """A `Device` of the simulator. `compute` and `results` are its streams; `amplifier` draws how late a copy is."""
+    """A `Device` with the streams `compute` and `results`. `amplifier` draws the delay of each copy."""
 
     def __init__(self, amplifier: Random | None = None) -> None:
         self._amplifier = amplifier
-        self.compute, self.results = Stream("fake-compute"), Stream("fake-results")
+        self.compute, self.results = FakeStream("fake-compute"), FakeStream("fake-results")
         self.violations: list[str] = []
         self.log: list[tuple[str, int]] = []
-        """("launch", n) by the host and ("complete", n) by the device, n counted from 0 in order of launch."""
+        """("launch", n) of the host and ("complete", n) of the device; n counts launches from 0."""
         self._launched = 0
         self.failing_copy: Exception | None = None
-        """Raised by the next copy to the host."""
+        """The error of the next copy to the host."""
 
     def copy_in(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         before = source.copy()
 
         def copy() -> None:
-            self._dawdle()
+            self._delay()
             if not np.array_equal(before, source):
                 self.violations.append("a host buffer was rewritten while a copy from it was pending")
             np.copyto(target, source)
@@ -102,7 +102,7 @@ class FakeDevice:
 
         self.compute.put(copy)
 
-    def _dawdle(self) -> None:
+    def _delay(self) -> None:
         if self._amplifier is not None and self._amplifier.random() < 0.1:
             time.sleep(self._amplifier.random() * 1e-3)
 
@@ -127,16 +127,16 @@ class FakeDevice:
         computed = np.empty_like(source)
         failing, self.failing_copy = self.failing_copy, None
 
-        def note() -> None:
+        def remember() -> None:
             computed[:] = source
 
-        ready = self.compute.put(note)
+        ready = self.compute.put(remember)
 
         def copy() -> None:
             ready.synchronize()
             if failing is not None:
                 raise failing
-            self._dawdle()
+            self._delay()
             if not np.array_equal(computed, source):
                 self.violations.append("device memory was reused while a copy of it was pending")
             np.copyto(target, source)

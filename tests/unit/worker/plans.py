@@ -1,4 +1,4 @@
-"""The scheduler's side of a step in a few lines: requests, blocks and plans for a runner under test."""
+"""Requests, blocks and plans for a runner under test: the scheduler's side of a step."""
 
 from dataclasses import dataclass, field
 
@@ -8,9 +8,10 @@ from protocol.codec import pack, unpack
 from protocol.membership import Assignment, InitializeCache, Speculation
 from protocol.rows import ResultRows, StepRows
 from protocol.sampling import Pooling, SamplingParams
-from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput
+from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
+from services.worker.runner import Output
 
 BLOCK, SLOTS, BLOCKS, CONTEXT, VOCAB = 4, 8, 256, 128, 97
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -25,13 +26,19 @@ def sim_runner(
     step_ms: float = 0.0,
     speculation: Speculation | None = None,
     flags: dict[str, object] | None = None,
+    max_num_batched_tokens: int = 512,
     **options: object,
 ) -> SimRunner:
-    """A loaded runner of the sizes above that takes `step_ms` for any step; `flags` are of its configuration."""
+    """Return a loaded runner of the sizes above whose steps take `step_ms`.
+
+    Args:
+        flags: settings of its configuration.
+        options: further arguments of `SimRunner`.
+    """
     given = {"sim_vocab_size": VOCAB, "sim_step_ms": step_ms, "sim_prefill_token_us": 0} | (flags or {})
     config = WorkerConfig(backend="sim", **given)  # type: ignore[arg-type]
     runner = SimRunner(config, **{"full_check": True, **options})  # type: ignore[arg-type]
-    assignment = Assignment(1, 0, 1, BLOCK, SLOTS, 512, CONTEXT, speculation=speculation)
+    assignment = Assignment(1, 0, 1, BLOCK, SLOTS, max_num_batched_tokens, CONTEXT, speculation=speculation)
     loaded = runner.load(assignment, lambda *_: None)
     assert loaded.simulated
     assert loaded.vocab_size == VOCAB
@@ -40,9 +47,8 @@ def sim_runner(
 
 
 @dataclass
-class Request:
-    """What the scheduler knows: `known` counts the tokens confirmed or promised, `start` the positions planned; both as
-    if every draft in flight were accepted."""
+class SlotRequest:
+    """A request as the scheduler sees it. `known` and `start` count every draft in flight as accepted."""
 
     slot: int
     generation: int
@@ -50,12 +56,14 @@ class Request:
     params: SamplingParams
     blocks: list[int]
     start: int = 0
+    """Positions planned."""
     known: int = 0
+    """Tokens confirmed or promised."""
     outputs: list[int] = field(default_factory=list)
     pooling: Pooling = Pooling.NONE
     num_prompt: int = 0
     placeholders: int = 0
-    """Drafts that its last row is asked for."""
+    """Drafts that its last row is to propose."""
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)
@@ -67,40 +75,47 @@ class Request:
         return self.known - self.start
 
     def settle(self, planned: int, tokens: list[int]) -> None:
-        """The tokens of a row with so many planned drafts have come; those that were rejected count for nothing."""
+        """Apply the tokens of a row with `planned` drafts: lower both counts by the rejected drafts."""
         rejected = planned + 1 - len(tokens)
         self.start -= rejected
         self.known -= rejected
         self.outputs += tokens
 
 
-class Plans:
-    """Builds correct plans; tests that need a wrong one change the request or the plan."""
+class PlanBuilder:
+    """Builds correct plans. A test that needs a wrong plan changes the request or the plan."""
 
     def __init__(self) -> None:
         self._free_blocks = list(range(BLOCKS - 1, 0, -1))
         self._free_slots = list(range(SLOTS))
         self._generations = [0] * SLOTS
-        self._entering: list[Request] = []
+        self._entering: list[SlotRequest] = []
         self._released: list[int] = []
-        """Whose last row was in the step before, and proposed drafts."""
         self.step_id = 0
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
 
     def admit(
         self,
         prompt: list[int],
         params: SamplingParams = GREEDY,
         hit: int = 0,
-        share: Request | None = None,
+        share: SlotRequest | None = None,
         pooling: Pooling = Pooling.NONE,
         num_prompt: int = 0,
-    ) -> Request:
-        """A request that enters with the next plan; the first `hit` positions are the KV of `share`. Tokens behind the
-        first `num_prompt` are outputs (0: none is)."""
+    ) -> SlotRequest:
+        """Return a request that enters with the next plan.
+
+        Args:
+            hit: number of first positions that are a prefix hit on the blocks of `share`.
+            num_prompt: tokens behind the first `num_prompt` are outputs; 0: none is.
+        """
         slot = self._free_slots.pop(0)
         self._generations[slot] += 1
         blocks = share.blocks[: hit // BLOCK] if share else []
-        request = Request(
+        request = SlotRequest(
             slot,
             self._generations[slot],
             prompt,
@@ -114,12 +129,19 @@ class Plans:
         self._entering.append(request)
         return request
 
-    def leave(self, request: Request) -> None:
-        """Released with the next plan; the slot is the last one to be given away again."""
+    def release(self, request: SlotRequest, reuse_slot: bool = False) -> None:
+        """Release the slot with the next plan. It becomes the last free slot, or the first with `reuse_slot`."""
         self._released.append(request.slot)
-        self._free_slots.append(request.slot)
+        if reuse_slot:
+            self.free_slot_first(request.slot)
+        else:
+            self._free_slots.append(request.slot)
 
-    def _grow(self, request: Request, positions: int) -> list[int]:
+    def free_slot_first(self, slot: int) -> None:
+        """Make `slot` the next one to be assigned, without releasing it in a plan."""
+        self._free_slots.insert(0, slot)
+
+    def _grow(self, request: SlotRequest, positions: int) -> list[int]:
         fresh = []
         while len(request.blocks) * BLOCK < positions:
             fresh.append(self._free_blocks.pop())
@@ -127,10 +149,14 @@ class Plans:
         return fresh
 
     def step(
-        self, *rows: Request | tuple[Request, int], grammar: bool = False, propose: int = 0
+        self, *rows: SlotRequest | tuple[SlotRequest, int], grammar: bool = False, propose: int = 0
     ) -> SchedulerOutput:
-        """Rows in the order given; a request alone computes all it can, drafts included. `propose` drafts for each row
-        that samples; they wait for its next row."""
+        """Return a plan with rows in the given order.
+
+        Args:
+            rows: a request alone computes all that it can, drafts included; else (request, positions).
+            propose: drafts that each sampling row proposes for its next row.
+        """
         self.step_id += 1
         entering, self._entering = self._entering, []
         new = [
@@ -161,19 +187,41 @@ class Plans:
         )  # fmt: skip
 
 
+def grammar_output(
+    plan: SchedulerOutput, slots: list[int], bitmask: bytes = b"", counts: list[int] | None = None
+) -> GrammarOutput:
+    """Return the grammar bitmasks of a plan.
+
+    Args:
+        bitmask: int32[masks, words] of all slots.
+        counts: masks of each slot; None: one each.
+    """
+    packed = b"" if counts is None else pack(counts)
+    return GrammarOutput(plan.epoch, plan.step_id, pack(slots), memoryview(bitmask), packed)
+
+
 def run(runner: SimRunner, plan: SchedulerOutput) -> dict[int, int]:
-    """One step, synchronously: the token of each sampled slot."""
+    """Run one step synchronously. Return the token of each sampled slot."""
     runner.execute_model(plan)
     return tokens(runner.sample_tokens(None).get())
 
 
-def tokens(result: ModelRunnerOutput) -> dict[int, int]:
+def result_of(output: Output) -> ModelRunnerOutput:
+    """Return the result of a step on the output rank."""
+    result = output.get()
+    assert isinstance(result, ModelRunnerOutput)
+    return result
+
+
+def tokens(result: ModelRunnerOutput | StepTimes) -> dict[int, int]:
+    """Return the token of each sampled slot; every row has one."""
+    assert isinstance(result, ModelRunnerOutput)
     assert unpack(result.counts).tolist() == [1] * (len(result.slots) // 4)
     return dict(zip(unpack(result.slots).tolist(), unpack(result.token_ids).tolist(), strict=True))
 
 
 def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
-    """The tokens of each sampled slot."""
+    """Return the tokens of each sampled slot."""
     rows, at, found = ResultRows.from_message(result), 0, {}
     for slot, count in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
         found[slot] = rows.token_ids[at : at + count].tolist()
@@ -182,14 +230,14 @@ def ragged(result: ModelRunnerOutput) -> dict[int, list[int]]:
 
 
 def planned_drafts(plan: SchedulerOutput) -> dict[int, int]:
-    """Of each slot that samples."""
+    """Return the planned drafts of each slot that samples."""
     rows = StepRows.from_message(plan)
     return dict(zip(rows.slots[rows.samples].tolist(), rows.drafts[rows.samples].tolist(), strict=True))
 
 
 def alone(prompt: list[int], params: SamplingParams, count: int) -> list[int]:
-    """What a request must produce in any company: one at a time, one step in flight."""
-    runner, plans = sim_runner(), Plans()
+    """Return the tokens that a request gets alone, one step in flight; it must get the same in any batch."""
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit(prompt, params)
     outputs = [run(runner, plans.step(request))[request.slot] for _ in range(count)]
     runner.shutdown()

@@ -1,4 +1,4 @@
-"""The runner on a FAKE asynchronous device: invariants S3-1 to S3-8 and the acceptance tests of spec 3(e)."""
+"""The simulator's runner on a FAKE asynchronous device: the rules for workers (docs/invariants.md)."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -7,14 +7,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
-from services.worker.backends.sim import device as sim_device
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.oracle import OracleError
+from services.worker.backends.sim.device.columns import StepColumns
+from services.worker.backends.sim.device.simulated import SimDevice
+from services.worker.backends.sim.model.oracle import OracleError
+from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.batch.slots import Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, CopyEvent, HostRing
 from services.worker.runner import Output
@@ -23,25 +24,27 @@ from tests.unit.worker.plans import (
     BLOCK,
     GREEDY,
     VOCAB,
-    Plans,
-    Request,
+    PlanBuilder,
+    SlotRequest,
     alone,
+    grammar_output,
     prompt,
     run,
     sampled,
     sim_runner,
     tokens,
 )
+from tests.unit.worker.virtual_clock import VirtualClock
 
 
 class AsyncRunner:
     """A runner, its fake device, and plans for it."""
 
     def __init__(self) -> None:
-        self.device, self.plans = FakeDevice(), Plans()
+        self.device, self.plans = FakeDevice(), PlanBuilder()
         self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
 
-    def launch(self, *rows: Request | tuple[Request, int]) -> Output:
+    def launch(self, *rows: SlotRequest | tuple[SlotRequest, int]) -> StepOutput:
         self.runner.execute_model(self.plans.step(*rows))
         return self.runner.sample_tokens(None)
 
@@ -54,7 +57,7 @@ def host() -> Iterator[AsyncRunner]:
 
 
 def test_launching_never_waits_for_the_step_before(host: AsyncRunner) -> None:
-    """S3-3, 3(e)1: with the device standing still, as many steps are launched as can be in flight."""
+    """Launch without waiting: while the device is stopped, as many steps are launched as can be in flight."""
     request = host.plans.admit(prompt(1, 6))
     host.device.compute.gate.clear()
     outputs = [host.launch(request) for _ in range(MAX_STEPS_IN_FLIGHT)]
@@ -65,28 +68,12 @@ def test_launching_never_waits_for_the_step_before(host: AsyncRunner) -> None:
     assert not host.device.violations
 
 
-class Clock:
-    """A VIRTUAL clock in place of the simulated device's."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.mark.parametrize(("host_ms", "device_ms"), [(2.0, 5.0), (5.0, 2.0)])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_host_and_device_overlap(
-    monkeypatch: pytest.MonkeyPatch, host_ms: float, device_ms: float, depth: int
-) -> None:
-    """3(e)1: two steps in flight cost the longer of host and device, one costs the sum."""
-    clock, steps = Clock(), 20
-    monkeypatch.setattr(sim_device, "time", clock)
-    runner, plans = sim_runner(step_ms=device_ms), Plans()
+def test_host_and_device_overlap(host_ms: float, device_ms: float, depth: int) -> None:
+    """With two steps in flight a step costs the longer of host and device time, with one it costs the sum."""
+    clock, steps = VirtualClock(), 20
+    runner, plans = sim_runner(step_ms=device_ms, make_device=lambda: SimDevice(clock)), PlanBuilder()
     request = plans.admit(prompt(1, 6))
     in_flight: deque[Output] = deque()
     results = []
@@ -105,15 +92,13 @@ def test_host_and_device_overlap(
     assert max(gaps) == pytest.approx((host_ms if depth == 1 else max(0, host_ms - device_ms)) / 1e3)
 
 
-def test_a_result_does_not_see_what_later_plans_do(host: AsyncRunner) -> None:
-    """S3-1: the next plan releases the slot, gives it away, and reorders the rows, before the result is read."""
+def test_later_plans_do_not_change_a_result(host: AsyncRunner) -> None:
+    """Immutable result: before it is read, the next plan assigns its slot to another request and reorders the rows."""
     a, b = host.plans.admit(prompt(1, 6), sampled(3)), host.plans.admit(prompt(2, 7), sampled(4, top_k=3))
     host.device.compute.gate.clear()
     host.device.results.gate.clear()
     first = host.launch(a, b)
-    host.plans.leave(a)
-    host.plans._free_slots.remove(a.slot)
-    host.plans._free_slots.insert(0, a.slot)
+    host.plans.release(a, reuse_slot=True)
     c = host.plans.admit(prompt(3, 9), GREEDY)
     assert c.slot == a.slot
     second = host.launch(c, b)
@@ -127,15 +112,13 @@ def test_a_result_does_not_see_what_later_plans_do(host: AsyncRunner) -> None:
 
 
 def test_min_tokens_are_those_of_the_launch(host: AsyncRunner) -> None:
-    """S3-1: the ban that holds for a step is not the one of the slot's next owner."""
+    """Immutable result: a step uses the banned tokens of its own request, not those of the slot's next owner."""
     free = alone(prompt(1, 6), GREEDY, 1)[0]
     bound = SamplingParams(max_tokens=8, temperature=0.0, min_tokens=2, stop_token_ids=(free,))
     host.device.compute.gate.clear()
     a = host.plans.admit(prompt(1, 6), bound)
     first = host.launch(a)
-    host.plans.leave(a)
-    host.plans._free_slots.remove(a.slot)
-    host.plans._free_slots.insert(0, a.slot)
+    host.plans.release(a, reuse_slot=True)
     second = host.launch(host.plans.admit(prompt(1, 6), GREEDY))
     host.device.compute.gate.set()
     assert tokens(first.get())[a.slot] == alone(prompt(1, 6), bound, 1)[0] != free
@@ -143,20 +126,20 @@ def test_min_tokens_are_those_of_the_launch(host: AsyncRunner) -> None:
 
 
 def test_results_come_in_the_order_of_launch(host: AsyncRunner) -> None:
-    """S3-2"""
+    """Step order."""
     request = host.plans.admit(prompt(1, 6))
     outputs = [host.launch(request) for _ in range(5)]
     assert [output.get().step_id for output in outputs] == [1, 2, 3, 4, 5]
 
 
 def test_host_buffers_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
-    """S3-5, 3(e)2: copies are pending while the next steps are prepared, with other rows in other places."""
+    """Host-buffer rule: copies are pending while the next steps are prepared, with other rows in another order."""
     requests = [host.plans.admit(prompt(seed, 5 + seed), sampled(seed)) for seed in range(4)]
     host.device.compute.gate.clear()
     outputs = []
-    for turn in range(6):
-        order = requests[turn % 4 :] + requests[: turn % 4]
-        outputs.append(host.launch(*order[: 4 - turn % 2]))
+    for number in range(6):
+        order = requests[number % 4 :] + requests[: number % 4]
+        outputs.append(host.launch(*order[: 4 - number % 2]))
     host.device.compute.gate.set()
     results = [tokens(output.get()) for output in outputs]
     for seed, request in enumerate(requests):
@@ -165,20 +148,19 @@ def test_host_buffers_stay_until_their_copy_has_ended(host: AsyncRunner) -> None
     assert not host.device.violations
 
 
-class ForgetfulRing(HostRing):  # type: ignore[type-arg]
-    """One set of buffers, and no events: what S3-5 forbids."""
+class RingWithoutEvents(HostRing[StepColumns]):
+    """One set of buffers without events, against the host-buffer rule."""
 
-    def __init__(self, make) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(make, size=1)
+    def __init__(self, columns: StepColumns) -> None:
+        super().__init__(lambda: columns, size=1)
 
     def release(self, event: CopyEvent | None) -> None:
         super().release(None)
 
 
-def test_the_device_notices_a_rewritten_host_buffer(host: AsyncRunner) -> None:
-    """The proof that the test above can fail."""
-    staged = host.runner._ring.acquire()
-    host.runner._ring = ForgetfulRing(lambda: staged)
+def test_a_rewritten_host_buffer_is_noticed(host: AsyncRunner) -> None:
+    """The test above fails on a ring without events."""
+    host.runner.epoch.ring = RingWithoutEvents(host.runner.epoch.ring.acquire())
     a, b = host.plans.admit(prompt(1, 6)), host.plans.admit(prompt(2, 9))
     host.device.compute.gate.clear()
     first = host.launch(a, b)
@@ -192,12 +174,12 @@ def test_the_device_notices_a_rewritten_host_buffer(host: AsyncRunner) -> None:
 
 
 def test_sampled_ids_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
-    """S3-8: copies to the host are held back while later steps sample."""
+    """Result memory: copies to the host are held back while later steps sample."""
     requests = [host.plans.admit(prompt(seed, 6)) for seed in range(3)]
     host.device.results.gate.clear()
     outputs = [host.launch(*requests) for _ in range(4)]
     host.device.compute.put(lambda: None).synchronize()  # all four steps have sampled
-    assert all((output.sampled.token_ids == POISON).all() for output in outputs)  # type: ignore[attr-defined]
+    assert all((output.sampled.token_ids == POISON).all() for output in outputs if output.sampled)
     host.device.results.gate.set()
     results = [tokens(output.get()) for output in outputs]
     for seed, request in enumerate(requests):
@@ -206,7 +188,7 @@ def test_sampled_ids_stay_until_their_copy_has_ended(host: AsyncRunner) -> None:
 
 
 def test_sampling_rows_yield_one_token_and_others_none(host: AsyncRunner) -> None:
-    """S3-6"""
+    """Samples bit."""
     a, b = host.plans.admit(prompt(1, 3 * BLOCK)), host.plans.admit(prompt(2, 5))
     outputs = [
         host.launch((a, BLOCK), b),
@@ -218,32 +200,32 @@ def test_sampling_rows_yield_one_token_and_others_none(host: AsyncRunner) -> Non
 
 
 def test_an_unknown_token_is_never_an_index(host: AsyncRunner) -> None:
-    """S3-7: feedback that is lost raises, in the step that needs it, instead of reading another token's row."""
+    """Valid ids: lost feedback raises in the step that needs it."""
     request = host.plans.admit(prompt(1, 6))
     first = host.launch(request)
     first.get()
-    host.runner._oracle._history[request.slot, request.start] = 0
+    host.runner.epoch.oracle.history[request.slot, request.start] = 0
     with pytest.raises(OracleError, match="before it was sampled"):
         host.launch(request).get()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, MAX_STEPS_IN_FLIGHT])
 def test_rows_that_join_leave_skip_and_reorder_get_their_own_feedback(host: AsyncRunner, depth: int) -> None:
-    """3(e)3, 3(e)7: a random batch in every step, results read late; each request answers as if it were alone."""
+    """Slot history: random batches, results read late; each request gets the tokens that it gets alone."""
     rng = np.random.default_rng(depth)
-    running: dict[int, Request] = {}
+    running: dict[int, SlotRequest] = {}
     prompts: dict[int, tuple[list[int], SamplingParams]] = {}
     got: dict[int, list[int]] = {}
     in_flight: deque[tuple[Output, dict[int, int]]] = deque()
     for step in range(80):
-        if len(running) < 5 and rng.random() < 0.4 and host.plans._free_slots:
+        if len(running) < 5 and rng.random() < 0.4 and host.plans.has_free_slot:
             params = sampled(step) if rng.random() < 0.5 else GREEDY
             prompts[step] = (prompt(step, int(rng.integers(1, 14))), params)
             running[step], got[step] = host.plans.admit(*prompts[step]), []
         done = [n for n, r in running.items() if r.known - len(prompts[n][0]) >= 9]
         for n in done:
-            if not any(running[n].slot in rows for _, rows in in_flight):  # the fence (spec 0.7)
-                host.plans.leave(running.pop(n))
+            if not any(running[n].slot in rows for _, rows in in_flight):  # the fence
+                host.plans.release(running.pop(n))
         candidates = [n for n in running if n not in done]
         chosen = [int(n) for n in rng.permutation(candidates)[: rng.integers(0, 5)]]
         if chosen:
@@ -261,19 +243,19 @@ def test_rows_that_join_leave_skip_and_reorder_get_their_own_feedback(host: Asyn
 
 
 def test_a_canary_changes_no_answer(host: AsyncRunner) -> None:
-    """3(e)5, S3-4: after a warm-up step through both calls, nothing is pending and the first answer is right."""
+    """Single pending state: after a step through both calls, nothing is pending and the first answer is right."""
     warm_up = host.plans.admit([0])
     host.launch(warm_up).get()
     host.runner.release(np.array([warm_up.slot], np.int32))
     with pytest.raises(RuntimeError, match="no step was executed"):
         host.runner.sample_tokens(None)
-    host.plans._free_slots.insert(0, warm_up.slot)
+    host.plans.free_slot_first(warm_up.slot)
     request = host.plans.admit(prompt(1, 6))
     assert tokens(host.launch(request).get()) == {warm_up.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
 
 
 def test_a_warm_up_that_only_executes_is_noticed(host: AsyncRunner) -> None:
-    """S3-4: the pending state raises instead of leaking into the next step."""
+    """Single pending state: the next step raises."""
     request = host.plans.admit(prompt(1, 6))
     host.runner.execute_model(host.plans.step(request))
     with pytest.raises(RuntimeError, match="never sampled"):
@@ -281,7 +263,7 @@ def test_a_warm_up_that_only_executes_is_noticed(host: AsyncRunner) -> None:
 
 
 def test_a_forward_pass_that_fails_on_the_device_is_that_steps_error(host: AsyncRunner) -> None:
-    """3(e)6: launched steps before it are untouched, those after it are void."""
+    """Steps launched before it are not affected; steps after it fail as well."""
     a = host.plans.admit(prompt(1, 6))
     host.device.compute.gate.clear()
     first = host.launch(a)
@@ -295,7 +277,6 @@ def test_a_forward_pass_that_fails_on_the_device_is_that_steps_error(host: Async
 
 
 def test_a_copy_that_fails_is_that_steps_error(host: AsyncRunner) -> None:
-    """3(e)6"""
     a = host.plans.admit(prompt(1, 6))
     first = host.launch(a)
     host.device.failing_copy = OSError("the copy failed")
@@ -306,13 +287,13 @@ def test_a_copy_that_fails_is_that_steps_error(host: AsyncRunner) -> None:
 
 
 def test_a_grammar_is_applied_to_its_own_rows(host: AsyncRunner) -> None:
-    """Two rows, one constrained to a single token; the bitmask names slots, in whatever order."""
+    """Two rows, of which the second is constrained to a single token."""
     a, b = host.plans.admit(prompt(1, 6)), host.plans.admit(prompt(2, 6))
     mask = np.zeros(-(-VOCAB // 32), np.int32)
     mask[1] = 1 << 9
     plan = host.plans.step(a, b, grammar=True)
     host.runner.execute_model(plan)
-    output = host.runner.sample_tokens(GrammarOutput(1, plan.step_id, pack([b.slot]), mask.tobytes()))
+    output = host.runner.sample_tokens(grammar_output(plan, [b.slot], mask.tobytes()))
     assert tokens(output.get()) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0], b.slot: 41}
 
 
@@ -320,11 +301,11 @@ def test_a_foreign_grammar_is_refused(host: AsyncRunner) -> None:
     plan = host.plans.step(host.plans.admit(prompt(1, 6)), grammar=True)
     host.runner.execute_model(plan)
     with pytest.raises(RuntimeError, match="step 1 needs its own grammar"):
-        host.runner.sample_tokens(GrammarOutput(1, 9, b"", b""))
+        host.runner.sample_tokens(GrammarOutput(1, 9, b"", memoryview(b"")))
 
 
 def test_the_simulated_device_answers_as_the_fake_one(host: AsyncRunner) -> None:
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     a, b = plans.admit(prompt(1, 6), sampled(5)), host.plans.admit(prompt(1, 6), sampled(5))
     for _ in range(5):
         assert run(runner, plans.step(a)) == tokens(host.launch(b).get())

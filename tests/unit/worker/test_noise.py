@@ -1,4 +1,4 @@
-"""The noise contract: fixed bits, a fair spread, and one of everything else independent."""
+"""The noise contract: fixed bits, the right distribution, and independence of everything else."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ FIRST_BITS = [838934107, 3814150781, 487022261]
 
 
 def _reference(seed: int, position: int, purpose: int, token: int) -> int:
-    """The contract of the module's docstring in plain Python integers."""
+    """Compute the contract of the module's docstring with plain Python integers."""
     mask = 0xFFFFFFFF
 
     def mix(x: int) -> int:
@@ -43,7 +43,7 @@ def test_the_bits_are_those_of_the_contract(purpose: Purpose) -> None:
 
 
 def test_the_bits_never_change() -> None:
-    """A seed that a client noted down must mean the same in the next release."""
+    """A seed must give the same tokens in the next release."""
     got = bits(*keys(np.array([42], np.uint64), np.array([17]), Purpose.SAMPLE), np.arange(3))
     assert got[0].tolist() == [_reference(42, 17, 0, token) for token in range(3)] == FIRST_BITS
 
@@ -66,7 +66,7 @@ def test_argmax_samples_the_softmax(seeds: np.ndarray, positions: np.ndarray) ->
     chosen = (np.log(probabilities).astype(np.float32) + gumbel(seeds, positions, np.arange(5))).argmax(1)
     counts = np.bincount(chosen, minlength=5)
     chi2 = ((counts - N * probabilities) ** 2 / (N * probabilities)).sum()
-    assert chi2 < 23.5  # 4 degrees of freedom, p = 0.0001; the input is fixed, so this never flickers
+    assert chi2 < 23.5  # 4 degrees of freedom, p = 0.0001; the input is fixed, so the result is too
 
 
 def test_purposes_and_neighbours_are_uncorrelated() -> None:
@@ -78,7 +78,7 @@ def test_purposes_and_neighbours_are_uncorrelated() -> None:
     assert np.abs(correlation).max() < 0.03
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     seeds, positions = np.arange(9, dtype=np.uint64), np.arange(9)
     together = gumbel(seeds, positions, np.arange(101))
     for i in range(9):

@@ -1,4 +1,4 @@
-"""The simulator catches what it claims to catch: every kind of fault is made once, and raises."""
+"""The oracle notices faults: each kind of fault is made once, and raises."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from services.worker.backends.sim.oracle import OracleError
-from services.worker.batch.slots import PlanError
+from services.worker.backends.sim.model.oracle import Oracle, OracleError
+from services.worker.batch.slots import I32, PlanError
 from tests.unit.worker.plans import (
     BLOCK,
     BLOCKS,
@@ -16,7 +16,7 @@ from tests.unit.worker.plans import (
     GREEDY,
     SLOTS,
     VOCAB,
-    Plans,
+    PlanBuilder,
     alone,
     prompt,
     run,
@@ -25,36 +25,40 @@ from tests.unit.worker.plans import (
 )
 
 
-class Running:
+class DecodingRequests:
     """Two requests that have decoded some tokens."""
 
     def __init__(self, full_check: bool = True) -> None:
-        self.runner, self.plans = sim_runner(full_check=full_check), Plans()
+        self.runner, self.plans = sim_runner(full_check=full_check), PlanBuilder()
         self.a = self.plans.admit(prompt(1, 13))
         self.b = self.plans.admit(prompt(2, 10))
         for _ in range(3):
             run(self.runner, self.plans.step(self.a, self.b))
 
     @property
-    def oracle(self):  # type: ignore[no-untyped-def]
-        return self.runner._oracle
+    def oracle(self) -> Oracle:
+        return self.runner.epoch.oracle
+
+    @property
+    def block_table(self) -> I32:
+        return self.runner.epoch.table.block_table
 
     def step(self) -> dict[int, int]:
         return run(self.runner, self.plans.step(self.a, self.b))
 
 
 @pytest.fixture
-def running() -> Running:
-    return Running()
+def running() -> DecodingRequests:
+    return DecodingRequests()
 
 
-# -- what is right passes ----------------------------------------------------------------------------------------
+# -- correct plans -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", [GREEDY, sampled(7), sampled(8, top_k=5, top_p=0.9, min_p=0.01)])
-def test_company_order_and_chunks_change_no_answer(params) -> None:  # type: ignore[no-untyped-def]
+def test_batch_order_and_chunks_change_no_token(params) -> None:  # type: ignore[no-untyped-def]
     expected = {seed: alone(prompt(seed, 9 + seed), params, 8) for seed in range(4)}
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     requests = {seed: plans.admit(prompt(seed, 9 + seed), params) for seed in range(4)}
     outputs: dict[int, list[int]] = {seed: [] for seed in range(4)}
     rng = np.random.default_rng(0)
@@ -71,38 +75,39 @@ def test_company_order_and_chunks_change_no_answer(params) -> None:  # type: ign
 
 
 def test_equal_prompts_of_one_step_share_blocks() -> None:
-    runner, plans = sim_runner(), Plans()
+    """Write before read."""
+    runner, plans = sim_runner(), PlanBuilder()
     first = plans.admit(prompt(3, 14))
     second = plans.admit(prompt(3, 14), hit=12, share=first)
     got = run(runner, plans.step(second, first))  # the reader stands before the writer
     assert got[first.slot] == got[second.slot] == alone(prompt(3, 14), GREEDY, 1)[0]
 
 
-def test_a_later_request_reads_the_prefix_that_an_earlier_one_left() -> None:
-    runner, plans = sim_runner(), Plans()
+def test_a_later_request_hits_the_prefix_of_an_earlier_one() -> None:
+    runner, plans = sim_runner(), PlanBuilder()
     first = plans.admit(prompt(3, 14))
     run(runner, plans.step(first))
-    plans.leave(first)
+    plans.release(first)
     second = plans.admit([*prompt(3, 12), 5, 6, 7], hit=12, share=first)
     assert run(runner, plans.step(second))[second.slot] == alone([*prompt(3, 12), 5, 6, 7], GREEDY, 1)[0]
 
 
-def test_resumed_with_its_outputs_a_request_goes_on_as_if_nothing_was() -> None:
+def test_a_request_that_is_resumed_with_its_outputs_gets_the_same_tokens() -> None:
     expected = alone(prompt(4, 11), sampled(9), 9)
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit(prompt(4, 11), sampled(9))
     before = [run(runner, plans.step(request))[request.slot] for _ in range(4)]
-    plans.leave(request)
+    plans.release(request)
     resumed = plans.admit(prompt(4, 11) + before, sampled(9))
     after = [run(runner, plans.step(resumed))[resumed.slot] for _ in range(5)]
     assert before + after == expected
 
 
-# -- what is wrong raises ----------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_block_in_the_table(running: Running) -> None:
-    running.runner._table.block_table[running.a.slot, 1] = running.b.blocks[1]
+def test_a_wrong_block_in_the_table(running: DecodingRequests) -> None:
+    running.block_table[running.a.slot, 1] = running.b.blocks[1]
     with pytest.raises(
         OracleError, match=rf"slot {running.a.slot} position 4 block {running.b.blocks[1]}: expected"
     ):
@@ -110,38 +115,38 @@ def test_a_wrong_block_in_the_table(running: Running) -> None:
 
 
 def test_a_wrong_block_is_found_in_turn_without_the_full_check() -> None:
-    running = Running(full_check=False)
-    running.runner._table.block_table[running.a.slot, 0] = running.b.blocks[0]
+    running = DecodingRequests(full_check=False)
+    running.block_table[running.a.slot, 0] = running.b.blocks[0]
     with pytest.raises(OracleError, match=rf"slot {running.a.slot} position 3 block {running.b.blocks[0]}"):
         [running.step() for _ in range(8)]
 
 
-def test_swapped_rows(running: Running) -> None:
-    table = running.runner._table.block_table
+def test_swapped_rows(running: DecodingRequests) -> None:
+    table = running.block_table
     table[[running.a.slot, running.b.slot]] = table[[running.b.slot, running.a.slot]]
     with pytest.raises(OracleError, match="expected"):
         running.step()
 
 
-def test_swapped_feedback(running: Running) -> None:
-    """The tokens of two slots change places between sampling and the next step: the answers are others."""
-    history, slots = running.oracle._history, [running.a.slot, running.b.slot]
+def test_swapped_feedback(running: DecodingRequests) -> None:
+    """The tokens of two slots are swapped between sampling and the next step: the next tokens are others."""
+    history, slots = running.oracle.history, [running.a.slot, running.b.slot]
     at = [running.a.start, running.b.start]
     history[slots, at] = history[slots[::-1], at[::-1]]
-    right = Running()
-    assert running.step() != right.step()
+    undisturbed = DecodingRequests()
+    assert running.step() != undisturbed.step()
 
 
-def test_a_token_that_was_not_sampled_yet(running: Running) -> None:
-    running.oracle._history[running.a.slot, running.a.start] = 0
+def test_a_token_that_was_not_sampled_yet(running: DecodingRequests) -> None:
+    running.oracle.history[running.a.slot, running.a.start] = 0
     with pytest.raises(
         OracleError, match=rf"slot {running.a.slot}: a token is computed before it was sampled"
     ):
         running.step()
 
 
-def test_a_stale_prefix(running: Running) -> None:
-    """A prefix hit on blocks whose tokens are others."""
+def test_a_stale_prefix(running: DecodingRequests) -> None:
+    """A prefix hit on blocks of other tokens."""
     late = running.plans.admit(prompt(5, 13), hit=8, share=running.a)
     with pytest.raises(
         OracleError, match=rf"slot {late.slot} position 7 block {running.a.blocks[1]}: expected"
@@ -149,7 +154,7 @@ def test_a_stale_prefix(running: Running) -> None:
         run(running.runner, running.plans.step(late))
 
 
-def test_a_prefix_that_was_never_written(running: Running) -> None:
+def test_a_prefix_that_was_never_written(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(5, 13), hit=4)
     with pytest.raises(
         OracleError, match=rf"slot {late.slot} position \d+ block {late.blocks[0]}.*never written"
@@ -157,7 +162,7 @@ def test_a_prefix_that_was_never_written(running: Running) -> None:
         run(running.runner, running.plans.step(late))
 
 
-def test_a_missing_write(running: Running) -> None:
+def test_a_missing_write(running: DecodingRequests) -> None:
     position = running.a.start - 1
     block = running.a.blocks[position // BLOCK]
     running.oracle.kv[block * BLOCK + position % BLOCK] = 0
@@ -165,7 +170,7 @@ def test_a_missing_write(running: Running) -> None:
         running.step()
 
 
-def test_a_block_that_was_given_away_too_early(running: Running) -> None:
+def test_a_block_that_is_assigned_again_too_early(running: DecodingRequests) -> None:
     thief = running.plans.admit(prompt(6, 4))
     thief.blocks[0] = running.a.blocks[0]
     run(running.runner, running.plans.step(thief))
@@ -174,7 +179,7 @@ def test_a_block_that_was_given_away_too_early(running: Running) -> None:
 
 
 def test_two_slots_that_write_one_block_in_one_step() -> None:
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     first, second = plans.admit(prompt(1, 4)), plans.admit(prompt(1, 4))
     second.blocks = list(first.blocks)
     with pytest.raises(OracleError, match=rf"slots 0 and 1 both write block {first.blocks[0]} in one step"):
@@ -182,14 +187,14 @@ def test_two_slots_that_write_one_block_in_one_step() -> None:
 
 
 def test_a_token_outside_the_vocabulary() -> None:
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit([1, VOCAB])
     with pytest.raises(OracleError, match=f"slot 0 position 1: token {VOCAB} is not among the {VOCAB}"):
         run(runner, plans.step(request))
 
 
-def test_an_error_stays_with_the_device(running: Running) -> None:
-    """As on a real device, nothing after a failed step is valid."""
+def test_an_error_stays_with_the_device(running: DecodingRequests) -> None:
+    """As on a real device, every step after a failed one fails."""
     running.oracle.kv[:] = 0
     with pytest.raises(OracleError):
         running.step()
@@ -197,8 +202,8 @@ def test_an_error_stays_with_the_device(running: Running) -> None:
         running.step()
 
 
-def _row(column: str, change: int) -> Callable[[Running], None]:
-    def make(running: Running) -> None:
+def _row(column: str, change: int) -> Callable[[DecodingRequests], None]:
+    def make(running: DecodingRequests) -> None:
         plan = running.plans.step(running.a, running.b)
         values = unpack(getattr(plan, column)).copy()
         values[0] += change
@@ -207,46 +212,46 @@ def _row(column: str, change: int) -> Callable[[Running], None]:
     return make
 
 
-def _samples(running: Running) -> None:
+def _samples(running: DecodingRequests) -> None:
     plan = running.plans.step(running.a, running.b)
     run(running.runner, msgspec.structs.replace(plan, samples=b"\0\1"))
 
 
-def _block(slot: int, block: int) -> Callable[[Running], None]:
-    def make(running: Running) -> None:
+def _block(slot: int, block: int) -> Callable[[DecodingRequests], None]:
+    def make(running: DecodingRequests) -> None:
         plan = running.plans.step(running.a, running.b)
         run(running.runner, msgspec.structs.replace(plan, block_slots=pack([slot]), block_ids=pack([block])))
 
     return make
 
 
-def _two_rows(running: Running) -> None:
+def _two_rows(running: DecodingRequests) -> None:
     run(running.runner, running.plans.step(running.a, running.a))
 
 
-def _taken(running: Running) -> None:
-    running.plans._free_slots.insert(0, running.a.slot)
+def _taken(running: DecodingRequests) -> None:
+    running.plans.free_slot_first(running.a.slot)
     run(running.runner, running.plans.step(running.plans.admit([1, 2])))
 
 
-def _double_release(running: Running) -> None:
+def _double_release(running: DecodingRequests) -> None:
     running.runner.release(np.array([running.a.slot], np.int32))
     running.runner.release(np.array([running.a.slot], np.int32))
 
 
-def _after_release(running: Running) -> None:
-    running.plans.leave(running.a)
+def _after_release(running: DecodingRequests) -> None:
+    running.plans.release(running.a)
     running.step()
 
 
-def _short_table(running: Running) -> None:
+def _short_table(running: DecodingRequests) -> None:
     late = running.plans.admit(prompt(6, 2 * BLOCK + 1))
     plan = running.plans.step(late)
     entering = msgspec.structs.replace(plan.new[0], block_ids=pack(late.blocks[:2]))
     run(running.runner, msgspec.structs.replace(plan, new=[entering]))
 
 
-def _too_long(running: Running) -> None:
+def _too_long(running: DecodingRequests) -> None:
     running.plans.admit(prompt(6, CONTEXT + 1))
     run(running.runner, running.plans.step(running.a))
 
@@ -254,53 +259,53 @@ def _too_long(running: Running) -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (_row("generations", 1), "slot 0: row of generation 2, the slot has 1"),
-        (_row("slots", 5), "slot 5: row of generation 1, the slot has -1"),
-        (_row("slots", SLOTS), f"only 0 to {SLOTS - 1} exist"),
-        (_row("starts", 1), "slot 0: 1 positions from 16, but 15 are computed"),
-        (_row("starts", -1), "slot 0: 1 positions from 14, but 15 are computed"),
-        (_row("counts", 1), "slot 0: positions up to 17, but only 16 tokens are known"),
+        (_row("generations", 1), "slot 0: row of generation 2, but the slot has 1"),
+        (_row("slots", 5), "slot 5: row of generation 1, but the slot has -1"),
+        (_row("slots", SLOTS), f"only slots 0 to {SLOTS - 1} exist"),
+        (_row("starts", 1), "slot 0: a row of 1 positions starts at 16, but 15 are computed"),
+        (_row("starts", -1), "slot 0: a row of 1 positions starts at 14, but 15 are computed"),
+        (_row("counts", 1), "slot 0: a row ends at 17, but only 16 tokens are known"),
         (_samples, "slot 0: samples is False for a row that ends at 16 of 16 tokens"),
         (_block(0, BLOCKS), f"block {BLOCKS} does not exist"),
-        (_block(5, 9), "slot 5 gets block 9, but it is empty"),
-        (_two_rows, "a slot stands in two rows"),
-        (_taken, "slot 0 is given to generation 2, but generation 1 has not left it"),
-        (_double_release, "slot 0 is released, but nobody has it"),
-        (_after_release, "slot 0: row of generation 1, the slot has -1"),
-        (_short_table, "slot 2: ends at 9, but its blocks hold 8"),
-        (_too_long, f"slot 2: {CONTEXT + 1} tokens, the context holds 1 to {CONTEXT}"),
+        (_block(5, 9), "block 9 is appended to slot 5, which is empty"),
+        (_two_rows, "a slot has two rows in one step"),
+        (_taken, "slot 0 is assigned to generation 2, but generation 1 was not released"),
+        (_double_release, "slot 0 is released, but it is empty"),
+        (_after_release, "slot 0: row of generation 1, but the slot has -1"),
+        (_short_table, "slot 2: a row ends at 9, but its blocks hold 8 positions"),
+        (_too_long, f"slot 2: {CONTEXT + 1} tokens, but the context holds 1 to {CONTEXT}"),
     ],
 )
 def test_a_plan_that_contradicts_the_batch(
-    running: Running, fault: Callable[[Running], None], text: str
+    running: DecodingRequests, fault: Callable[[DecodingRequests], None], text: str
 ) -> None:
     with pytest.raises(PlanError, match=text):
         fault(running)
 
 
-# -- the seam ----------------------------------------------------------------------------------------------------
+# -- the two calls of a step ------------------------------------------------------------------------------------
 
 
-def test_a_step_that_was_never_sampled_is_not_overwritten(running: Running) -> None:
+def test_a_step_that_was_never_sampled_is_not_overwritten(running: DecodingRequests) -> None:
     running.runner.execute_model(running.plans.step(running.a))
     with pytest.raises(RuntimeError, match="step 4 was executed but never sampled"):
         running.runner.execute_model(running.plans.step(running.b))
 
 
-def test_nothing_to_sample(running: Running) -> None:
+def test_nothing_to_sample(running: DecodingRequests) -> None:
     with pytest.raises(RuntimeError, match="no step was executed"):
         running.runner.sample_tokens(None)
 
 
 def test_a_partial_prefill_returns_no_row() -> None:
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     a, b = plans.admit(prompt(1, 12)), plans.admit(prompt(2, 5))
     assert set(run(runner, plans.step((a, 7), b))) == {b.slot}
     assert set(run(runner, plans.step(a, b))) == {a.slot, b.slot}
 
 
 def test_min_tokens_keeps_a_text_from_ending() -> None:
-    """The top token is forbidden as long as the text is short."""
+    """The model's top token is forbidden while the text is short."""
     free = alone(prompt(1, 6), GREEDY, 6)
     params = msgspec.structs.replace(GREEDY, min_tokens=3, stop_token_ids=(free[0],))
     bound = alone(prompt(1, 6), params, 6)

@@ -1,4 +1,4 @@
-"""A backend whose packages are not installed is refused by name, before anybody is asked for work."""
+"""A backend whose packages are not installed is refused by name before the worker registers."""
 
 import importlib.util
 import logging
@@ -10,7 +10,7 @@ from services.worker.service import EXIT_MODEL, run
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_vllm_that_is_not_installed_ends_the_worker_for_good(
+def test_a_missing_vllm_ends_the_worker(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda number, handler: None)

@@ -1,10 +1,10 @@
-"""Where ranks meet: an address that the others can reach, and a socket that waits there."""
+"""The rendezvous of ranks: an address that the others can reach, and a socket that listens there."""
 
 import socket
 
 import pytest
 
-from services.worker.distributed.rendezvous import facing, listen, local_address
+from services.worker.distributed.rendezvous import address_facing, listen, local_address
 
 
 @pytest.mark.parametrize(
@@ -15,16 +15,16 @@ from services.worker.distributed.rendezvous import facing, listen, local_address
         ("tcp://127.8.9.10:5555", "127.0.0.1"),
     ],
 )
-def test_worker_is_met_where_it_faces_the_scheduler(endpoint: str, host: str) -> None:
-    """A scheduler on this machine is faced from loopback, under whichever of its names; nothing else is open."""
-    assert facing(endpoint) == host
+def test_a_worker_listens_on_the_route_to_the_scheduler(endpoint: str, host: str) -> None:
+    """The route to a scheduler on this machine is loopback, under each of the machine's names."""
+    assert address_facing(endpoint) == host
 
 
-def test_scheduler_may_be_given_by_name() -> None:
-    assert facing("tcp://localhost:5555") in ("127.0.0.1", "::1")
+def test_the_scheduler_may_be_given_by_name() -> None:
+    assert address_facing("tcp://localhost:5555") in ("127.0.0.1", "::1")
 
 
-def test_socket_listens_on_this_address_only() -> None:
+def test_the_socket_listens_on_this_address_only() -> None:
     with listen("127.0.0.1") as listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
@@ -37,8 +37,8 @@ def test_each_socket_has_a_port_of_its_own() -> None:
         assert first.getsockname() != second.getsockname()
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="this machine speaks no IPv6")
-def test_addresses_of_the_newer_protocol() -> None:
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_ipv6_addresses() -> None:
     try:
         listener = listen("::1")
     except OSError:
@@ -46,4 +46,4 @@ def test_addresses_of_the_newer_protocol() -> None:
     with listener:
         assert listener.family is socket.AF_INET6
         assert local_address("::1") == "::1"
-        assert facing("tcp://[::1]:5555") == "::1"
+        assert address_facing("tcp://[::1]:5555") == "::1"

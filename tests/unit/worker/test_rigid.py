@@ -1,44 +1,46 @@
-"""The rigid device of `sim`: the shapes it works out itself, what it refuses, and how far it says it came (spec 5)."""
+"""The rigid device of the simulator: its padded shapes, the plans that it refuses, and the progress that it reports."""
 
 import numpy as np
 import pytest
 
 from protocol.codec import unpack
-from protocol.membership import Assignment, InitializeCache
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.backends.sim.cost import CostModel
-from services.worker.backends.sim.rigid import DUMMY, Reach, Rigid, as_scheduled
+from services.worker.backends.sim.device.rigid import DUMMY, ChunkEnd, RigidShapes, planned_end
 from services.worker.batch.slots import PlanError, SlotTable
-from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, VOCAB, Plans, alone, prompt, tokens
+from tests.unit.worker.plans import (
+    BLOCK,
+    BLOCKS,
+    CONTEXT,
+    GREEDY,
+    SLOTS,
+    PlanBuilder,
+    alone,
+    prompt,
+    result_of,
+    sim_runner,
+    tokens,
+)
 
 CHUNK = 8
 
 
-def runner(reach: Reach = as_scheduled, **config: object) -> SimRunner:
-    """Blocks of 4 tokens, chunks of 8."""
-    values: dict[str, object] = {
-        "sim_vocab_size": VOCAB,
-        "sim_step_ms": 0,
-        "sim_prefill_token_us": 0,
-        **config,
-    }
-    made = SimRunner(
-        WorkerConfig(backend="sim", sim_rigid=True, **values),  # type: ignore[arg-type]
-        full_check=True,
-        reach=reach,
-    )
-    made.load(Assignment(1, 0, 1, BLOCK, SLOTS, CHUNK, CONTEXT), lambda *_: None)
-    made.init_kv_cache(InitializeCache(BLOCKS, CONTEXT))
-    return made
+def runner(chunk_end: ChunkEnd = planned_end) -> SimRunner:
+    """Return a rigid runner with blocks of 4 tokens and chunks of 8."""
+    return sim_runner(flags={"sim_rigid": True}, max_num_batched_tokens=CHUNK, chunk_end=chunk_end)
+
+
+def chunk_ends(*ends: int) -> ChunkEnd:
+    """Return where the first chunks end; later ones end as planned."""
+    first = iter(ends)
+    return lambda _slot, _start, end, _most: next(first, end)
 
 
 def step(device: SimRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
     device.execute_model(plan)
-    result = device.sample_tokens(None).get()
-    assert result is not None
-    return result
+    return result_of(device.sample_tokens(None))
 
 
 def progress(result: ModelRunnerOutput) -> list[tuple[int, int]]:
@@ -46,8 +48,8 @@ def progress(result: ModelRunnerOutput) -> list[tuple[int, int]]:
     return list(zip(slots, frontiers, strict=True))
 
 
-def test_chunks_then_decodes_answer_as_any_device_does() -> None:
-    device, plans = runner(), Plans()
+def test_chunks_and_decodes_give_the_tokens_of_any_device() -> None:
+    device, plans = runner(), PlanBuilder()
     request = plans.admit(prompt(1, 10))
     assert progress(step(device, plans.step((request, 4)))) == [(request.slot, 4)]
     last = step(device, plans.step((request, 6)))
@@ -61,8 +63,8 @@ def test_chunks_then_decodes_answer_as_any_device_does() -> None:
     device.shutdown()
 
 
-def test_a_step_that_mixes_phases_is_refused() -> None:
-    device, plans = runner(), Plans()
+def test_a_step_that_mixes_prefill_and_decode_is_refused() -> None:
+    device, plans = runner(), PlanBuilder()
     first = plans.admit(prompt(1, 3))
     step(device, plans.step(first))
     second = plans.admit(prompt(2, 3))
@@ -72,7 +74,7 @@ def test_a_step_that_mixes_phases_is_refused() -> None:
 
 
 def test_two_prefills_in_a_step_are_refused() -> None:
-    device, plans = runner(), Plans()
+    device, plans = runner(), PlanBuilder()
     requests = plans.admit(prompt(1, 3)), plans.admit(prompt(2, 3))
     with pytest.raises(PlanError, match="has 2 prefills"):
         device.execute_model(plans.step(*requests))
@@ -90,7 +92,7 @@ def test_two_prefills_in_a_step_are_refused() -> None:
 def test_chunks_that_are_not_windows_of_the_padded_prompt_are_refused(
     length: int, chunks: list[int], text: str
 ) -> None:
-    device, plans = runner(), Plans()
+    device, plans = runner(), PlanBuilder()
     request = plans.admit(prompt(1, length))
     for count in chunks[:-1]:
         step(device, plans.step((request, count)))
@@ -100,7 +102,7 @@ def test_chunks_that_are_not_windows_of_the_padded_prompt_are_refused(
 
 
 def test_a_prefix_hit_that_ends_inside_a_window_is_refused() -> None:
-    device, plans = runner(), Plans()
+    device, plans = runner(), PlanBuilder()
     first = plans.admit(prompt(1, 13))
     step(device, plans.step((first, 8)))
     step(device, plans.step(first))
@@ -112,54 +114,54 @@ def test_a_prefix_hit_that_ends_inside_a_window_is_refused() -> None:
 
 def shapes(
     lengths: list[int], max_volume: int = 0, context: int = CONTEXT
-) -> tuple[Rigid, SchedulerOutput, SlotTable]:
-    """A device on which prompts of so many tokens were prefilled, and the step that decodes all of them."""
+) -> tuple[RigidShapes, SchedulerOutput, SlotTable]:
+    """Return shapes after prompts of these lengths were prefilled, and the step that decodes all of them."""
     table = SlotTable(SLOTS, BLOCK, BLOCKS, context)
-    rigid, plans = Rigid(table, 64, max_volume), Plans()
+    rigid, plans = RigidShapes(table, 64, max_volume), PlanBuilder()
     requests = []
     for i, length in enumerate(lengths):
         requests.append(plans.admit(prompt(i, length)))
         plan = plans.step(requests[-1])
-        rigid.shape(plan, table.apply(plan))
+        rigid.pad(plan, table.apply(plan))
     return rigid, plans.step(*requests), table
 
 
 def test_tables_of_a_decode_step_end_at_the_same_column() -> None:
     rigid, plan, table = shapes([4, 3, 11])
-    shape = rigid.shape(plan, table.apply(plan))
-    assert shape.tables is not None
-    assert (shape.tables == DUMMY).tolist() == [
+    padded = rigid.pad(plan, table.apply(plan))
+    assert padded.tables is not None
+    assert (padded.tables == DUMMY).tolist() == [
         [True, False, False],
         [True, True, False],
         [False, False, False],
     ]
-    for row, own in zip(shape.tables, (2, 1, 3), strict=True):
+    for row, own in zip(padded.tables, (2, 1, 3), strict=True):
         assert len(set(row[row != DUMMY].tolist())) == own
-    assert shape.tkv == 12  # 4 + 5, 8 + 4 and 12: the second and third are the longest
-    assert shape.padded.ends.tolist() == [12, 12, 12]
+    assert padded.tkv == 12  # 4 + 5, 8 + 4 and 12: the second and third rows are the longest
+    assert padded.padded.ends.tolist() == [12, 12, 12]
 
 
 def test_a_rectangle_beyond_the_volume_or_the_context_is_refused() -> None:
     rigid, plan, table = shapes([4, 3, 11], max_volume=36)
-    assert rigid.shape(plan, table.apply(plan)).tkv == 12
+    assert rigid.pad(plan, table.apply(plan)).tkv == 12
     rigid, plan, table = shapes([4, 3, 11], max_volume=35)
     with pytest.raises(PlanError, match="3 rows of 12 tokens, more than 35"):
-        rigid.shape(plan, table.apply(plan))
+        rigid.pad(plan, table.apply(plan))
     rigid, plan, table = shapes(
         [8, 3], context=10
-    )  # the shorter one ends its block: 12 positions with padding
+    )  # the shorter row ends its block: 12 positions with padding
     with pytest.raises(PlanError, match="12 tokens long, the context is 10"):
-        rigid.shape(plan, table.apply(plan))
+        rigid.pad(plan, table.apply(plan))
 
 
 def test_a_step_takes_the_time_of_its_padded_shape() -> None:
     """A chunk of one token costs a whole window; decodes cost the rectangle."""
     config = WorkerConfig(sim_step_ms=0, sim_prefill_token_us=1, sim_decode_us=1000, sim_context_token_ns=1)
-    cost, table, plans = CostModel(config), SlotTable(SLOTS, BLOCK, BLOCKS, CONTEXT), Plans()
-    rigid = Rigid(table, CHUNK, 0)
+    cost, table, plans = CostModel(config), SlotTable(SLOTS, BLOCK, BLOCKS, CONTEXT), PlanBuilder()
+    rigid = RigidShapes(table, CHUNK, 0)
 
     def seconds(plan: SchedulerOutput) -> float:
-        padded = rigid.shape(plan, table.apply(plan)).padded
+        padded = rigid.pad(plan, table.apply(plan)).padded
         return cost.step(padded, table.num_prompt[padded.slots])
 
     short, long = plans.admit(prompt(1, 1)), plans.admit(prompt(2, 7))
@@ -169,19 +171,17 @@ def test_a_step_takes_the_time_of_its_padded_shape() -> None:
     assert seconds(plans.step(short, long)) == pytest.approx(2e-3 + 2 * 8e-9)
 
 
-def test_a_chunk_that_comes_short_voids_what_was_planned_behind_it() -> None:
-    """Rule 15 on the worker's side: void rows compute nothing, and the next generation goes on from the frontier."""
-    cuts = iter([4])
-    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+def test_rows_planned_behind_a_short_chunk_are_void() -> None:
+    """Rollback on the worker: void rows compute nothing, and the next generation continues at the frontier."""
+    device, plans = runner(chunk_ends(4)), PlanBuilder()
     request = plans.admit(prompt(1, 16))
     first, second = plans.step((request, 8)), plans.step(request)
     device.execute_model(first)
     one = device.sample_tokens(None)
     device.execute_model(second)
     two = device.sample_tokens(None)
-    assert progress(one.get()) == [(request.slot, 4)]  # type: ignore[arg-type]
-    void = two.get()
-    assert void is not None
+    assert progress(result_of(one)) == [(request.slot, 4)]
+    void = result_of(two)
     assert (unpack(void.slots).tolist(), unpack(void.counts).tolist()) == ([request.slot], [0])
     assert not void.token_ids
     assert not progress(void)
@@ -192,9 +192,8 @@ def test_a_chunk_that_comes_short_voids_what_was_planned_behind_it() -> None:
     device.shutdown()
 
 
-def test_a_last_chunk_that_comes_short_samples_nothing() -> None:
-    cuts = iter([2])
-    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+def test_a_short_last_chunk_samples_nothing() -> None:
+    device, plans = runner(chunk_ends(2)), PlanBuilder()
     request = plans.admit(prompt(1, 6))
     short = step(device, plans.step(request))
     assert (unpack(short.counts).tolist(), progress(short)) == ([0], [(request.slot, 2)])
@@ -204,14 +203,13 @@ def test_a_last_chunk_that_comes_short_samples_nothing() -> None:
     device.shutdown()
 
 
-def test_a_void_slot_is_given_to_another_request() -> None:
-    cuts = iter([4])
-    device, plans = runner(lambda _slot, _start, end, _most: next(cuts, end)), Plans()
+def test_a_void_slot_is_assigned_to_another_request() -> None:
+    device, plans = runner(chunk_ends(4)), PlanBuilder()
     first = plans.admit(prompt(1, 16))
     step(device, plans.step((first, 8)))
     step(device, plans.step(first))
     device.release(np.array([first.slot], np.int32))
-    plans._free_slots.insert(0, first.slot)
+    plans.free_slot_first(first.slot)
     second = plans.admit(prompt(2, 5))
     assert second.slot == first.slot
     assert tokens(step(device, plans.step(second)))[second.slot] == alone(prompt(2, 5), GREEDY, 1)[0]

@@ -92,12 +92,12 @@ def test_forbidden_tokens_and_bitmasks() -> None:
     assert kept(logits) == [1, 3]
 
 
-# -- what changes the row ----------------------------------------------------------------------------------------
+# -- changes to the logits ---------------------------------------------------------------------------------------
 
 NOTHING = np.empty(0, np.int32)
 
 
-def asked(**values: object) -> SamplingParams:
+def requested(**values: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 9, "temperature": 0.0} | values)  # type: ignore[arg-type]
 
 
@@ -112,8 +112,8 @@ def bits(*tokens: int, vocab: int = 4) -> np.ndarray:
     return mask
 
 
-def test_parameters_that_ask_for_nothing_leave_the_row_as_it_is() -> None:
-    row = shaped(LOGITS, asked(), ids(0, 1), ids(2, 2))
+def test_default_parameters_do_not_change_the_logits() -> None:
+    row = shaped(LOGITS, requested(), ids(0, 1), ids(2, 2))
     assert row.tobytes() == LOGITS.tobytes()
     assert row is not LOGITS
 
@@ -121,7 +121,7 @@ def test_parameters_that_ask_for_nothing_leave_the_row_as_it_is() -> None:
 def penalized(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]
 ) -> list[float]:
-    """Token by token, as the parameters are described."""
+    """Apply the penalties token by token, as the parameters are documented."""
     row = []
     for token, value in enumerate(map(np.float32, logits)):
         if token in prompt + output:
@@ -134,11 +134,11 @@ def penalized(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_penalties_are_what_they_are_described_as(seed: int) -> None:
+def test_penalties_are_applied_as_documented(seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, 40).astype(np.float32)
     prompt, output = rng.integers(0, 40, 12).astype(np.int32), rng.integers(0, 20, 30).astype(np.int32)
-    params = asked(
+    params = requested(
         presence_penalty=float(rng.uniform(-2, 2)),
         frequency_penalty=float(rng.uniform(-2, 2)),
         repetition_penalty=float(rng.uniform(0.1, 5)),
@@ -148,20 +148,20 @@ def test_penalties_are_what_they_are_described_as(seed: int) -> None:
     assert row.dtype == np.float32
 
 
-def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:
-    assert shaped(LOGITS, asked(presence_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert shaped(LOGITS, asked(frequency_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert shaped(LOGITS, asked(repetition_penalty=2.0), ids(0), NOTHING)[0] == LOGITS[0] * 2
+def test_prompt_tokens_count_for_the_repetition_penalty_alone() -> None:
+    assert shaped(LOGITS, requested(presence_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
+    assert shaped(LOGITS, requested(frequency_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
+    assert shaped(LOGITS, requested(repetition_penalty=2.0), ids(0), NOTHING)[0] == LOGITS[0] * 2
 
 
-def test_a_bias_is_added_and_only_allowed_tokens_stay() -> None:
-    assert sample(LOGITS, asked(), NOTHING, NOTHING) == 0
-    assert sample(LOGITS, asked(logit_bias=((3, 5.0), (99, 50.0))), NOTHING, NOTHING) == 3
-    assert kept(shaped(LOGITS, asked(allowed_token_ids=pack([1, 3, 99])), NOTHING, NOTHING)) == [1, 3]
+def test_a_bias_is_added_and_only_allowed_tokens_remain() -> None:
+    assert sample(LOGITS, requested(), NOTHING, NOTHING) == 0
+    assert sample(LOGITS, requested(logit_bias=((3, 5.0), (99, 50.0))), NOTHING, NOTHING) == 3
+    assert kept(shaped(LOGITS, requested(allowed_token_ids=pack([1, 3, 99])), NOTHING, NOTHING)) == [1, 3]
 
 
-def test_a_bias_does_not_bring_back_what_is_forbidden() -> None:
-    params = asked(allowed_token_ids=pack([1, 2]), bad_words=((2,),), logit_bias=((0, 9.0), (2, 9.0)))
+def test_a_bias_does_not_allow_a_forbidden_token() -> None:
+    params = requested(allowed_token_ids=pack([1, 2]), bad_words=((2,),), logit_bias=((0, 9.0), (2, 9.0)))
     assert kept(shaped(LOGITS, params, NOTHING, NOTHING)) == [1]
 
 
@@ -180,30 +180,30 @@ def test_a_bias_does_not_bring_back_what_is_forbidden() -> None:
 def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning(
     output: list[int], forbidden: list[int]
 ) -> None:
-    params = asked(bad_words=((3,), (1, 2, 0), (0, 1), (99,)))
+    params = requested(bad_words=((3,), (1, 2, 0), (0, 1), (99,)))
     left = kept(shaped(LOGITS, params, ids(1, 2), ids(*output)))
     assert left == [token for token in range(4) if token not in forbidden]
 
 
-def test_ends_are_forbidden_until_there_are_min_tokens() -> None:
-    params = asked(min_tokens=2, eos_token_ids=(0,), stop_token_ids=(2,))
+def test_stop_tokens_are_forbidden_below_min_tokens() -> None:
+    params = requested(min_tokens=2, eos_token_ids=(0,), stop_token_ids=(2,))
     assert kept(shaped(LOGITS, params, ids(0), ids(1))) == [1, 3]
     assert kept(shaped(LOGITS, params, ids(0), ids(1, 1))) == [0, 1, 2, 3]
 
 
-def test_a_grammar_wins_over_parameters_that_leave_it_nothing() -> None:
-    params = asked(allowed_token_ids=pack([0, 1]), bad_words=((2,),))
+def test_a_grammar_wins_if_other_parameters_forbid_all_its_tokens() -> None:
+    params = requested(allowed_token_ids=pack([0, 1]), bad_words=((2,),))
     assert kept(shaped(LOGITS, params, NOTHING, NOTHING, bits(1, 2))) == [1]
     for temperature in (0.0, 1.0):
-        alone = asked(allowed_token_ids=pack([0, 1]), temperature=temperature)
+        alone = requested(allowed_token_ids=pack([0, 1]), temperature=temperature)
         assert sample(LOGITS, alone, NOTHING, NOTHING, bits(3, 2)) == 2, (
             "the lowest id that the grammar allows"
         )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_parameters_that_leave_nothing_at_all_yield_id_0(temperature: float) -> None:
-    params = asked(
+def test_parameters_that_forbid_every_token_yield_id_0(temperature: float) -> None:
+    params = requested(
         allowed_token_ids=pack([2]), bad_words=((2,),), temperature=temperature, top_p=0.5, min_p=0.1
     )
     assert sample(LOGITS, params, NOTHING, NOTHING) == 0
@@ -212,21 +212,21 @@ def test_parameters_that_leave_nothing_at_all_yield_id_0(temperature: float) -> 
 # -- log-probabilities -------------------------------------------------------------------------------------------
 
 
-def test_logprobs_name_the_token_itself_first_then_the_most_likely() -> None:
-    rank, token_ids, values = logprobs_of(LOGITS, 2, 2)
-    assert (rank, token_ids.tolist()) == (3, [2, 0, 1])
+def test_logprobs_begin_with_the_token_itself() -> None:
+    token_rank, token_ids, values = logprobs_of(LOGITS, 2, 2)
+    assert (token_rank, token_ids.tolist()) == (3, [2, 0, 1])
     assert values.dtype == np.float32
     assert np.exp(values) == pytest.approx([0.2, 0.4, 0.3])
 
 
-def test_equal_logits_share_a_rank_and_stand_in_order_of_their_ids() -> None:
+def test_equal_logits_share_a_token_rank_and_are_in_order_of_their_ids() -> None:
     logits = np.array([1, 3, 2, 3, 2, 2], np.float32)
-    assert logprobs_of(logits, 3, 4).rank == 1
-    assert logprobs_of(logits, 5, 4).rank == 3
+    assert logprobs_of(logits, 3, 4).token_rank == 1
+    assert logprobs_of(logits, 5, 4).token_rank == 3
     assert logprobs_of(logits, 5, 4).token_ids.tolist() == [5, 1, 3, 2, 4]
 
 
-def test_no_more_alternatives_than_tokens_and_none_if_none_are_wanted() -> None:
+def test_number_of_alternatives() -> None:
     assert logprobs_of(LOGITS, 1, 9).token_ids.tolist() == [1, 0, 1, 2, 3]
     assert logprobs_of(LOGITS, 1, 0).token_ids.tolist() == [1]
 

@@ -1,11 +1,11 @@
-"""A worker's phases: what may arrive when, and what it makes the worker do."""
+"""A worker's phases: which messages are allowed in each phase, and the actions that they cause."""
 
 import pytest
 
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import Execute, Phase, Resend, Sample, Session
+from services.worker.session import ExecuteStep, Phase, ResendResult, SampleStep, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
@@ -16,12 +16,12 @@ def plan(step_id: int, epoch: int = 3, grammar: bool = False) -> SchedulerOutput
 
 
 def grammar(step_id: int, epoch: int = 3) -> GrammarOutput:
-    return GrammarOutput(epoch, step_id, b"", b"")
+    return GrammarOutput(epoch, step_id, b"", memoryview(b""))
 
 
 @pytest.fixture
 def session() -> Session:
-    """Serving, epoch 3, no step yet."""
+    """A session that serves epoch 3 and has had no step."""
     session = Session()
     assert session.on(ASSIGNMENT) is ASSIGNMENT
     session.loaded()
@@ -33,19 +33,19 @@ def session() -> Session:
 def test_steps_run_in_order(session: Session) -> None:
     for step_id in (1, 2, 3):
         action = session.on(plan(step_id))
-        assert action == Execute(plan(step_id))
+        assert action == ExecuteStep(plan(step_id))
     assert session.last_step == 3
 
 
-def test_a_repeated_step_is_answered_again_and_not_run(session: Session) -> None:
+def test_the_result_of_a_repeated_step_is_sent_again(session: Session) -> None:
     session.on(plan(1))
     session.on(plan(2))
-    assert session.on(plan(1)) == Resend(1)
-    assert session.on(plan(2)) == Resend(2)
+    assert session.on(plan(1)) == ResendResult(1)
+    assert session.on(plan(2)) == ResendResult(2)
     assert session.last_step == 2
 
 
-def test_a_gap_is_a_fault_that_names_both_numbers(session: Session) -> None:
+def test_a_gap_is_a_fault_that_names_both_steps(session: Session) -> None:
     session.on(plan(1))
     assert session.on(plan(3)) == StepFault(3, 3, "step 3 arrived, but step 2 is next")
     assert session.on(plan(2)) is None
@@ -53,20 +53,20 @@ def test_a_gap_is_a_fault_that_names_both_numbers(session: Session) -> None:
 
 
 @pytest.mark.parametrize("message", [plan(1, epoch=2), grammar(1, epoch=4), ReleaseSlots(2, b"")])
-def test_another_epoch_is_ignored_and_counted(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+def test_a_message_of_another_epoch_is_ignored_and_counted(session: Session, message) -> None:  # type: ignore[no-untyped-def]
     assert session.on(message) is None
     assert (session.ignored, session.phase, session.last_step) == (1, Phase.SERVING, 0)
 
 
 def test_sampling_waits_for_the_grammar(session: Session) -> None:
-    assert session.on(plan(1, grammar=True)) == Execute(plan(1, grammar=True))
+    assert session.on(plan(1, grammar=True)) == ExecuteStep(plan(1, grammar=True))
     assert session.phase is Phase.SAMPLING
     assert session.on(ReleaseSlots(3, b"")) == ReleaseSlots(3, b"")
-    assert session.on(grammar(1)) == Sample(grammar(1), plan(1, grammar=True))
-    assert session.on(plan(2)) == Execute(plan(2))
+    assert session.on(grammar(1)) == SampleStep(grammar(1), plan(1, grammar=True))
+    assert session.on(plan(2)) == ExecuteStep(plan(2))
 
 
-def test_a_step_before_the_grammar_of_the_last_is_a_fault(session: Session) -> None:
+def test_a_step_that_arrives_before_the_grammar_of_the_last_one_is_a_fault(session: Session) -> None:
     session.on(plan(1, grammar=True))
     assert session.on(plan(2)) == StepFault(3, 2, "step 2 arrived, but step 1 waits for its grammar")
 
@@ -81,34 +81,34 @@ def test_a_repeated_grammar_is_ignored(session: Session) -> None:
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_a_grammar_of_the_future_is_a_fault(session: Session, waiting: bool) -> None:
+def test_a_grammar_of_a_later_step_is_a_fault(session: Session, waiting: bool) -> None:
     session.on(plan(1, grammar=waiting))
     assert session.on(grammar(2)) == StepFault(3, 2, "a grammar for step 2, which has not arrived")
 
 
 @pytest.mark.parametrize("message", [INIT, plan(1), grammar(1), ReleaseSlots(0, b"")])
-def test_before_the_assignment_nothing_else_has_a_place(message) -> None:  # type: ignore[no-untyped-def]
+def test_only_an_assignment_is_allowed_after_the_registration(message) -> None:  # type: ignore[no-untyped-def]
     session = Session()
-    with pytest.raises(ProtocolError, match=f"{type(message).__name__} has no place while REGISTERED"):
+    with pytest.raises(ProtocolError, match=f"{type(message).__name__} is not allowed while REGISTERED"):
         session.on(message)
     assert session.phase is Phase.REGISTERED
 
 
 @pytest.mark.parametrize("message", [ASSIGNMENT, INIT])
-def test_while_serving_the_group_does_not_change(session: Session, message) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ProtocolError, match="no place while SERVING"):
+def test_messages_of_the_start_up_are_not_allowed_while_serving(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ProtocolError, match="not allowed while SERVING"):
         session.on(message)
-    assert session.on(plan(1)) == Execute(plan(1))
+    assert session.on(plan(1)) == ExecuteStep(plan(1))
 
 
-def test_shutdown_is_heard_in_every_phase(session: Session) -> None:
-    for it in (Session(), session):
-        assert it.on(Shutdown("enough")) == Shutdown("enough")
-        assert it.phase is Phase.LEAVING
-        assert it.on(plan(1)) is None
+def test_a_shutdown_is_allowed_before_and_while_serving(session: Session) -> None:
+    for leaving in (Session(), session):
+        assert leaving.on(Shutdown("enough")) == Shutdown("enough")
+        assert leaving.phase is Phase.LEAVING
+        assert leaving.on(plan(1)) is None
 
 
-def test_after_a_failure_nothing_runs(session: Session) -> None:
+def test_nothing_is_executed_after_a_failure(session: Session) -> None:
     session.on(plan(1))
     session.failed()
     assert session.on(plan(2)) is None
@@ -116,7 +116,7 @@ def test_after_a_failure_nothing_runs(session: Session) -> None:
     assert session.phase is Phase.FAILED
 
 
-def test_loading_and_initialising_end_once(session: Session) -> None:
+def test_loaded_and_ready_are_refused_in_other_phases(session: Session) -> None:
     with pytest.raises(ProtocolError):
         session.loaded()
     with pytest.raises(ProtocolError):
@@ -127,9 +127,9 @@ ASSIGNMENT_4 = Assignment(4, 1, 2, 16, 8, 64, 0, 2, 1, "127.0.0.1:1")
 
 
 def in_phase(phase: Phase) -> Session:
-    """A session of epoch 3 that has come as far as `phase`."""
+    """Return a session of epoch 3 in `phase`."""
     session = Session()
-    for reached, go_on in (
+    for reached, advance in (
         (Phase.REGISTERED, lambda: session.on(ASSIGNMENT)),
         (Phase.LOADING, session.loaded),
         (Phase.LOADED, lambda: session.on(INIT)),
@@ -139,13 +139,13 @@ def in_phase(phase: Phase) -> Session:
     ):
         if phase is reached:
             return session
-        go_on()
+        advance()
     assert session.phase is phase
     return session
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.LEAVING, Phase.FAILED)])
-def test_the_end_of_the_epoch_leads_from_every_phase_to_the_next_one(phase: Phase) -> None:
+def test_the_end_of_an_epoch_leads_from_every_phase_to_the_next_epoch(phase: Phase) -> None:
     session = in_phase(phase)
     end = EndEpoch(3, "a rank was lost")
     assert session.on(end) is end
@@ -154,20 +154,22 @@ def test_the_end_of_the_epoch_leads_from_every_phase_to_the_next_one(phase: Phas
     session.loaded()
     session.on(INIT)
     session.ready()
-    assert session.on(plan(2, epoch=3)) is None, "of the epoch before"
-    assert session.on(plan(1, epoch=4)) == Execute(plan(1, epoch=4)), "steps are counted anew"
+    assert session.on(plan(2, epoch=3)) is None, "a step of the epoch before"
+    assert session.on(plan(1, epoch=4)) == ExecuteStep(plan(1, epoch=4)), "steps are counted from 1 again"
 
 
-def test_the_end_of_an_earlier_epoch_is_no_end_of_this_one(session: Session) -> None:
+def test_the_end_of_an_earlier_epoch_is_ignored(session: Session) -> None:
     assert session.on(EndEpoch(2)) is None
     assert (session.phase, session.ignored) == (Phase.SERVING, 1)
 
 
 @pytest.mark.parametrize("message", [plan(1), grammar(1), ReleaseSlots(3, b""), INIT])
-def test_who_has_lost_the_others_waits_for_the_end_only(session: Session, message) -> None:  # type: ignore[no-untyped-def]
+def test_a_worker_that_lost_its_ranks_ignores_everything_but_the_end_of_the_epoch(
+    session: Session, message
+) -> None:  # type: ignore[no-untyped-def]
     session.ranks_lost()
     assert session.on(message) is None
-    assert session.phase is Phase.ALONE
+    assert session.phase is Phase.RANKS_LOST
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.LEAVING, Phase.FAILED)])
@@ -198,16 +200,16 @@ TABLE = {
     Phase.INITIALIZING: {"late plan": IGNORED, "late end": IGNORED} | BEFORE_SERVING,
     Phase.SERVING: {"plan": EXECUTED, "grammar": FAULT} | WHEN_SERVING,
     Phase.SAMPLING: {"plan": REPEATED, "grammar": USED} | WHEN_SERVING,
-    Phase.ALONE: dict.fromkeys(MESSAGES, IGNORED),
+    Phase.RANKS_LOST: dict.fromkeys(MESSAGES, IGNORED),
     Phase.LEAVING: dict.fromkeys(MESSAGES, SILENT),
     Phase.FAILED: dict.fromkeys(MESSAGES, SILENT),
 }
-"""What comes of each message in each phase; what is not there is refused, as out of place. In SAMPLING the step that
-waits is number 1: its plan is a repetition, answered from what is kept. A worker that waits for a place is told to
-register again by the end of any epoch: the scheduler has forgotten it."""
+"""The effect of each message in each phase; messages that are not listed are refused. In SAMPLING the executed step is
+number 1, so its plan is a repetition. A registered worker registers again at the end of any epoch, because the
+scheduler has dropped its registration."""
 
 
-def arrive_in(phase: Phase) -> Session:
+def in_any_phase(phase: Phase) -> Session:
     if phase not in (Phase.LEAVING, Phase.FAILED):
         return in_phase(phase)
     session = in_phase(Phase.SERVING)
@@ -220,23 +222,23 @@ def arrive_in(phase: Phase) -> Session:
 
 @pytest.mark.parametrize("name", MESSAGES)
 @pytest.mark.parametrize("phase", Phase)
-def test_what_comes_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
-    session, message = arrive_in(phase), MESSAGES[name]
+def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
+    session, message = in_any_phase(phase), MESSAGES[name]
     before = dict(vars(session))
-    comes_of_it = TABLE[phase].get(name, REFUSED)
-    if comes_of_it is REFUSED:
-        with pytest.raises(ProtocolError, match=f"has no place while {phase.name}"):
+    effect = TABLE[phase].get(name, REFUSED)
+    if effect is REFUSED:
+        with pytest.raises(ProtocolError, match=f"is not allowed while {phase.name}"):
             session.on(message)
-        assert vars(session) == before, "it changed something"
+        assert vars(session) == before, "a refused message changes nothing"
         return
     action = session.on(message)
-    match comes_of_it:
+    match effect:
         case "executed":
-            assert action == Execute(message)  # type: ignore[arg-type]
+            assert action == ExecuteStep(message)  # type: ignore[arg-type]
         case "used":
-            assert action == message or (isinstance(action, Sample) and action.grammar == message)
+            assert action == message or (isinstance(action, SampleStep) and action.grammar == message)
         case "repeated":
-            assert action == Resend(1)
+            assert action == ResendResult(1)
             assert vars(session) == before
         case "fault":
             assert isinstance(action, StepFault)

@@ -1,14 +1,14 @@
-"""The simulator's short cuts give what its whole rows would."""
+"""The simulator's shortcuts give the same tokens as whole rows of logits."""
 
 import numpy as np
 import pytest
 
-from services.worker.backends.sim.logits import Logits
+from services.worker.backends.sim.model.logits import Logits
 
 
 @pytest.mark.parametrize("vocab", [500, 512])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_the_greatest_of_what_is_allowed_is_that_of_whole_rows(share: float, vocab: int) -> None:
+def test_the_greatest_allowed_token_is_that_of_whole_rows(share: float, vocab: int) -> None:
     logits, rng = Logits(vocab, (2,)), np.random.default_rng(1)
     for _ in range(20):
         hashes = rng.integers(0, 2**63, 16).astype(np.uint64)
@@ -20,7 +20,7 @@ def test_the_greatest_of_what_is_allowed_is_that_of_whole_rows(share: float, voc
 
 
 def bitmask(allowed: np.ndarray) -> np.ndarray:
-    """int32[rows, ceil(vocab / 32)] of bool[rows, vocab]; the bits beyond the vocabulary are set, as in a free row."""
+    """Pack bool[rows, vocab] to int32[rows, ceil(vocab / 32)]; bits beyond the vocabulary are set, as in a free row."""
     beyond = -allowed.shape[1] % 32
     padded = np.pad(allowed, ((0, 0), (0, beyond)), constant_values=True)
     return np.packbits(padded, axis=1, bitorder="little").view(np.int32)

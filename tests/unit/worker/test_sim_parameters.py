@@ -1,4 +1,4 @@
-"""Every sampling parameter on the simulator: what it answers is what the plain reference makes of the same tokens."""
+"""Every sampling parameter on the simulator gives the tokens of the plain reference sampler."""
 
 from collections import deque
 
@@ -9,18 +9,22 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling, SamplingParams
-from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim import SimRunner
-from services.worker.backends.sim.extras import HIDDEN_SIZE, hidden_states
-from services.worker.backends.sim.oracle import OracleError
+from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, hidden_states
+from services.worker.backends.sim.model.oracle import OracleError
+from services.worker.backends.sim.output.step_output import StepOutput
 from services.worker.sampling.reference import TokenLogprobs
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,
     VOCAB,
-    Plans,
-    Request,
+    PlanBuilder,
+    SlotRequest,
+    grammar_output,
     prompt,
+    result_of,
+    run,
     sampled,
     sim_runner,
     tokens,
@@ -33,7 +37,7 @@ def greedy(**params: object) -> SamplingParams:
 
 
 def everything(text: list[int]) -> dict[str, SamplingParams]:
-    """Parameters, each of which changes what follows `text`; tokens of the plain answer are in the way."""
+    """Return parameters by name, each of which changes the tokens after `text`."""
     plain = answer(text, GREEDY, 8)
     return {
         "presence": greedy(presence_penalty=-2.0, frequency_penalty=-2.0),
@@ -51,47 +55,44 @@ NAMES = list(everything(prompt(1, 9)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_the_answer_is_the_references_and_another_one_than_without(name: str) -> None:
+def test_a_request_alone_gets_the_reference_tokens_and_others_without_the_parameter(name: str) -> None:
     text = prompt(1, 9)
     params = everything(text)[name]
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit(text, params)
-    got = []
-    for _ in range(8):
-        runner.execute_model(plans.step(request))
-        got.append(tokens(runner.sample_tokens(None).get())[request.slot])
+    got = [run(runner, plans.step(request))[request.slot] for _ in range(8)]
     assert got == answer(text, params, 8)
     plain = GREEDY if params.temperature == 0 else sampled(params.seed, temperature=params.temperature)
     assert got != answer(text, plain, 8)
 
 
-class Crowd:
-    """Requests with every parameter on a FAKE asynchronous device, steps ahead of what the host knows."""
+class AsyncSteps:
+    """A runner on a FAKE asynchronous device, which runs steps ahead of the host."""
 
     def __init__(self) -> None:
-        self.device, self.plans = FakeDevice(), Plans()
+        self.device, self.plans = FakeDevice(), PlanBuilder()
         self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
 
-    def launch(self, plan: SchedulerOutput):  # type: ignore[no-untyped-def]
+    def launch(self, plan: SchedulerOutput) -> StepOutput:
         self.runner.execute_model(plan)
         return self.runner.sample_tokens(None)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_in_a_crowd_steps_ahead_every_answer_is_the_references(depth: int) -> None:
-    """S3-7: chunks, rows that skip steps, requests that leave and come back in other slots."""
-    crowd, rng = Crowd(), np.random.default_rng(depth)
+def test_requests_of_a_batch_get_the_reference_tokens_at_any_depth(depth: int) -> None:
+    """Chunks, rows that skip steps, and requests that are preempted and resumed in other slots."""
+    steps, rng = AsyncSteps(), np.random.default_rng(depth)
     texts = {name: prompt(i, 5 + i) for i, name in enumerate(NAMES)}
-    asked = {name: msgspec.structs.replace(everything(texts[name])[name], logprobs=3) for name in NAMES}
+    requested = {name: msgspec.structs.replace(everything(texts[name])[name], logprobs=3) for name in NAMES}
     outputs: dict[str, list[int]] = {name: [] for name in NAMES}
     scored: dict[str, dict[int, TokenLogprobs]] = {name: {} for name in NAMES}
-    running: dict[str, Request] = {}
+    running: dict[str, SlotRequest] = {}
     waiting, resumed = list(NAMES), 0
-    flying: deque[tuple[object, dict[int, str]]] = deque()
+    in_flight: deque[tuple[StepOutput, dict[int, str]]] = deque()
 
-    def land() -> None:
-        output, names = flying.popleft()
-        result = output.get()  # type: ignore[attr-defined]
+    def apply_oldest() -> None:
+        output, names = in_flight.popleft()
+        result = result_of(output)
         for slot, token in tokens(result).items():
             outputs[names[slot]].append(token)
         for (slot, position), entry in scores(result).items():
@@ -101,65 +102,55 @@ def test_in_a_crowd_steps_ahead_every_answer_is_the_references(depth: int) -> No
         while waiting and len(running) < 5:
             name = waiting.pop(0)
             text = texts[name]
-            running[name] = crowd.plans.admit(text + outputs[name], asked[name], num_prompt=len(text))
+            running[name] = steps.plans.admit(text + outputs[name], requested[name], num_prompt=len(text))
         chosen = [name for name in running if rng.random() < 0.7]
         rows = [(running[n], int(rng.integers(1, running[n].left + 1))) for n in chosen]
         if rows:
-            output = crowd.launch(crowd.plans.step(*rows))
-            flying.append((output, {running[name].slot: name for name in chosen}))
-        while len(flying) >= depth:
-            land()
+            output = steps.launch(steps.plans.step(*rows))
+            in_flight.append((output, {running[name].slot: name for name in chosen}))
+        while len(in_flight) >= depth:
+            apply_oldest()
         entered = [name for name, request in running.items() if request.start]
         if rng.random() < 0.15 and entered:
-            while flying:
-                land()
+            while in_flight:
+                apply_oldest()
             name = entered[int(rng.integers(len(entered)))]
-            crowd.plans.leave(running.pop(name))
+            steps.plans.release(running.pop(name))
             resumed += bool(outputs[name])
             if len(outputs[name]) < 12:
                 waiting.append(name)
-    while flying:
-        land()
-    crowd.runner.shutdown()
+    while in_flight:
+        apply_oldest()
+    steps.runner.shutdown()
     assert resumed > 3
-    assert not crowd.device.violations
+    assert not steps.device.violations
     for name, got in outputs.items():
         text = texts[name]
         assert len(got) > 6
-        assert got == answer(text, asked[name], len(got)), name
+        assert got == answer(text, requested[name], len(got)), name
         assert sorted(scored[name]) == [len(text) + i for i in range(len(got))]
         for i, token in enumerate(got):
             assert_scored(scored[name][len(text) + i], text + got[:i], token, 3)
 
 
 def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
-    """S3-1, S3-8: what the host knows of a row is that of its launch."""
-    crowd, text = Crowd(), prompt(1, 9)
-    first = crowd.plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
-    plan = crowd.plans.step(first)
-    crowd.device.compute.gate.clear()
-    output = crowd.launch(plan)
-    crowd.plans.leave(first)
-    crowd.plans._free_slots.insert(0, crowd.plans._free_slots.pop())
-    second = crowd.plans.admit(prompt(2, 3))
-    later = crowd.launch(crowd.plans.step(second))
+    """Immutable result: a row uses the parameters of its launch."""
+    steps, text = AsyncSteps(), prompt(1, 9)
+    first = steps.plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
+    plan = steps.plans.step(first)
+    steps.device.compute.gate.clear()
+    output = steps.launch(plan)
+    steps.plans.release(first, reuse_slot=True)
+    second = steps.plans.admit(prompt(2, 3))
+    later = steps.launch(steps.plans.step(second))
     assert second.slot == first.slot
-    crowd.device.compute.gate.set()
+    steps.device.compute.gate.set()
     (token,) = answer(text, first.params, 1)
     assert tokens(output.get()) == {first.slot: token}
-    assert_scored(scores(output.get())[first.slot, len(text)], text, token, 2)
+    assert_scored(scores(result_of(output))[first.slot, len(text)], text, token, 2)
     assert tokens(later.get()) == {second.slot: answer(prompt(2, 3), GREEDY, 1)[0]}
-    assert later.get().logprobs is None
-    crowd.runner.shutdown()
-
-
-def masked(plan: SchedulerOutput, **masks: np.ndarray) -> GrammarOutput:
-    return GrammarOutput(
-        1,
-        plan.step_id,
-        pack([int(slot[1:]) for slot in masks]),
-        b"".join(m.tobytes() for m in masks.values()),
-    )
+    assert result_of(later).logprobs is None
+    steps.runner.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +166,7 @@ def masked(plan: SchedulerOutput, **masks: np.ndarray) -> GrammarOutput:
 )
 @pytest.mark.parametrize("shape", ["wide", "narrow", "one", "only what is forbidden"])
 def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) -> None:
-    """The row is built from the allowed tokens alone, and still is the reference's."""
+    """The logits are computed for the allowed tokens alone, and give the reference tokens."""
     text, output = prompt(1, 9), []
     allowed = {
         "wide": range(1, VOCAB),
@@ -186,12 +177,12 @@ def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) 
     bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
     bits[list(allowed)] = 1
     mask = np.packbits(bits, bitorder="little").view(np.int32)
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request, other = plans.admit(text, params), plans.admit(prompt(2, 4))
     for _ in range(6):
         plan = plans.step(other, request, grammar=True)
         runner.execute_model(plan)
-        result = runner.sample_tokens(masked(plan, **{f"s{request.slot}": mask})).get()
+        result = result_of(runner.sample_tokens(grammar_output(plan, [request.slot], mask.tobytes())))
         output.append(tokens(result)[request.slot])
         other.outputs.append(tokens(result)[other.slot])
     assert output == answer(text, params, 6, lambda _: mask)
@@ -200,40 +191,40 @@ def test_a_grammar_and_all_other_parameters(params: SamplingParams, shape: str) 
 
 
 @pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1], [11, 1]])
-def test_prompt_logprobs_come_with_the_chunk_that_predicts_them(chunks: list[int]) -> None:
+def test_a_chunk_reports_the_prompt_logprobs_that_it_predicts(chunks: list[int]) -> None:
     text = prompt(3, 12)
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit(text, greedy(prompt_logprobs=2))
     at, output = 0, 0
     for chunk in chunks:
         runner.execute_model(plans.step((request, chunk)))
-        result = runner.sample_tokens(None).get()
+        result = result_of(runner.sample_tokens(None))
         expected = range(at + 1, min(at + chunk + 1, len(text)))
         assert sorted(scores(result)) == [(request.slot, position) for position in expected]
         for (_, position), entry in scores(result).items():
             assert_scored(entry, text[:position], text[position], 2)
         at += chunk
         output = tokens(result).get(request.slot, -1)
-    assert output == answer(text, GREEDY, 1)[0], "they change no token"
+    assert output == answer(text, GREEDY, 1)[0], "prompt logprobs change no token"
 
 
-def test_outputs_of_a_resumed_request_are_no_prompt() -> None:
+def test_outputs_of_a_resumed_request_get_no_prompt_logprobs() -> None:
     text, params = prompt(3, 8), greedy(prompt_logprobs=0, logprobs=0)
     before = answer(text, params, 3)
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request = plans.admit(text + before, params, num_prompt=len(text))
     runner.execute_model(plans.step(request))
-    result = runner.sample_tokens(None).get()
+    result = result_of(runner.sample_tokens(None))
     assert sorted(scores(result)) == [(request.slot, position) for position in [*range(1, 8), 11]]
     assert all(len(entry.token_ids) == 1 for entry in scores(result).values())
 
 
-def test_a_request_that_asks_for_nothing_gets_nothing_more() -> None:
-    runner, plans = sim_runner(), Plans()
+def test_a_request_without_logprobs_gets_none() -> None:
+    runner, plans = sim_runner(), PlanBuilder()
     runner.execute_model(plans.step(plans.admit(prompt(1, 4), greedy(logprobs=1)), plans.admit(prompt(2, 4))))
-    assert list(scores(runner.sample_tokens(None).get())) == [(0, 4)]
+    assert list(scores(result_of(runner.sample_tokens(None)))) == [(0, 4)]
     runner.execute_model(plans.step(plans.admit(prompt(3, 4))))
-    result = runner.sample_tokens(None).get()
+    result = result_of(runner.sample_tokens(None))
     assert (result.logprobs, result.embeddings, result.embedding_slots) == (None, b"", b"")
 
 
@@ -246,15 +237,15 @@ def embedded(result: ModelRunnerOutput) -> dict[int, bytes]:
 
 @pytest.mark.parametrize("chunks", [[12], [5, 7], [1, 1, 9, 1]])
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
-def test_an_embedding_is_the_same_however_the_prompt_is_cut(pooling: Pooling, chunks: list[int]) -> None:
-    """Beside a request that generates, and in a slot that had a sum before."""
+def test_chunks_do_not_change_an_embedding(pooling: Pooling, chunks: list[int]) -> None:
+    """Beside a request that generates, and in a slot with an old sum."""
     text = prompt(3, 12)
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     request, other = plans.admit(text, pooling=pooling), plans.admit(prompt(2, 4))
     got: dict[int, bytes] = {}
     for i, chunk in enumerate(chunks):
         runner.execute_model(plans.step(other, (request, chunk)))
-        result = runner.sample_tokens(None).get()
+        result = result_of(runner.sample_tokens(None))
         got = embedded(result)
         assert bool(got) == (i == len(chunks) - 1)
         other.outputs.append(tokens(result)[other.slot])
@@ -263,20 +254,21 @@ def test_an_embedding_is_the_same_however_the_prompt_is_cut(pooling: Pooling, ch
     assert got == {request.slot: expected.tobytes()}
     assert expected.shape == (HIDDEN_SIZE,)
     assert other.outputs == answer(prompt(2, 4), GREEDY, len(chunks))
-    plans.leave(request)
+    plans.release(request)
     again = plans.admit(prompt(4, 5), pooling=pooling)
     runner.execute_model(plans.step(again))
-    result = runner.sample_tokens(None).get()
+    result = result_of(runner.sample_tokens(None))
     assert embedded(result).keys() == {again.slot}
     assert unpack(result.embedding_slots).tolist() == [again.slot]
 
 
 def test_a_mean_over_positions_that_came_from_the_prefix_cache_is_noticed() -> None:
-    runner, plans = sim_runner(), Plans()
+    runner, plans = sim_runner(), PlanBuilder()
     first = plans.admit(prompt(3, 14))
     runner.execute_model(plans.step(first))
     runner.sample_tokens(None).get()
     late = plans.admit(prompt(3, 14), hit=8, share=first, pooling=Pooling.MEAN)
     runner.execute_model(plans.step(late))
+    output = runner.sample_tokens(None)
     with pytest.raises(OracleError, match="a mean from 8 on, but 0 positions are summed"):
-        runner.sample_tokens(None).get()
+        output.get()

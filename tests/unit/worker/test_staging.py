@@ -1,4 +1,5 @@
-"""The host-buffer rule (S3-5): a set of buffers comes back only after the copies that read it have ended."""
+"""The host-buffer rule (docs/invariants.md): a set of buffers is reused only after the copies that read it have
+ended."""
 
 import threading
 
@@ -8,7 +9,9 @@ from services.config import SchedulerConfig
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
 
 
-class Event:
+class ManualEvent:
+    """An event that passes when the test sets `passed`."""
+
     def __init__(self) -> None:
         self.passed, self.waited_for = threading.Event(), threading.Event()
 
@@ -21,9 +24,9 @@ def ring(size: int) -> HostRing[list[int]]:
     return HostRing(list, size)
 
 
-def test_sets_are_handed_out_in_turn_without_waiting_while_one_is_free() -> None:
+def test_sets_are_used_in_turn_without_waiting_while_one_is_free() -> None:
     buffers = ring(3)
-    events = [Event() for _ in range(3)]
+    events = [ManualEvent() for _ in range(3)]
     seen = []
     for event in events:
         seen.append(buffers.acquire())
@@ -32,8 +35,8 @@ def test_sets_are_handed_out_in_turn_without_waiting_while_one_is_free() -> None
     assert not any(event.waited_for.is_set() for event in events)
 
 
-def test_a_set_that_is_still_read_is_waited_for() -> None:
-    buffers, event = ring(1), Event()
+def test_acquire_waits_for_a_set_that_is_still_read() -> None:
+    buffers, event = ring(1), ManualEvent()
     first = buffers.acquire()
     buffers.release(event)
     got: list[list[int]] = []
@@ -46,7 +49,7 @@ def test_a_set_that_is_still_read_is_waited_for() -> None:
     assert got[0] is first
 
 
-def test_a_set_is_not_handed_out_twice() -> None:
+def test_a_second_acquire_needs_a_release() -> None:
     buffers = ring(2)
     buffers.acquire()
     with pytest.raises(RuntimeError, match="never released"):
@@ -58,7 +61,7 @@ def test_release_needs_acquire() -> None:
         ring(2).release(None)
 
 
-def test_the_ring_is_as_deep_as_the_deepest_batch_queue() -> None:
+def test_the_ring_has_a_set_for_every_step_of_the_deepest_batch_queue() -> None:
     SchedulerConfig(batch_queue_depth=MAX_STEPS_IN_FLIGHT)
     with pytest.raises(ValueError, match="batch_queue_depth"):
         SchedulerConfig(batch_queue_depth=MAX_STEPS_IN_FLIGHT + 1)

@@ -17,7 +17,7 @@ from services.worker.backends.native.logprobs import PromptScores
 from services.worker.backends.native.partition import Part
 from services.worker.backends.pooling import PooledRows
 from services.worker.distributed.ranks import Ranks
-from services.worker.distributed.teams import Team
+from services.worker.distributed.tensor_parallel import TensorParallelGroup
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint
 
@@ -99,7 +99,7 @@ class Model:
 
         Raises: RanksLost
         """
-        batch, config, team, stages = context.batch, self.config, ranks.team, ranks.stages
+        batch, config, team, stages = context.batch, self.config, ranks.tensor_parallel, ranks.pipeline
         tokens = len(batch.positions)
         attended = torch.empty(tokens, config.num_heads * config.head_dim, dtype=self._activations)
         self._attention.begin(context)
@@ -107,7 +107,7 @@ class Model:
             residual = self._embedded(self.embedding, ids, team)
         else:
             residual = torch.empty(tokens, config.hidden_size)
-            stages.receive_previous(residual)
+            stages.receive_activations(residual)
         delta: torch.Tensor | None = None
         reads = hidden.reads if hidden is not None else ()
         for number, layer in enumerate(self._layers):
@@ -134,10 +134,12 @@ class Model:
                 return self._logits(hidden.taken[FINAL][batch.sampled], team)
             sampled = residual[batch.sampled], delta[batch.sampled]
             return self._logits(self._normed(*sampled, self._final_norm), team)
-        stages.send_next(residual.add_(delta))  # the same sum that the next norm would have made
+        stages.send_activations(residual.add_(delta))  # the same sum that the next norm would have made
         return None
 
-    def _embedded(self, embedding: torch.Tensor, ids: torch.Tensor, team: Team) -> torch.Tensor:
+    def _embedded(
+        self, embedding: torch.Tensor, ids: torch.Tensor, team: TensorParallelGroup
+    ) -> torch.Tensor:
         """float32[tokens, hidden]: each token's row comes from the rank that has it, zeros from the others."""
         if team.size == 1:
             return embedding[ids].float()
@@ -146,7 +148,7 @@ class Model:
         rows = embedding[own.masked_fill_(foreign, 0)].masked_fill_(foreign[:, None], 0)
         return team.all_reduce(rows).float()
 
-    def _logits(self, states: torch.Tensor, team: Team) -> torch.Tensor | None:
+    def _logits(self, states: torch.Tensor, team: TensorParallelGroup) -> torch.Tensor | None:
         """Of states after the final norm."""
         vocab = self.part.whole.vocab_size
         if not len(states):

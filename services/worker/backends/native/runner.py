@@ -43,7 +43,7 @@ from services.worker.backends.pooling import Pooler
 from services.worker.batch.slots import PlanError, Rows, SlotTable
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.ranks import Ranks
-from services.worker.runner import Identity, LoadError, Output, Passed, Progress
+from services.worker.runner import ForwardDone, Identity, LoadError, Output, Progress
 from services.worker.weights import Checkpoint, located
 
 NO_DRAFTS = np.empty((0, 0), np.int32)
@@ -146,7 +146,7 @@ class NativeRunner:
         self._cache = KVCache(model.config, init.num_blocks, block_size, self._dtype)
         self._table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
         self._history = TokenHistory(slots, init.max_model_len, model.part.whole.vocab_size)
-        self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.stages.size))
+        self._feedback = Feedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
         speculation = self._assignment.speculation
         most = speculation.num_speculative_tokens if speculation is not None else 0
         self._drafts = Drafts(slots, most, model.part.whole.vocab_size)
@@ -170,24 +170,24 @@ class NativeRunner:
         self._assign(step, ranks)
         rows = self._settled(planned, ranks)
         batch = Batch.of(rows)
-        ids = self._history.gather(batch.slots, batch.positions) if ranks.stages.is_first else None
+        ids = self._history.gather(batch.slots, batch.positions) if ranks.pipeline.is_first else None
         pooled = self._pooler.rows(step, rows, self._table) if ranks.is_output else None
-        prompts = self._prompts(rows) if ranks.stages.is_last else None
+        prompts = self._prompts(rows) if ranks.pipeline.is_last else None
         context = Context(batch, self._cache, self._table.block_table)
         hidden = HiddenStates(self._drafter.reads) if self._drafter is not None else None
         prepared = time.monotonic()
         logits = model.forward(ids, context, ranks, pooled, prompts, hidden)
         times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
         self._pending = pending = Pending(step, rows, logits, hidden, pooled, prompts, times)
-        if ranks.stages.is_first and ranks.stages.size > 1 and pending.sampling:
+        if ranks.pipeline.is_first and ranks.pipeline.size > 1 and pending.sampling:
             drafts = step.num_speculative_tokens
             self._feedback.expect(pending.slots, pending.firsts, drafts, pending.message())
 
     def _assign(self, step: SchedulerOutput, ranks: Ranks) -> None:
         """Tokens are kept where they are input, and where rules of sampling look at them."""
-        for request in step.new if ranks.stages.is_first or ranks.is_output else ():
+        for request in step.new if ranks.pipeline.is_first or ranks.is_output else ():
             self._history.assign(request)
-            if ranks.stages.is_first:
+            if ranks.pipeline.is_first:
                 self._feedback.assign(request.slot)
             self._drafts.assign(request.slot)
             if ranks.is_output:
@@ -204,7 +204,7 @@ class NativeRunner:
 
         Raises: PlanError, also where the last stage knows of another position than it is told.
         """
-        stages = ranks.stages
+        stages = ranks.pipeline
         if stages.is_first and stages.size > 1:
             self._take_feedback(planned, ranks)
         rows = planned
@@ -215,20 +215,20 @@ class NativeRunner:
         if not stages.is_first:
             own = rows
             rows = as_told(
-                planned, stages.hear_previous(torch.empty(2, len(planned.slots), dtype=torch.int32))
+                planned, stages.receive_rows(torch.empty(2, len(planned.slots), dtype=torch.int32))
             )
             if ranks.is_output and not torch.equal(told(own), told(rows)):
                 raise PlanError(f"the stage before takes slots {own.slots.tolist()} to be elsewhere")
         if not stages.is_last:
-            stages.tell_next(told(rows))
+            stages.send_rows(told(rows))
         return rows
 
     def _take_feedback(self, rows: Rows, ranks: Ranks) -> None:
         """Waits for the outcomes of the steps that sampled these rows last, and learns them."""
         for message in self._feedback.due(rows.slots):
-            if ranks.team.is_first:
-                ranks.stages.receive_last(message.body)
-            outcome = Outcome.read(ranks.team.broadcast(message.body), message.drafts)
+            if ranks.tensor_parallel.is_first:
+                ranks.pipeline.receive_feedback(message.body)
+            outcome = Outcome.read(ranks.tensor_parallel.broadcast(message.body), message.drafts)
             stay = self._feedback.wanted(message)
             self._learn(message.slots[stay], message.firsts[stay], outcome.where(stay))
 
@@ -239,21 +239,21 @@ class NativeRunner:
             raise RuntimeError("no step was executed that could be sampled")
         _, ranks = self._parts()
         if not ranks.is_output:
-            if ranks.stages.size == 1 and pending.sampling:
-                message = ranks.team.broadcast(pending.message())
+            if ranks.pipeline.size == 1 and pending.sampling:
+                message = ranks.tensor_parallel.broadcast(pending.message())
                 outcome = Outcome.read(message, pending.step.num_speculative_tokens)
                 self._learn(pending.slots, pending.firsts, outcome)
-            return Passed(replace(pending.times, sampled=time.monotonic()))
+            return ForwardDone(replace(pending.times, sampled=time.monotonic()))
         sampled = self._sampled(pending, grammar)
         if pending.sampling:
             self._learn(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, NO_DRAFTS))
         drafts = self._proposed(pending, sampled)
         if pending.sampling and ranks.assignment.world_size > 1:
             message = Outcome(sampled.ids, sampled.counts, drafts).write(pending.message())
-            if ranks.stages.size > 1:
-                ranks.stages.send_first(message)
+            if ranks.pipeline.size > 1:
+                ranks.pipeline.send_feedback(message)
             else:
-                ranks.team.broadcast(message)
+                ranks.tensor_parallel.broadcast(message)
         scored = [pending.prompts.logprobs] if pending.prompts is not None else []
         scored += [sampled.logprobs] if sampled.logprobs is not None else []
         joined = LogprobRows.concatenate(scored) if scored else None

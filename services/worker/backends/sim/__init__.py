@@ -1,3 +1,14 @@
+"""The simulator backend: it computes no model, verifies every KV position that it reads, and takes modelled time.
+
+    device/    the simulated device, the columns it copies, rigid shapes
+    model/     the oracle: KV cache of prefix hashes, logits as a function of a hash
+    sampling/  the sampler, grammar masks, drafts and their acceptance
+    output/    results: tokens, log-probabilities, embeddings, the step trace
+    ranks/     what the ranks of a group send one another
+
+`SimRunner` implements `ModelRunner`; `SimEpoch` is everything that lives one epoch.
+"""
+
 from services.worker.backends.sim.runner import SimRunner
 
 __all__ = ["SimRunner"]

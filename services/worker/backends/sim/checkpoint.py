@@ -1,4 +1,4 @@
-"""The few facts of a checkpoint that the simulator needs, read from its JSON files; weights are never opened."""
+"""The checkpoint of the simulated model: its JSON files; weights are never opened."""
 
 import hashlib
 import json
@@ -15,18 +15,23 @@ DEFAULT_MAX_MODEL_LEN = 4096
 
 
 @dataclass(frozen=True)
-class Facts:
+class SimCheckpoint:
+    """The properties of a checkpoint that the simulator uses."""
+
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     digest: str
-    """Hex digest of what was read."""
+    """Hex digest of config.json and the vocabulary size."""
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> "Facts":
-        """Raises: LoadError, when the model is named but cannot be read."""
+    def from_config(cls, config: WorkerConfig) -> "SimCheckpoint":
+        """Read the checkpoint of `config.model`, or make one without files if only `sim_vocab_size` is set.
+
+        Raises: LoadError, if the files cannot be read.
+        """
         if config.sim_vocab_size and not config.model:
-            return cls._from({}, {}, config.sim_vocab_size)
+            return cls._from_json({}, {}, config.sim_vocab_size)
         try:
             directory = resolve(config.model, config.revision)
         except CheckpointError as error:
@@ -34,10 +39,12 @@ class Facts:
         model = _read(directory / "config.json")
         if model is None:
             raise LoadError(f"{directory} has no config.json; give a directory in Hugging Face format")
-        return cls._from(model, _read(directory / "generation_config.json") or {}, config.sim_vocab_size)
+        return cls._from_json(model, _read(directory / "generation_config.json") or {}, config.sim_vocab_size)
 
     @classmethod
-    def _from(cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> "Facts":
+    def _from_json(
+        cls, model: dict[str, Any], generation: dict[str, Any], vocab_size: int
+    ) -> "SimCheckpoint":
         eos = generation.get("eos_token_id", model.get("eos_token_id"))
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(

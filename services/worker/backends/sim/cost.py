@@ -1,26 +1,28 @@
-"""How long things take, by the flags of the cost model."""
+"""The cost model: modelled seconds of steps, drafts and hops."""
 
 from services.config import WorkerConfig
 from services.worker.batch.slots import I32, Rows
 
 
 class CostModel:
-    """Seconds of steps and hops.
+    """Seconds by the `sim_` settings.
 
-    Costs of a step are those of the whole model; one of P stages takes a P-th of them. Tensor parallelism divides
-    nothing: say what a step costs at that size. Costs of a hop are those of one hop.
+    The settings for a step are those of the whole model; each of P stages takes one P-th of it. Tensor parallelism does
+    not divide them: set the costs of a step at that size. The settings for a hop are those of one hop.
     """
 
     def __init__(self, config: WorkerConfig, stages: int = 1) -> None:
         self._config, self._stages = config, stages
 
     def step(self, rows: Rows, num_prompt: I32) -> float:
-        """One stage's share of a step: a base, then the longer of reading the weights and computing prompt tokens and
-        decoding rows, then the context that attention reads. Drafts cost what decoding them would: as planned, for
-        how many there are only the device knows.
+        """Return one stage's share of a step.
+
+        A step takes a base, the longer of reading the weights and computing prompt tokens and decoding rows, and the
+        context that attention reads. Planned drafts cost as much as decoded tokens; only the device knows how many
+        there are.
 
         Args:
-            num_prompt: prompt tokens of each row's request.
+            num_prompt: int32[rows], prompt tokens of each row's request.
         """
         c = self._config
         decodes = (rows.counts == 1 + rows.drafts) & (rows.starts >= num_prompt)
@@ -32,9 +34,9 @@ class CostModel:
         return whole / self._stages
 
     def drafts(self, num_speculative_tokens: int) -> float:
-        """Of proposing so many for each row, one after the other."""
+        """Return the time to propose this many drafts for each row, one after the other."""
         return num_speculative_tokens * self._config.sim_draft_ms * 1e-3
 
     def hop(self, tokens: int) -> float:
-        """Activations of `tokens` from one stage to the next; sampled ids weigh nothing: 0 tokens."""
+        """Return the time to send the activations of `tokens` to the next stage, or with 0 the sampled ids back."""
         return self._config.sim_hop_ms * 1e-3 + tokens * self._config.sim_hop_token_us * 1e-6

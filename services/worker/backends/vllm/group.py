@@ -16,7 +16,7 @@ from protocol.membership import Assignment
 from services.worker.backends.vllm import names
 from services.worker.backends.vllm.shared_memory import SharedMemory, sweep_shared_memory
 from services.worker.distributed.messages import STEP_TIMEOUT
-from services.worker.distributed.ranks import meet, neighbours, shut_down, sockets
+from services.worker.distributed.ranks import count_on_this_machine, meet, shut_down, sockets
 from services.worker.runner import RanksLost
 
 _c10d: Any = distributed  # its stubs lack most of what is used here
@@ -54,7 +54,7 @@ class Group:
             try:
                 sweep_shared_memory()
                 store = self._store()
-                self.on_this_machine = neighbours(store, assignment)
+                self.on_this_machine = count_on_this_machine(store, assignment)
                 _c10d.init_process_group(
                     "gloo",
                     store=store,

@@ -68,7 +68,7 @@ class Result:
 
     def _sampled(self, at: NDArray[np.int64], counts: I32) -> list[LogprobRows]:
         """Of the tokens in vLLM's rows `at`, so many of each, where they are asked for."""
-        rows, lists = self.rows.where(self.rows.samples), self.theirs.logprobs
+        rows, lists = self.rows.select(self.rows.samples), self.theirs.logprobs
         tops = self.asked.logprobs[self.rows.samples]
         wanted = tops != NONE
         if not wanted.any() or lists is None:

@@ -24,7 +24,7 @@ from services.worker.backends.vllm.group import Group
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
 from services.worker.backends.vllm.result import Asked, Result
 from services.worker.batch.slots import Rows, SlotTable
-from services.worker.runner import Identity, LoadError, Output, Passed, Progress
+from services.worker.runner import ForwardDone, Identity, LoadError, Output, Progress
 from services.worker.weights import located
 
 
@@ -144,7 +144,7 @@ class VllmRunner:
         plans.drafts.propose(engine.drafts())
         times = replace(p.times, sampled=time.monotonic())
         if not self._reports:
-            return Passed(times)
+            return ForwardDone(times)
         looked_at = step.num_speculative_tokens and step.has_structured_output_requests
         proposed = plans.drafts.column(p.ids, step.num_speculative_tokens) if looked_at else None
         return Result(step, p.rows, p.ids, p.asked, theirs, times, p.pooled, acceptable, proposed)

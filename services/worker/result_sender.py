@@ -1,9 +1,10 @@
-"""What leaves a worker beside its registration: results from the output thread, heartbeats from a thread of their own.
+"""The connection for results: results leave from an output thread, heartbeats from a thread of their own.
 
-Results, faults and repetitions go through one queue, so they leave in the order of launch (S3-2). The executing thread
-never waits for a host copy; the output thread does. Both threads share one connection under a lock, so a heartbeat
-leaves although a step takes long. The heartbeat thread also hears there that the epoch has ended, that this worker must
-leave, or that nobody is left to say so, when the executing thread hangs in a collective and hears nothing.
+Results, faults and repeated results go through one queue, so they leave in the order of launch (step order;
+docs/invariants.md). The executing thread never waits for a host copy; the output thread does. Both threads share the
+connection under a lock, so a heartbeat leaves during a long step. The heartbeat thread also receives the end of the
+epoch, a shutdown, and the loss of the scheduler, because the executing thread receives nothing while it hangs in a
+collective.
 """
 
 import logging
@@ -23,22 +24,23 @@ from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost, Shu
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.worker.runner import Output, RanksLost
+from services.worker.session import ResendResult
 
 log = logging.getLogger("runahead.worker")
 
 HEARTBEAT_INTERVAL = 0.5
-"""Seconds."""
-LISTEN_INTERVAL = 0.1
-"""Seconds between two looks at what the scheduler says on this connection."""
+"""Seconds between two heartbeats."""
+CONTROL_INTERVAL = 0.1
+"""Seconds between two reads of this connection."""
 ABORT_GRACE = 8.0
-"""Seconds from the end of an epoch until a step of it that has not ended cannot be rescued any more."""
+"""Seconds from the end of an epoch until a step of it that has not ended is considered stuck."""
 EXIT_STUCK = 7
 RESULTS_KEPT = 16
-"""A step can be asked for again as long as its result is among the last so many."""
+"""Number of latest results that are kept to be sent again."""
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A step whose result is on its way to the host."""
 
     step: SchedulerOutput
@@ -57,49 +59,46 @@ class Launched:
         return self.step.step_id
 
 
-@dataclass(frozen=True)
-class Repeat:
-    step_id: int
-
-
 def fault(epoch: int, step_id: int, error: Exception) -> StepFault:
-    """Type and text of the exception, no longer than a message may be."""
+    """Return a fault with the exception's type and text, cut to the length that a message may have."""
     return StepFault(epoch, step_id, f"{type(error).__name__}: {error}"[:MAX_TEXT])
 
 
-class Results:
-    """Owns `client` and two threads between `start` and `close`. After a fault nothing more is sent.
+class ResultSender:
+    """Sends results and heartbeats. It owns `client`, and two threads from `start` to `close`.
+
+    After a fault it sends nothing more.
 
     Args:
-        abort: interrupts the executing thread, if it waits for other ranks.
+        abort: makes the executing thread's wait for other ranks fail.
     """
 
     def __init__(self, client: Client, abort: Callable[[], None]) -> None:
         self._client, self._abort = client, abort
-        self._lock = threading.Lock()
-        """Of the connection."""
+        self._connection = threading.Lock()
+        """Protects the connection."""
         self._state = threading.Lock()
-        """Of what belongs to an epoch: it changes at once, or late results would leave traces in the next one."""
-        self._queue: queue.SimpleQueue[Launched | StepFault | Repeat | None] = queue.SimpleQueue()
+        """Protects the attributes of an epoch, which change together: a late result must not enter the next epoch."""
+        self._queue: queue.SimpleQueue[LaunchedStep | StepFault | ResendResult | None] = queue.SimpleQueue()
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_sampled = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
         self.waits_for_ranks = False
-        """The executing thread is where it may have to wait for other ranks: joining them, or in a step."""
+        """True while the executing thread may wait for other ranks: when it joins them, and in a step."""
         self.in_step = False
-        """It is in a step, which must not take much longer than the epoch."""
-        self._ended = 0
-        """The last epoch of which this connection said that it is over."""
+        """True while the executing thread is in a step, which must end soon after its epoch."""
+        self._ended_epoch = 0
+        """The last epoch whose end was received on this connection."""
         self._dismissed = False
-        """It said that this worker must leave: the scheduler goes next, and its going is no loss."""
+        """True after a shutdown was received: the scheduler closes the connection next, and that is not a loss."""
         self._group: Decoder[GroupMessage] = Decoder(GroupMessage)
         self._closing = threading.Event()
         self.failed = threading.Event()
-        """A fault has left, or nothing can be sent any more: then `lost` says why."""
+        """Set after a fault was sent, or when nothing can be sent any more; then `lost` has the reason."""
         self.lost: PeerGone | PeerSlow | HandshakeRefused | None = None
         self._threads = [
             threading.Thread(target=self._send_results, name="outputs", daemon=True),
-            threading.Thread(target=self._tend, name="heartbeats", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
         ]
 
     def handshake(self, name: str, timeout: float) -> None:
@@ -110,18 +109,22 @@ class Results:
         for thread in self._threads:
             thread.start()
 
-    def enter(self, epoch: int, rank: int) -> None:
-        """An epoch begins for this worker; results of the one before are forgotten, those on their way are not sent."""
+    def begin_epoch(self, epoch: int, rank: int) -> None:
+        """Drop the kept results of the epoch before; its results that still arrive are not sent."""
         with self._state:
             self._epoch, self._rank, self._last_step = epoch, rank, 0
             self._kept.clear()
             self._last_sampled = 0.0
 
-    def put(self, item: Launched | StepFault | Repeat) -> None:
+    def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
+        """Queue what is to be sent next."""
         self._queue.put(item)
 
     def close(self, timeout: float) -> bool:
-        """Sends what is queued, then ends the threads. False: they did not end within `timeout` seconds."""
+        """Send the queued messages, then end the threads and close the connection.
+
+        Return False if the threads did not end within `timeout` seconds.
+        """
         self._queue.put(None)
         self._closing.set()
         for thread in self._threads:
@@ -143,34 +146,34 @@ class Results:
             if isinstance(message, StepFault):
                 self.failed.set()
 
-    def _message(self, item: Launched | StepFault | Repeat) -> StepResult | RankLost | None:
+    def _message(self, item: LaunchedStep | StepFault | ResendResult) -> StepResult | RankLost | None:
         match item:
             case StepFault():
                 return item
-            case Launched():
+            case LaunchedStep():
                 return self._result(item)
-            case Repeat(step_id=step_id) if step_id in self._kept:
+            case ResendResult(step_id=step_id) if step_id in self._kept:
                 return self._kept[step_id]
-            case Repeat(step_id=step_id):
-                text = f"step {step_id} is asked for again, but only the last {RESULTS_KEPT} results are kept"
+            case ResendResult(step_id=step_id):
+                text = f"step {step_id} was sent again, but only the last {RESULTS_KEPT} results are kept"
                 return StepFault(self._epoch, step_id, text)
 
-    def _result(self, launched: Launched) -> StepResult | RankLost | None:
+    def _result(self, launched: LaunchedStep) -> StepResult | RankLost | None:
         try:
             result = launched.output.get()
         except RanksLost as error:
             return RankLost(launched.epoch, str(error)[:MAX_TEXT])
-        except Exception as error:  # whatever a device may raise belongs to its step
+        except Exception as error:  # any error of the device belongs to its step
             log.exception("step %d failed on its way to the host", launched.step_id)
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
         with self._state:
-            return self._entered(launched, result) if launched.epoch == self._epoch else None
+            return self._completed(launched, result) if launched.epoch == self._epoch else None
 
-    def _entered(self, launched: Launched, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
+    def _completed(self, launched: LaunchedStep, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
         """Complete the times of a step of this epoch, and keep its result for a repetition."""
         self._last_step = launched.step_id
         measured = result if isinstance(result, StepTimes) else result.times
-        # The device has nothing to do while both hold: no plan is queued, and the step before has ended.
+        # The device is idle while both hold: no plan is queued, and the step before has ended.
         pause = measured.forward_began - self._last_sampled if self._last_sampled else 0.0
         self._last_sampled = measured.sampled
         times = msgspec.structs.replace(
@@ -190,7 +193,7 @@ class Results:
 
     def _send(self, message: StepResult | Heartbeat | RankLost) -> None:
         try:
-            with self._lock:
+            with self._connection:
                 self._client.send(message)
         except (PeerGone, PeerSlow) as error:
             self._on_lost(error)
@@ -202,30 +205,31 @@ class Results:
 
     # -- the heartbeat thread ------------------------------------------------------------------------------------
 
-    def _tend(self) -> None:
+    def _send_heartbeats(self) -> None:
         next_beat = deadline = 0.0
-        while not self._closing.wait(LISTEN_INTERVAL):
+        while not self._closing.wait(CONTROL_INTERVAL):
             if not self.failed.is_set() and not self._dismissed:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL
                     self._send(self._heartbeat())
-                self._listen()
-            if not self._wakes():
+                self._receive()
+            if not self._abort_useless_wait():
                 deadline = 0.0
                 continue
             deadline = deadline or time.monotonic() + ABORT_GRACE
             if self.in_step and time.monotonic() > deadline:
                 why = self.lost or f"epoch {self._epoch} is over"
-                log.error("%s, but the last step does not end: this process does", why)
+                log.error("%s, but the last step does not end: this process exits", why)
                 os._exit(EXIT_STUCK)
 
-    def _wakes(self) -> bool:
-        """Whether the executing thread waits for nothing, as its epoch has ended or this worker must; then it is woken.
+    def _abort_useless_wait(self) -> bool:
+        """Abort the executing thread's wait for other ranks if its epoch has ended or the worker must leave.
 
-        No epoch can begin meanwhile, or its ranks would be woken too.
+        Return True if it was aborted. The lock keeps the next epoch from beginning meanwhile: its ranks would be
+        aborted as well.
         """
         with self._state:
-            is_over = self.failed.is_set() or self._dismissed or self._ended >= self._epoch > 0
+            is_over = self.failed.is_set() or self._dismissed or self._ended_epoch >= self._epoch > 0
             if self.waits_for_ranks and is_over:
                 self._abort()
                 return True
@@ -235,10 +239,10 @@ class Results:
         with self._state:
             return Heartbeat(self._epoch, self._last_step, self._rank)
 
-    def _listen(self) -> None:
-        """Takes what the scheduler says on this connection: that an epoch has ended, or that it stops."""
+    def _receive(self) -> None:
+        """Read the scheduler's next message on this connection: the end of an epoch, or a shutdown."""
         try:
-            with self._lock:
+            with self._connection:
                 frame = self._client.receive_now()
             message = self._group.decode(frame) if frame is not None else None
         except (PeerGone, HandshakeRefused) as error:
@@ -247,5 +251,5 @@ class Results:
             log.warning("bad message from the scheduler: %s", error)
         else:
             if isinstance(message, EndEpoch):
-                self._ended = message.epoch
+                self._ended_epoch = message.epoch
             self._dismissed |= isinstance(message, Shutdown)

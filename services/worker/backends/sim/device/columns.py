@@ -1,9 +1,9 @@
-"""What a step's launch needs beside immutable data: columns that the host fills and the device copies (S3 (b) 6)."""
+"""Columns of a step that the host fills and the device copies (host-buffer rule, docs/invariants.md)."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.backends.sim.device import Device
+from services.worker.backends.sim.device.interface import Device
 from services.worker.batch.slots import I32, Rows, SlotTable
 
 COLUMNS = (
@@ -12,8 +12,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class StepInputs:
-    """One set of buffers, on the host or on the device; the first `rows` rows are valid.
+class StepColumns:
+    """One set of buffers, on the host or on the device; the first `rows` entries are valid.
 
     Columns int32[num_slots]: slots, starts, counts and drafts as planned, num_prompt, top_k; float32: temperature,
     top_p, min_p; uint64: seed; block_table int32[num_slots, blocks].
@@ -33,7 +33,7 @@ class StepInputs:
         self.block_table: I32 = np.zeros((num_slots, max_blocks), np.int32)
 
     def fill(self, rows: Rows, table: SlotTable, width: int) -> None:
-        """The host writes one step's columns, `width` blocks of each table."""
+        """Write one step's columns on the host, with `width` blocks of each block table."""
         n = len(rows.slots)
         self.slots[:n], self.starts[:n], self.counts[:n] = rows.slots, rows.starts, rows.counts
         self.drafts[:n] = rows.drafts
@@ -42,8 +42,8 @@ class StepInputs:
             column[:n] = getattr(table, name)[rows.slots]
         self.block_table[:n, :width] = table.block_table[rows.slots, :width]
 
-    def copy_to(self, device: Device, target: "StepInputs", rows: int, width: int) -> None:
-        """Enqueues the copies of one step."""
+    def copy_to(self, device: Device, target: "StepColumns", rows: int, width: int) -> None:
+        """Enqueue the copies of one step's columns."""
         for name in COLUMNS:
             part = (slice(rows), slice(width)) if name == "block_table" else slice(rows)
             device.copy_in(getattr(target, name)[part], getattr(self, name)[part])

@@ -1,8 +1,9 @@
-"""A device with rigid shapes: one prefill chunk or a rectangle of decodes per step, everything padded (spec 5(b)).
+"""A device with rigid shapes: a step is one prefill chunk or a rectangle of decode rows, and everything is padded.
 
-It works out its shapes itself, from the plan and the batch alone, and refuses what they cannot hold. A prompt ends at
-the end of a block and is cut into windows of one size from there towards its beginning; what is left of the first
-window is padding. In a decode step all block tables end at the same column, dummy blocks to the left of shorter ones.
+The device derives its shapes from the plan and the batch alone, and refuses plans that do not fit them. A padded prompt
+ends at the end of a block and is cut into windows of one size, from its end towards its beginning; the rest of the
+first window is padding. In a decode step all block tables end at the same column; shorter ones have dummy blocks on the
+left. docs/scheduling.md explains the shapes.
 """
 
 from collections.abc import Callable
@@ -17,34 +18,34 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
 
 DUMMY = -1
-"""The block that stands for padding."""
+"""Block id of padding."""
 
-Reach = Callable[[int, int, int, int], int]
-"""(slot, start, planned end, furthest end possible) of a chunk -> where it ends, at least one token on."""
+ChunkEnd = Callable[[int, int, int, int], int]
+"""(slot, start, planned end, furthest possible end) of a chunk -> its real end, at least one token after its start."""
 
 
-def as_scheduled(_slot: int, _start: int, end: int, _most: int) -> int:
+def planned_end(_slot: int, _start: int, end: int, _most: int) -> int:
     return end
 
 
 @dataclass(frozen=True)
-class Shape:
+class PaddedStep:
     """A step as the device runs it."""
 
     step: SchedulerOutput
     rows: Rows
-    """What it computes: void rows are missing, a chunk may end elsewhere."""
+    """Rows that are computed: without void rows; a chunk may end elsewhere than planned."""
     padded: Rows
-    """What it takes time for: whole windows, or the rectangle."""
+    """Rows that cost time: whole windows, or the rectangle."""
     progress: dict[int, int]
-    """Slot -> frontier of its prefill."""
+    """Slot -> frontier of its prefill; runner-reported progress (docs/invariants.md)."""
     tkv: int = 0
-    """Longest row of a decode step, padding included."""
+    """Length of the longest row of a decode step, padding included."""
     tables: I32 | None = None
-    """int32[rows, blocks] of a decode step, DUMMY on the left."""
+    """int32[rows, blocks] of a decode step, DUMMY on the left of shorter rows."""
 
     def complete(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
-        """With a row for each sampling one of the plan, void or not, and the progress."""
+        """Add the progress, and a row for each sampling row of the plan; void rows have no token."""
         plan = StepRows.from_message(self.step)
         slots, generations = plan.slots[plan.samples], plan.generations[plan.samples]
         computed = np.isin(slots, self.rows.slots[self.rows.samples])
@@ -58,26 +59,39 @@ class Shape:
         )
 
 
-class Rigid:
-    """Shapes the steps of one epoch; `chunk` and `max_volume` in tokens, 0: no limit to the volume."""
+class RigidShapes:
+    """Pads the steps of one epoch.
 
-    def __init__(self, table: SlotTable, chunk: int, max_volume: int, reach: Reach = as_scheduled) -> None:
+    Args:
+        chunk: tokens of a window.
+        max_volume: largest number of tokens in the rectangle of a decode step; 0: no limit.
+        chunk_end: where chunks really end, for tests.
+    """
+
+    def __init__(
+        self, table: SlotTable, chunk: int, max_volume: int, chunk_end: ChunkEnd = planned_end
+    ) -> None:
         if chunk % table.block_size:
-            raise PlanError(f"rigid: a chunk of {chunk} tokens is not made of blocks of {table.block_size}")
-        self._table, self._chunk, self._max_volume, self._reach = table, chunk, max_volume, reach
+            raise PlanError(
+                f"rigid: a chunk of {chunk} tokens is not a multiple of the block size {table.block_size}"
+            )
+        self._table, self._chunk, self._max_volume, self._chunk_end = table, chunk, max_volume, chunk_end
         self._entry = np.zeros(table.num_slots, np.int32)
-        """Tokens the request entered with: its prefill ends there."""
+        """Tokens with which the request entered: the end of its prefill."""
         self._resumes = np.zeros(table.num_slots, np.bool_)
-        """Whether the last chunk ended elsewhere than planned, so that the next one begins inside a window."""
+        """True if the last chunk ended elsewhere than planned, so that the next one begins inside a window."""
 
-    def shape(self, step: SchedulerOutput, rows: Rows) -> Shape:
-        """`rows` are those of the plan just applied. Raises: PlanError, with the rule that the step breaks."""
+    def pad(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
+        """Pad a step. `rows` are those of the plan that was just applied.
+
+        Raises: PlanError, for a step that the shapes do not allow.
+        """
         for request in step.new:
             self._entry[request.slot] = len(request.token_ids) // 4
             self._resumes[request.slot] = False
         prefill = rows.starts < self._entry[rows.slots]
         if not len(rows.slots):
-            return Shape(step, rows, rows, {})
+            return PaddedStep(step, rows, rows, {})
         if not prefill.any():
             return self._decode(step, rows)
         if not prefill.all():
@@ -89,7 +103,7 @@ class Rigid:
     # -- prefill -------------------------------------------------------------------------------------------------
 
     def _window(self, entry: int, start: int) -> tuple[int, int, int]:
-        """(left padding, first token of the window that holds `start`, last token + 1)."""
+        """Return the left padding, and the first position and the end of the window that contains `start`."""
         begin = -(-entry // self._table.block_size) * self._table.block_size
         while begin > start:
             begin -= self._chunk
@@ -98,7 +112,7 @@ class Rigid:
             first -= self._chunk
         return -first, begin, min(begin + self._chunk, entry)
 
-    def _prefill(self, step: SchedulerOutput, rows: Rows) -> Shape:
+    def _prefill(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
         slot, start, end = int(rows.slots[0]), int(rows.starts[0]), int(rows.ends[0])
         entry, samples = int(self._entry[slot]), bool(rows.samples[0])
         padding, begin, last = self._window(entry, start)
@@ -109,9 +123,9 @@ class Rigid:
         if end != last:
             raise PlanError(f"rigid: slot {slot} computes {start} to {end}, but its chunk ends at {last}")
         most = end if samples else min(entry - 1, int(self._table.num_blocks[slot]) * self._table.block_size)
-        reached = self._reach(slot, start, end, most)
+        reached = self._chunk_end(slot, start, end, most)
         if not start < reached <= most:
-            raise PlanError(f"rigid: slot {slot} cannot come to {reached} from {start}, at most to {most}")
+            raise PlanError(f"rigid: slot {slot} cannot reach {reached} from {start}, at most {most}")
         self._resumes[slot] = reached != end
         if reached != end:
             self._table.correct(slot, reached, samples)
@@ -120,11 +134,11 @@ class Rigid:
         padded = replace(
             rows, starts=np.array([begin + padding], np.int32), counts=np.array([self._chunk], np.int32)
         )
-        return Shape(step, rows, padded, {slot: reached})
+        return PaddedStep(step, rows, padded, {slot: reached})
 
     # -- decode --------------------------------------------------------------------------------------------------
 
-    def _decode(self, step: SchedulerOutput, rows: Rows) -> Shape:
+    def _decode(self, step: SchedulerOutput, rows: Rows) -> PaddedStep:
         tables = self._rectangle(rows)
         padding = (tables == DUMMY).sum(axis=1, dtype=np.int32) * self._table.block_size
         tkv = int((padding + rows.ends).max())
@@ -138,7 +152,7 @@ class Rigid:
             )
         longest = np.full_like(rows.starts, tkv - 1)
         padded = replace(rows, starts=longest)
-        return Shape(step, rows, padded, {}, tkv, tables)
+        return PaddedStep(step, rows, padded, {}, tkv, tables)
 
     def _rectangle(self, rows: Rows) -> I32:
         own = -(-rows.ends // self._table.block_size)

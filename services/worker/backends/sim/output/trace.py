@@ -1,4 +1,4 @@
-"""When each stage computed what: a JSON line per step, for figures and plots of a pipeline's occupancy."""
+"""The step trace: when each stage computed each step, a JSON line per step, for plots of a pipeline's occupancy."""
 
 import json
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Appends to `path`, line by line, so that all stages of a machine may share the file.
+    """Appends lines to `path`; all stages of a machine may share the file.
 
-    A line holds `epoch`, `step_id`, `stage`, `began` and `ended` (monotonic seconds on the modelled timeline) and
-    `tokens`, the positions computed.
+    A line has `epoch`, `step_id`, `stage`, `began` and `ended` (monotonic seconds on the modelled timeline) and
+    `tokens`, the number of positions computed.
     """
 
     path: Path

@@ -1,0 +1,288 @@
+"""Everything of a rank that lives one epoch: the device, the batch, the oracle, and the steps that use them."""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import unpack
+from protocol.membership import Assignment, InitializeCache
+from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput
+from services.config import WorkerConfig
+from services.worker.backends.pending_step import PendingStep, own_grammar
+from services.worker.backends.sim.checkpoint import SimCheckpoint
+from services.worker.backends.sim.cost import CostModel
+from services.worker.backends.sim.device.columns import StepColumns
+from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
+from services.worker.backends.sim.model.hidden_states import HiddenSums
+from services.worker.backends.sim.model.logits import Logits
+from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
+from services.worker.backends.sim.output.embeddings import CopiedEmbeddings, StepEmbeddings
+from services.worker.backends.sim.output.logprobs import CopiedLogprobs, StepLogprobs
+from services.worker.backends.sim.output.step_output import StepOutput
+from services.worker.backends.sim.output.trace import StepTrace
+from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs
+from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
+from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
+from services.worker.backends.sim.sampling.drafts import ProposedDrafts
+from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
+from services.worker.backends.sim.sampling.sampler import SimSampler
+from services.worker.backends.sim.sampling.step_masks import StepMasks
+from services.worker.batch.slots import I32, PlanError, Rows, SlotTable
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT, HostRing
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """The result of `load`: a rank that has joined its group."""
+
+    config: WorkerConfig
+    assignment: Assignment
+    checkpoint: SimCheckpoint
+    cost: CostModel
+    trace: StepTrace | None
+    exchange: RankExchange
+
+    @property
+    def is_last_stage(self) -> bool:
+        shard = self.assignment.shard
+        return shard.pp_rank + 1 == shard.pipeline_parallel_size
+
+    @property
+    def is_output(self) -> bool:
+        """True on the rank that reports results."""
+        return self.assignment.rank == self.assignment.output_rank
+
+
+@dataclass(frozen=True)
+class _ExecutedStep:
+    """A step between its forward pass and its sampling."""
+
+    step: SchedulerOutput
+    rows: Rows
+    padded: PaddedStep | None
+    """On a rigid device."""
+    acceptance: DraftAcceptance
+    rules: RulesByRow
+    logprobs: StepLogprobs | None
+    embeddings: StepEmbeddings | None
+    """On the output rank, if a row requests them; likewise `logprobs`."""
+    prepared: float
+    """Seconds on the monotonic clock: the step was ready to be launched."""
+    forward: DeviceEvent
+
+
+class SimEpoch:
+    """One epoch of a simulated rank. Its attributes are public for tests that corrupt them.
+
+    Args:
+        full_check: every row reads its whole context in every step; slow.
+        chunk_end: where the chunks of a rigid device end.
+    """
+
+    def __init__(
+        self, rank: LoadedRank, init: InitializeCache, device: Device, full_check: bool, chunk_end: ChunkEnd
+    ) -> None:
+        self._rank, self.device = rank, device
+        assignment, config, checkpoint = rank.assignment, rank.config, rank.checkpoint
+        slots, max_len = assignment.num_slots, init.max_model_len
+        self.table = SlotTable(slots, assignment.block_size, init.num_blocks, max_len)
+        chunk, volume = assignment.max_num_batched_tokens, config.sim_max_volume
+        self._rigid = RigidShapes(self.table, chunk, volume, chunk_end) if config.sim_rigid else None
+        max_blocks = self.table.block_table.shape[1]
+        in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * assignment.pipeline_parallel_size)
+        self.ring = HostRing(lambda: StepColumns(slots, max_blocks), in_flight + 1)
+        self.columns = StepColumns(slots, max_blocks)
+        """On the device."""
+        vocab_size = checkpoint.vocab_size
+        self.oracle = Oracle(slots, init.num_blocks, assignment.block_size, max_len, vocab_size, full_check)
+        self._logits = Logits(vocab_size, checkpoint.eos_token_ids)
+        self.sampler = SimSampler(self._logits, self.columns, self.oracle)
+        speculation = assignment.speculation
+        self.drafts = ProposedDrafts(slots, speculation.num_speculative_tokens if speculation else 0)
+        longest = speculation.max_model_len if speculation else 0
+        self.drafter = SimDrafter(
+            config.sim_draft_acceptance, longest, self.sampler, self.oracle, self.columns, self.drafts
+        )
+        self._hidden_sums = HiddenSums(slots)
+        self._pending = PendingStep[_ExecutedStep]()
+
+    def release(self, slots: NDArray[np.int32]) -> None:
+        self.table.release(slots)
+
+    def close(self) -> None:
+        self.device.close()
+
+    # -- the forward pass ----------------------------------------------------------------------------------------
+
+    def execute(self, step: SchedulerOutput) -> None:
+        """Apply a plan and launch its forward pass, as `ModelRunner.execute_model`."""
+        self._pending.require_none()
+        if step.num_speculative_tokens > self.drafts.most:
+            raise PlanError(
+                f"{step.num_speculative_tokens} drafts per row are planned, but at most {self.drafts.most} were agreed"
+            )
+        rank, device = self._rank, self.device
+        rows = costly = self.table.apply(step)
+        padded = None if self._rigid is None else self._rigid.pad(step, rows)
+        if padded is not None:
+            rows, costly = padded.rows, padded.padded
+        received = rank.exchange.receive_inputs(step, rows)
+        self._stage(rows)
+        n = len(rows.slots)
+        # Memory of this step alone: a copy may still read that of the steps before.
+        hashes, acceptance = np.empty(n, np.uint64), DraftAcceptance(rows)
+        leaving = None if rank.is_last_stage else Activations.empty(int(rows.counts.sum()), n)
+
+        def forward() -> None:
+            self._take_inputs(step, received)
+            hashes[:] = self._forward(n, received.activations, acceptance, leaving)
+
+        seconds = rank.cost.step(costly, self.table.num_prompt[rows.slots]) if n else 0.0
+        prepared = time.monotonic()
+        event = device.launch(forward, seconds, received.available_at)
+        rank.exchange.send_activations(device, step, rows, hashes, leaving, event.ended)
+        logprobs, embeddings = self._requested_outputs(rows)
+        self._pending.put(
+            _ExecutedStep(
+                step=step,
+                rows=rows,
+                padded=padded,
+                acceptance=acceptance,
+                rules=rules_by_row(rows, self.table),
+                logprobs=logprobs,
+                embeddings=embeddings,
+                prepared=prepared,
+                forward=event,
+            )
+        )
+
+    def _stage(self, rows: Rows) -> None:
+        """Enqueue the copies of the step's columns to the device."""
+        n, width = len(rows.slots), -(-int(rows.ends.max(initial=0)) // self.table.block_size)
+        staged = self.ring.acquire()
+        staged.fill(rows, self.table, width)
+        staged.copy_to(self.device, self.columns, n, width)
+        self.ring.release(self.device.record())
+
+    def _requested_outputs(self, rows: Rows) -> tuple[StepLogprobs | None, StepEmbeddings | None]:
+        if not self._rank.is_output:
+            return None, None
+        vocab_size = self._rank.checkpoint.vocab_size
+        logprobs = StepLogprobs.from_rows(rows, self.table, vocab_size)
+        return logprobs, StepEmbeddings.from_rows(rows, self.table)
+
+    def _take_inputs(self, step: SchedulerOutput, received: ReceivedInputs) -> None:
+        """Store new requests and feedback. Runs on the device."""
+        for request in step.new:
+            self.oracle.enter(request.slot, unpack(request.token_ids))
+            self.drafts.clear(request.slot)
+        for late in received.feedback:
+            self.oracle.confirm(late.slots, late.firsts, late.counts, late.token_ids)
+            self.drafts.put(late.step_id, late.slots, late.firsts + late.counts, late.drafts)
+
+    def _forward(
+        self, n: int, arrived: Activations | None, acceptance: DraftAcceptance, leaving: Activations | None
+    ) -> NDArray[np.uint64]:
+        """Execute the `n` rows of the device's columns. Return the hash of each row's sequence. Runs on the device."""
+        columns = self.columns
+        slots, planned, planned_drafts = columns.slots[:n], columns.counts[:n], columns.drafts[:n]
+        known = planned - planned_drafts
+        starts, drafts = self._settle(slots, columns.starts[:n], known, planned_drafts, arrived)
+        acceptance.begin(starts + known, drafts)
+        batch = DeviceRows(slots, starts, known + drafts, columns.block_table[:n])
+        hashes = self.oracle.forward(batch, arrived)
+        if leaving is not None:
+            leaving.starts[:], leaving.drafts[:] = starts, drafts
+            self.oracle.activations(batch, leaving)
+        return hashes
+
+    def _settle(
+        self, slots: I32, planned: I32, known: I32, planned_drafts: I32, arrived: Activations | None
+    ) -> tuple[I32, I32]:
+        """Return the true position at which each row starts and the number of its drafts, which become input.
+
+        A middle stage receives both from the stage before. The last stage receives them too, and compares them with its
+        own.
+
+        Args:
+            planned: int32[rows], planned starts.
+            known: int32[rows], tokens of each row beside drafts.
+            planned_drafts: int32[rows].
+
+        Raises: OracleError
+        """
+        oracle = self.oracle
+        if arrived is not None and not self._rank.is_last_stage:
+            oracle.rewind(slots, arrived.starts)
+            return arrived.starts, arrived.drafts
+        starts = oracle.starts(slots, planned)
+        counts, tokens = self.drafts.take(slots, starts + known, planned_drafts)
+        if len(tokens):
+            rows, positions = spread(starts + known, counts)
+            oracle.append(slots[rows], positions, tokens)
+        if arrived is not None and (wrong := (starts != arrived.starts) | (counts != arrived.drafts)).any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"true position: slot {slots[i]} starts at {starts[i]} with {counts[i]} drafts, but on the stage "
+                f"before at {arrived.starts[i]} with {arrived.drafts[i]}"
+            )
+        return starts, counts
+
+    # -- sampling ------------------------------------------------------------------------------------------------
+
+    def sample(self, grammar: GrammarOutput | None) -> StepOutput:
+        """Sample the executed step, as `ModelRunner.sample_tokens`."""
+        executed, rank, device = self._pending.take(), self._rank, self.device
+        step, forward, acceptance = executed.step, executed.forward, executed.acceptance
+        output = StepOutput(
+            step, executed.rows, executed.prepared, forward, forward, rank.trace, executed.padded
+        )
+        if not rank.is_last_stage:
+            return output
+        own = own_grammar(step, grammar)
+        masks = StepMasks.from_message(own, acceptance.slots, rank.checkpoint.vocab_size)
+        device.launch(lambda: self._sample(executed, masks), 0.0)
+        tokens, copied = acceptance.copy_out(device)
+        logprobs: CopiedLogprobs | None = None
+        embeddings: CopiedEmbeddings | None = None
+        if executed.logprobs is not None:
+            logprobs, copied = executed.logprobs.copy_out(device)
+        if executed.embeddings is not None:
+            embeddings, copied = executed.embeddings.copy_out(device)
+        proposed, ended = self._propose(executed)
+        drafts: I32 | None = None
+        if (
+            step.has_structured_output_requests and proposed.size
+        ):  # without a grammar no result waits for the drafter
+            drafts, copied = device.copy_out(proposed)
+        rank.exchange.send_sampled(device, step, acceptance, proposed, ended)
+        return replace(
+            output,
+            copied=copied,
+            sampled=tokens if rank.is_output else None,
+            logprobs=logprobs,
+            embeddings=embeddings,
+            drafts=drafts,
+        )
+
+    def _sample(self, executed: _ExecutedStep, masks: StepMasks) -> None:
+        """Sample, then fill in what rows request beside tokens. Runs on the device."""
+        executed.acceptance.run(self.sampler, self.oracle, executed.rules, masks)
+        if executed.logprobs is not None:
+            executed.logprobs.compute(self._logits, self.oracle, executed.acceptance)
+        if executed.embeddings is not None:
+            executed.embeddings.compute(self.oracle, self._hidden_sums)
+
+    def _propose(self, executed: _ExecutedStep) -> tuple[I32, float]:
+        """Launch the drafter. Return int32[sampled rows, requested] drafts on the device, and when they are there."""
+        step, acceptance = executed.step, executed.acceptance
+        requested = step.num_speculative_tokens
+        tokens = np.full((len(acceptance.slots), requested), NO_DRAFT, np.int32)
+        if not tokens.size:
+            return tokens, self.device.record().ended
+        proposal, drafter = DraftProposal(step.step_id, acceptance, executed.rules, tokens), self.drafter
+        seconds = self._rank.cost.drafts(requested)
+        return tokens, self.device.launch(lambda: drafter.propose(proposal), seconds).ended

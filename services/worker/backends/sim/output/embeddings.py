@@ -1,0 +1,55 @@
+"""Embeddings of one step's pooled rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.sampling import Pooling
+from services.worker.backends.sim.device.interface import Device, DeviceEvent
+from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, HiddenSums, hidden_states
+from services.worker.backends.sim.model.logits import F32
+from services.worker.backends.sim.model.oracle import Oracle
+from services.worker.batch.slots import I32, Rows, SlotTable
+
+
+@dataclass(frozen=True)
+class CopiedEmbeddings:
+    """Embeddings on the host; valid once the event of their copies has passed."""
+
+    slots: I32
+    values: F32
+    """float32[slots, HIDDEN_SIZE]"""
+
+
+class StepEmbeddings:
+    """Pooled rows of one step, in device memory of this step alone (result memory; docs/invariants.md)."""
+
+    def __init__(self, rows: Rows, means: NDArray[np.bool_]) -> None:
+        self._rows, self._means = rows, means
+        self._values = np.empty((int(rows.samples.sum()), HIDDEN_SIZE), np.float32)
+
+    @classmethod
+    def from_rows(cls, rows: Rows, table: SlotTable) -> "StepEmbeddings | None":
+        """Lay out the embeddings of the plan that was just applied; None if no row is pooled."""
+        pooled = rows.select(table.pooling[rows.slots] != Pooling.NONE)
+        if not len(pooled.slots):
+            return None
+        return cls(pooled, table.pooling[pooled.slots] == Pooling.MEAN)
+
+    def compute(self, oracle: Oracle, sums: HiddenSums) -> None:
+        """Add chunks to their sums and make the embeddings of completed prompts. Runs on the device."""
+        rows, embeddings = self._rows, []
+        columns = (rows.slots, rows.starts, rows.ends, self._means, rows.samples)
+        for slot, start, end, mean, samples in zip(*(c.tolist() for c in columns), strict=True):
+            hashes = oracle.chain[slot, start + 1 : end + 1]
+            if mean:
+                sums.add(slot, start, hashes)
+            if samples:
+                embeddings.append(sums.mean(slot) if mean else hidden_states(hashes[-1:])[0])
+        self._values[:] = np.array(embeddings, np.float32).reshape(-1, HIDDEN_SIZE)
+
+    def copy_out(self, device: Device) -> tuple[CopiedEmbeddings, DeviceEvent]:
+        """Enqueue the copy to the host."""
+        values, copied = device.copy_out(self._values)
+        return CopiedEmbeddings(self._rows.slots[self._rows.samples], values), copied

@@ -1,0 +1,70 @@
+"""The result of a step on its way to the host."""
+
+from dataclasses import dataclass
+
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
+from services.worker.backends.sim.device.interface import DeviceEvent
+from services.worker.backends.sim.device.rigid import PaddedStep
+from services.worker.backends.sim.output.embeddings import CopiedEmbeddings
+from services.worker.backends.sim.output.logprobs import CopiedLogprobs
+from services.worker.backends.sim.output.trace import StepTrace
+from services.worker.backends.sim.sampling.acceptance import CopiedTokens
+from services.worker.batch.slots import I32, Rows
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """An `Output` whose tokens are being copied. No later step changes anything that it refers to (immutable result;
+    docs/invariants.md)."""
+
+    step: SchedulerOutput
+    rows: Rows
+    prepared: float
+    """Seconds on the monotonic clock: the step was ready to be launched."""
+    forward: DeviceEvent
+    copied: DeviceEvent
+    """The last copy to the host."""
+    trace: StepTrace | None
+    padded: PaddedStep | None = None
+    """On a rigid device."""
+    sampled: CopiedTokens | None = None
+    """None on a rank that does not report the step."""
+    logprobs: CopiedLogprobs | None = None
+    embeddings: CopiedEmbeddings | None = None
+    drafts: I32 | None = None
+    """int32[sampled rows, num_speculative_tokens], if the step has a grammar."""
+
+    def get(self) -> ModelRunnerOutput | StepTimes:
+        self.copied.synchronize()
+        step, copied = self.step, self.copied
+        if self.trace is not None and step.step_id:  # 0: the canary
+            tokens = int(self.rows.counts.sum())
+            self.trace.write(step.epoch, step.step_id, self.forward.began, copied.ended, tokens)
+        times = StepTimes(
+            prepared=self.prepared,
+            forward_began=self.forward.began,
+            forward_ended=self.forward.ended,
+            sampled=copied.ended,
+        )
+        if self.sampled is None:
+            return times
+        result = self._result(self.sampled, times)
+        return result if self.padded is None else self.padded.complete(result)
+
+    def _result(self, sampled: CopiedTokens, times: StepTimes) -> ModelRunnerOutput:
+        step, embeddings = self.step, self.embeddings
+        logprobs = None if self.logprobs is None else self.logprobs.sampled()
+        return ModelRunnerOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            slots=sampled.slots.tobytes(),
+            generations=sampled.generations.tobytes(),
+            counts=sampled.counts.tobytes(),
+            token_ids=sampled.ragged().tobytes(),
+            times=times,
+            logprobs=None if logprobs is None else logprobs.to_message(),
+            embedding_slots=b"" if embeddings is None else embeddings.slots.tobytes(),
+            embeddings=b"" if embeddings is None else embeddings.values.tobytes(),
+            drafted=sampled.drafted.tobytes() if step.drafts else b"",
+            draft_token_ids=b"" if self.drafts is None else self.drafts.tobytes(),
+        )

@@ -1,0 +1,1 @@
+"""The exchange between the ranks of a group in each step."""

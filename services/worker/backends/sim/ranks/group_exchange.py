@@ -1,0 +1,213 @@
+"""The exchange of a rank in a group: stages send tokens and hashes in place of hidden states, and the ranks of a stage
+compare their results.
+
+A message between stages is an int64 array: the step that it belongs to, the moment on the modelled timeline at which it
+arrives (the bits of a float64), and the body, which has room for all planned drafts. Activations: input ids, hashes,
+and for each row its start and its number of drafts. Feedback, one message per step with sampling rows: sampled ids, and
+for each row its first position, its number of tokens and its next drafts.
+
+The first stage receives feedback when a step needs it, so it never waits for a token too early. A message belongs to
+the owners that the slots had when its step was launched; ids for a slot that has another owner since then are dropped.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import SchedulerOutput
+from services.worker.backends.sim.cost import CostModel
+from services.worker.backends.sim.device.interface import Device
+from services.worker.backends.sim.model.hashing import U64
+from services.worker.backends.sim.model.oracle import Activations, OracleError, spread
+from services.worker.backends.sim.ranks.exchange import ReceivedInputs, StageFeedback
+from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
+from services.worker.batch.slots import I32, Rows
+from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
+from services.worker.distributed.pipeline import PipelineGroup
+from services.worker.distributed.ranks import Ranks
+
+I64 = NDArray[np.int64]
+HEADER = 2
+"""Words before the body of a message."""
+NEVER = -1
+
+
+@dataclass(frozen=True)
+class _ExpectedFeedback:
+    """A message that the last stage will send; int32[rows] each."""
+
+    step_id: int
+    slots: I32
+    room: I32
+    """Largest number of tokens of each row."""
+    proposed: int
+    """Drafts of each row."""
+
+    @property
+    def size(self) -> int:
+        """Words of the body."""
+        return int(self.room.sum()) + (2 + self.proposed) * len(self.slots)
+
+    def unpack(self, body: I64, kept: NDArray[np.bool_]) -> StageFeedback:
+        """Return the feedback of the rows at which `kept` is True.
+
+        Raises: OracleError, if a row has no token or more than it has room for.
+        """
+        rows, tokens = len(self.slots), int(self.room.sum())
+        ids, rest = body[:tokens].astype(np.int32), body[tokens:].astype(np.int32)
+        firsts, counts = rest[:rows], rest[rows : 2 * rows]
+        drafts = rest[2 * rows :].reshape(rows, self.proposed)
+        if (wrong := (counts < 1) | (counts > self.room)).any():
+            i = int(wrong.argmax())
+            raise OracleError(
+                f"slot {self.slots[i]}: {counts[i]} tokens came back, with room for {self.room[i]}"
+            )
+        begins = (np.cumsum(self.room) - self.room)[kept].astype(np.int32)
+        _, at = spread(begins, counts[kept])
+        return StageFeedback(
+            self.step_id, self.slots[kept], firsts[kept], counts[kept], ids[at], drafts[kept]
+        )
+
+
+class GroupExchange:
+    """A `RankExchange` over the groups of one epoch; `join` is called first."""
+
+    def __init__(self, ranks: Ranks, cost: CostModel, num_slots: int) -> None:
+        self._ranks, self._cost = ranks, cost
+        self._link_free_at = 0.0
+        """The link to the next stage carries one step after the other."""
+        self._most_in_flight = max(MAX_STEPS_IN_FLIGHT, 2 * ranks.shard.pipeline_parallel_size)
+        self.expected: deque[_ExpectedFeedback] = deque()
+        """On the first stage: feedback that was not received yet, in the order of steps."""
+        self._entered_in = np.full(num_slots, NEVER, np.int64)
+        """Step with which the slot's owner entered."""
+        self._sampled_in = np.full(num_slots, NEVER, np.int64)
+        """Newest step that samples for the slot's owner."""
+
+    def join(self) -> None:
+        """Raises: RanksLost"""
+        self._ranks.join()
+
+    @property
+    def pipeline(self) -> PipelineGroup:
+        return self._ranks.pipeline
+
+    # -- between stages ------------------------------------------------------------------------------------------
+
+    def receive_inputs(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
+        if self.pipeline.size == 1:
+            return ReceivedInputs()
+        if self.pipeline.is_first:
+            return self._receive_feedback(step, rows)
+        return self._receive_activations(step, rows)
+
+    def _receive_activations(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
+        tokens, n = int(rows.counts.sum()), len(rows.slots)
+        size = 2 * (tokens + n)
+        at, body = _receive(self.pipeline.receive_activations, "activations", step.step_id, size)
+        ids, hashes, starts, drafts = np.split(body, (tokens, 2 * tokens, 2 * tokens + n))
+        if ((drafts < 0) | (drafts > rows.drafts)).any():
+            raise OracleError(
+                f"step {step.step_id} has {drafts} drafts on the stage before, but {rows.drafts} are planned"
+            )
+        small = (column.astype(np.int32) for column in (starts, drafts))
+        return ReceivedInputs(at, (), Activations(ids.astype(np.int32), hashes.view(np.uint64), *small))
+
+    def _receive_feedback(self, step: SchedulerOutput, rows: Rows) -> ReceivedInputs:
+        """Receive the messages up to the newest one that a row needs, and those of steps that cannot be in flight."""
+        entering = [request.slot for request in step.new]
+        self._entered_in[entering], self._sampled_in[entering] = step.step_id, NEVER
+        needed = int(self._sampled_in[rows.slots].max(initial=NEVER))
+        needed = max(needed, step.step_id - self._most_in_flight)
+        at, feedback = 0.0, []
+        while self.expected and self.expected[0].step_id <= needed:
+            message = self.expected.popleft()
+            at, body = _receive(self.pipeline.receive_feedback, "sampled ids", message.step_id, message.size)
+            feedback.append(message.unpack(body, self._entered_in[message.slots] <= message.step_id))
+        sampled = rows.samples
+        if sampled.any():
+            slots, room = rows.slots[sampled], 1 + rows.drafts[sampled]
+            self.expected.append(_ExpectedFeedback(step.step_id, slots, room, step.num_speculative_tokens))
+            self._sampled_in[slots] = step.step_id
+        return ReceivedInputs(at, tuple(feedback))
+
+    def send_activations(
+        self,
+        device: Device,
+        step: SchedulerOutput,
+        rows: Rows,
+        hashes: U64,
+        leaving: Activations | None,
+        ended: float,
+    ) -> None:
+        device.settle()
+        self._compare("the activation", step.step_id, rows.slots, hashes.view(np.int64))
+        if leaving is None:
+            return
+        arrives = max(ended, self._link_free_at) + self._cost.hop(len(leaving.tokens))
+        self._link_free_at = arrives
+        tokens, sent_hashes, starts, drafts = leaving
+        message = _message(step.step_id, arrives, tokens, sent_hashes.view(np.int64), starts, drafts)
+        self.pipeline.send_activations(message)
+
+    def send_sampled(
+        self, device: Device, step: SchedulerOutput, sampled: DraftAcceptance, drafts: I32, ended: float
+    ) -> None:
+        token_ids = sampled.token_ids
+        if not len(token_ids):
+            return
+        device.settle()
+        slots = np.repeat(sampled.slots, sampled.room)
+        self._compare("the token", step.step_id, slots, token_ids.astype(np.int64))
+        if self.pipeline.size > 1:
+            body = (token_ids, sampled.firsts, sampled.counts, drafts.ravel())
+            self.pipeline.send_feedback(_message(step.step_id, ended + self._cost.hop(0), *body))
+
+    # -- within a stage ------------------------------------------------------------------------------------------
+
+    def _compare(self, what: str, step_id: int, slots: I32, mine: I64) -> None:
+        """Compare `mine` with that of every rank of the stage, before anything is reported.
+
+        Raises: OracleError on every rank, if one differs.
+        """
+        group = self._ranks.tensor_parallel
+        if group.size == 1:
+            return
+        own = np.concatenate(([step_id], mine))
+        for rank, part in enumerate(group.all_gather(torch.from_numpy(own))):
+            theirs = part.numpy()
+            if theirs[0] != step_id:
+                raise OracleError(f"step {step_id} meets step {theirs[0]} of tensor-parallel rank {rank}")
+            wrong = theirs[1:] != mine
+            if wrong.any():
+                i = int(wrong.argmax())
+                raise OracleError(
+                    f"slot {slots[i]}: {what} is {mine[i]} here and {theirs[i + 1]} on tensor-parallel rank {rank}"
+                )
+
+    def abort(self) -> None:
+        self._ranks.abort()
+
+
+def _message(step_id: int, at: float, *body: NDArray[np.signedinteger]) -> torch.Tensor:
+    header = np.array([step_id, 0], np.int64)
+    header[1:].view(np.float64)[0] = at
+    return torch.from_numpy(np.concatenate((header, *body)))
+
+
+def _receive(
+    receive: Callable[[torch.Tensor], None], what: str, step_id: int, size: int
+) -> tuple[float, I64]:
+    """Return when the message arrives, and its body, int64[size].
+
+    Raises: RanksLost; OracleError, for a message of another step.
+    """
+    message = np.empty(HEADER + size, np.int64)
+    receive(torch.from_numpy(message))
+    if message[0] != step_id:
+        raise OracleError(f"step {step_id} needs its {what}, but those of step {message[0]} came")
+    return float(message[1:2].view(np.float64)[0]), message[HEADER:]

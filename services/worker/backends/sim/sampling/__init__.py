@@ -1,0 +1,1 @@
+"""Sampling: from logits to tokens, with grammar masks, drafts and their acceptance."""

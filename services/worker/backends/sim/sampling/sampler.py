@@ -1,0 +1,108 @@
+"""The sampler: from hashes to token ids, as the reference sampler makes them, without most logits."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.backends.sim.device.columns import StepColumns
+from services.worker.backends.sim.model.hashing import U64
+from services.worker.backends.sim.model.logits import Logits
+from services.worker.backends.sim.model.oracle import Oracle
+from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
+from services.worker.batch.slots import I32
+from services.worker.sampling.reference import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
+
+NO_MASKS: dict[int, I32] = {}
+
+
+class SamplingPoints(NamedTuple):
+    """The positions at which tokens are sampled; several consecutive ones for a row with drafts."""
+
+    sampled_rows: NDArray[np.int64]
+    """Index of each point's row among the sampled rows."""
+    rows: NDArray[np.int64]
+    """Index of each point's row in the device's columns."""
+    slots: I32
+    positions: I32
+    """Position of the sampled token."""
+    hashes: U64
+    """Hash of the sequence before it."""
+
+
+@dataclass(frozen=True)
+class SimSampler:
+    """The sampler of one epoch. Its methods run on the device.
+
+    `columns` are the device's columns of the present step; `oracle` has the token history.
+    """
+
+    logits: Logits
+    columns: StepColumns
+    oracle: Oracle
+
+    def sample(
+        self,
+        points: SamplingPoints,
+        rules: RulesByRow,
+        masks: dict[int, I32] = NO_MASKS,
+        proposed: I32 | None = None,
+    ) -> I32:
+        """Return int32[points] token ids. Whole logits are computed only where the top token does not decide.
+
+        Args:
+            rules: rules of the sampled rows that have any.
+            masks: index of a point -> its grammar bitmask.
+            proposed: int32[points, tokens] that precede each point behind the history of its slot; None: no token.
+        """
+        ids, columns = self.logits.top(points.hashes), self.columns
+        ruled = (
+            {i: rules[row] for i, row in enumerate(points.sampled_rows.tolist()) if row in rules}
+            if rules
+            else {}
+        )
+        draws = columns.temperature[points.rows] >= GREEDY_BELOW
+        greedy = [
+            i
+            for i, mask in masks.items()
+            if not draws[i] and i not in ruled and not _top_remains(int(ids[i]), None, mask, 0)
+        ]
+        if greedy:
+            stacked = np.stack([masks[i] for i in greedy])
+            ids[greedy] = self.logits.greatest(points.hashes[greedy], stacked)
+        special = {*np.flatnonzero(draws).tolist(), *ruled, *masks} - set(greedy)
+        for i in sorted(special):
+            mask, position = masks.get(i), int(points.positions[i])
+            if draws[i] or not _top_remains(int(ids[i]), ruled.get(i), mask, position):
+                known = None if proposed is None else proposed[i]
+                ids[i] = self._sample_whole_row(points, i, ruled.get(i), mask, known)
+        return ids
+
+    def _sample_whole_row(
+        self, points: SamplingPoints, i: int, rules: RowRules | None, mask: I32 | None, proposed: I32 | None
+    ) -> int:
+        row, position, columns = points.rows[i], int(points.positions[i]), self.columns
+        only = None if mask is None else np.flatnonzero(allowed_by(mask, self.logits.vocab_size))
+        logits = self.logits.row(points.hashes[i : i + 1], only)
+        if rules is not None:
+            tokens = self._tokens_before(int(points.slots[i]), position, proposed)
+            prompt, output = tokens[: rules.num_prompt], tokens[rules.num_prompt :]
+            logits = shaped(logits, rules.params, prompt, output, mask)
+        return sample_row(logits, RowParams(
+            float(columns.temperature[row]), float(columns.top_p[row]), int(columns.top_k[row]),
+            float(columns.min_p[row]), int(columns.seed[row]), position,
+        ))  # fmt: skip
+
+    def _tokens_before(self, slot: int, position: int, proposed: I32 | None) -> I32:
+        """Return int32[position]: the ids before a position, of which the last may be proposed drafts."""
+        if proposed is None:
+            return self.oracle.known(slot, 0, position)
+        return np.concatenate((self.oracle.known(slot, 0, position - len(proposed)), proposed))
+
+
+def _top_remains(top: int, rules: RowRules | None, mask: I32 | None, position: int) -> bool:
+    """Return True if the row's top token is still the greatest of the tokens that rules and mask allow."""
+    if rules is not None and (rules.reshapes or (position < rules.banned_until and top in rules.banned)):
+        return False
+    return mask is None or bool(mask.item(top // 32) >> top % 32 & 1)

@@ -1,0 +1,224 @@
+"""Messages that leave a worker from epoch to epoch, over a real connection."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from protocol.codec import Decoder, pack
+from protocol.handshake import Hello
+from protocol.membership import EndEpoch, Heartbeat, RankLost, Shutdown, WorkerMessage
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
+from protocol.transport import Client, PeerGone, Server
+from services.worker.result_sender import RESULTS_KEPT, LaunchedStep, ResultSender
+from services.worker.runner import Output, RanksLost
+from services.worker.session import ResendResult
+
+PATIENCE = 30.0
+EMPTY = pack([])
+TIMES = StepTimes(prepared=2.0, forward_began=2.0, forward_ended=3.0, sampled=4.0)
+
+
+def result(epoch: int, step_id: int) -> ModelRunnerOutput:
+    return ModelRunnerOutput(epoch, step_id, EMPTY, EMPTY, EMPTY, EMPTY, TIMES)
+
+
+def measured(message: msgspec.Struct) -> ModelRunnerOutput:
+    """Return the result without the times that the sender set."""
+    assert isinstance(message, ModelRunnerOutput)
+    assert message.times.received == 1.5
+    assert message.times.sent > 0
+    return replace(message, times=replace(message.times, received=0.0, sent=0.0))
+
+
+class PendingCopy:
+    """An output whose host copy ends with `outcome` when the test sets `ended`."""
+
+    def __init__(self, outcome: ModelRunnerOutput | StepTimes | Exception) -> None:
+        self._outcome = outcome
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def get(self) -> ModelRunnerOutput | StepTimes:
+        self.begun.set()
+        assert self.ended.wait(PATIENCE)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+def launched(epoch: int, step_id: int, output: Output, report_times: bool = False) -> LaunchedStep:
+    plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", report_times=report_times)
+    return LaunchedStep(plan, output, 1.5, 0.0)
+
+
+def done(
+    epoch: int, step_id: int, outcome: ModelRunnerOutput | StepTimes | Exception, report_times: bool = False
+) -> LaunchedStep:
+    copy = PendingCopy(outcome)
+    copy.ended.set()
+    return launched(epoch, step_id, copy, report_times)
+
+
+class ResultConnection:
+    """`results` in its first epoch, as rank 3, and the scheduler's end of its connection."""
+
+    def __init__(self, directory: Path) -> None:
+        self.server = Server(f"ipc://{directory}/w", {"worker-results"})
+        self.aborted = threading.Event()
+        self.results = ResultSender(Client(f"ipc://{directory}/w"), self.aborted.set)
+        self._decoder: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
+        greeting = threading.Thread(target=self.results.handshake, args=("test", PATIENCE))
+        greeting.start()
+        self._peer = self._receive(lambda frame: isinstance(frame, Hello))[0]
+        greeting.join()
+        self.results.begin_epoch(1, 3)
+        self.results.start()
+
+    def _receive(self, wanted: Callable[[object], bool]) -> tuple[bytes, object]:
+        while (received := self.server.receive()) is None or not wanted(received[1]):
+            if received is None:
+                assert self.server.socket.poll(1000 * PATIENCE), "no message arrives"
+        return received
+
+    def next_message(self, kind: type[msgspec.Struct] | None = None) -> msgspec.Struct:
+        """Return the next message of this kind, or the next one that is no heartbeat."""
+        while True:
+            message = self._decoder.decode(self._receive(lambda _: True)[1])  # type: ignore[arg-type]
+            if isinstance(message, kind) if kind else not isinstance(message, Heartbeat):
+                return message
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.server.send(self._peer, message)
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[ResultConnection]:
+    connection = ResultConnection(tmp_path)
+    yield connection
+    assert connection.results.close(PATIENCE)
+    connection.server.close()
+
+
+@pytest.fixture
+def late(connection: ResultConnection) -> Callable[[ModelRunnerOutput | Exception], None]:
+    """Return a function that ends a step of the first epoch after the second epoch has begun."""
+
+    def end(outcome: ModelRunnerOutput | Exception) -> None:
+        copy = PendingCopy(outcome)
+        connection.results.put(launched(1, 5, copy))
+        assert copy.begun.wait(PATIENCE)
+        connection.results.begin_epoch(2, 0)
+        copy.ended.set()
+
+    return end
+
+
+def test_a_late_result_is_neither_sent_nor_kept(
+    connection: ResultConnection, late: Callable[..., None]
+) -> None:
+    late(result(1, 5))
+    connection.results.put(done(2, 1, result(2, 1)))
+    first = connection.next_message()
+    assert measured(first) == result(2, 1)
+    connection.results.put(ResendResult(1))
+    assert connection.next_message() == first
+    while (beat := connection.next_message(Heartbeat)) != Heartbeat(2, 1, 0):
+        assert beat == Heartbeat(2, 0, 0)
+    connection.results.put(ResendResult(5))
+    text = f"step 5 was sent again, but only the last {RESULTS_KEPT} results are kept"
+    assert connection.next_message() == StepFault(2, 5, text)
+
+
+def test_the_failure_of_a_step_whose_epoch_is_over_is_ignored(
+    connection: ResultConnection, late: Callable[..., None]
+) -> None:
+    """The worker is healthy: the batch that failed is void."""
+    late(OSError("the copy failed"))
+    connection.results.put(done(2, 1, result(2, 1)))
+    assert measured(connection.next_message()) == result(2, 1)
+    assert not connection.results.failed.is_set()
+
+
+def test_the_failure_of_a_step_is_the_last_message(connection: ResultConnection) -> None:
+    connection.results.put(done(1, 1, OSError("the copy failed")))
+    assert connection.next_message() == StepFault(1, 1, "OSError: the copy failed")
+    assert connection.results.failed.wait(PATIENCE)
+    assert connection.results.lost is None
+
+
+def test_ranks_lost_during_a_copy_are_reported_with_their_epoch(
+    connection: ResultConnection, late: Callable[..., None]
+) -> None:
+    connection.results.put(done(1, 1, RanksLost("rank 1 is gone")))
+    assert connection.next_message() == RankLost(1, "rank 1 is gone")
+    late(RanksLost("rank 1 was gone"))
+    assert connection.next_message() == RankLost(1, "rank 1 was gone")
+    assert not connection.results.failed.is_set()
+
+
+def test_a_step_that_another_rank_reports_counts_as_progress(connection: ResultConnection) -> None:
+    connection.results.put(done(1, 1, TIMES))
+    connection.results.put(done(1, 2, TIMES))
+    while (beat := connection.next_message(Heartbeat)) != Heartbeat(1, 2, 3):
+        assert isinstance(beat, Heartbeat)
+        assert (beat.epoch, beat.rank) == (1, 3)
+        assert beat.last_step_id < 2
+
+
+def test_a_rank_without_results_reports_its_times_if_the_plan_requests_them(
+    connection: ResultConnection,
+) -> None:
+    connection.results.put(done(1, 1, TIMES))
+    connection.results.put(done(1, 2, TIMES, report_times=True))
+    report = connection.next_message(StepReport)
+    assert isinstance(report, StepReport)
+    assert (report.epoch, report.step_id, report.rank) == (1, 2, 3)
+    times = report.times
+    assert (times.received, times.forward_began, times.sampled) == (1.5, TIMES.forward_began, TIMES.sampled)
+    assert times.sent > 0
+
+
+def test_a_wait_for_ranks_is_aborted_at_the_end_of_its_own_epoch_alone(connection: ResultConnection) -> None:
+    connection.results.begin_epoch(2, 3)
+    connection.results.waits_for_ranks = True
+    connection.send(EndEpoch(1))
+    for _ in range(2):  # the connection is read between two heartbeats
+        connection.next_message(Heartbeat)
+    assert not connection.aborted.is_set()
+    connection.send(EndEpoch(2))
+    assert connection.aborted.wait(PATIENCE)
+    connection.next_message(Heartbeat)  # heartbeats are still sent
+
+
+def test_a_worker_that_does_not_wait_is_not_aborted(connection: ResultConnection) -> None:
+    connection.send(EndEpoch(1))
+    for _ in range(2):
+        connection.next_message(Heartbeat)
+    assert not connection.aborted.is_set()
+
+
+def test_a_wait_for_ranks_is_aborted_when_the_scheduler_is_gone(connection: ResultConnection) -> None:
+    connection.next_message(Heartbeat)
+    connection.results.waits_for_ranks = True
+    connection.server.close()
+    assert connection.aborted.wait(PATIENCE)
+    assert connection.results.failed.is_set()
+    assert isinstance(connection.results.lost, PeerGone)
+
+
+def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: ResultConnection) -> None:
+    """A wait for ranks is aborted; a step that still ends cannot be reported, which is not a failure."""
+    connection.next_message(Heartbeat)
+    connection.results.waits_for_ranks = True
+    connection.send(Shutdown("enough"))
+    connection.server.close(1000 * int(PATIENCE))
+    assert connection.aborted.wait(PATIENCE)
+    late = PendingCopy(result(1, 1))
+    late.ended.set()
+    connection.results.put(launched(1, 1, late))
+    assert late.begun.wait(PATIENCE)
+    assert connection.results.lost is None
+    assert not connection.results.failed.is_set()
