@@ -294,7 +294,7 @@ def happened(run: Callable[[int], Cluster], seeds: range) -> Counter[str]:
 GROUP_MUST = [
     *(f"faults: {kind}" for kind in ("kill", "kill two", "stop", "hang", "one more", "wrong", "bad memory")),
     *(f"deaths: {phase}" for phase in ("registered", "loading", "serving")),
-    *(f"ended: {phase}" for phase in ("loading", "serving", "alone")),
+    *(f"ended: {phase}" for phase in ("loading", "serving", "ranks_lost")),
     *(f"epochs of {size}" for size in ("1 x 1", "2 x 1", "4 x 1", "1 x 2", "2 x 2")),
     *(f"late messages of a worker that is {state}" for state in ("unknown", "returning", "spare")),
     "refused: other model",

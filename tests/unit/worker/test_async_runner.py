@@ -1,4 +1,4 @@
-"""The simulator's runner on a FAKE asynchronous device: the rules for workers (docs/invariants.md)."""
+"""The simulator's runner on a FAKE asynchronous device, against the rules (docs/invariants.md)."""
 
 from collections import deque
 from collections.abc import Iterator
