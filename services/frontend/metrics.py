@@ -56,7 +56,7 @@ class _EngineStatistics(Collector):
             )
 
 
-class Seconds(Collector):
+class LatencyHistogram(Collector):
     """Histogram without locks, for one thread. With prometheus_client's own, the locks double the cost of a token."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, str]) -> None:
@@ -96,8 +96,8 @@ class Metrics:
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(f"runahead:{name}", text, (*_LABELS, *more), registry=self._registry)
 
-        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Seconds:
-            histogram = Seconds(f"runahead:{name}_seconds", text, buckets, labels)
+        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
+            histogram = LatencyHistogram(f"runahead:{name}_seconds", text, buckets, labels)
             self._registry.register(histogram)
             return histogram
 

@@ -1,4 +1,4 @@
-"""The way of outputs from a step's message to the bytes of HTTP responses. No sockets, no clock.
+"""The path of outputs from a step's message to the bytes of HTTP responses. No sockets.
 
 1. The engine client decodes a message and groups its rows: each row is appended to the `RequestStream` of its request.
 2. When all messages that have arrived are decoded, one flush serves every `ResponseStream` with new outputs. In the
@@ -42,7 +42,7 @@ class RawLogprobs(NamedTuple):
 
 
 class RequestStream(ABC):
-    """Outputs of one open engine request that were not fed yet."""
+    """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
     __slots__ = ("end", "has_ended", "is_due", "number", "response", "tokens")
 

@@ -109,7 +109,6 @@ class Conversation:
 class _CompiledTemplate:
     def __init__(self, sandbox: Sandbox, text: str) -> None:
         self.template = sandbox.from_string(text)
-        self.text = text
         self.variables = meta.find_undeclared_variables(sandbox.parse(text))
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.requests import EnginePhase, EngineState
-from services.frontend.metrics import Metrics, Seconds
+from services.frontend.metrics import LatencyHistogram, Metrics
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
 LABELS = ("demo", "0")
@@ -27,7 +27,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str | None], float]:
 @given(st.lists(st.one_of(st.sampled_from(BUCKETS), st.floats(0, 20))))
 def test_histogram_equals_that_of_the_library(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    seconds = Seconds("runahead:x_seconds", "text", BUCKETS, LABELS)
+    seconds = LatencyHistogram("runahead:x_seconds", "text", BUCKETS, LABELS)
     ours.register(seconds)
     histogram = Histogram(
         "runahead:x_seconds", "text", ("model_name", "engine"), buckets=BUCKETS, registry=theirs

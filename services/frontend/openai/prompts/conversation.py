@@ -21,7 +21,7 @@ def conversation(body: ChatRequest) -> Conversation:
 
 
 def num_chars(body: ChatRequest) -> int:
-    """Return the number of characters in the messages; used to choose a thread, so other fields do not count."""
+    """Return the number of characters in the messages' texts, which decides the thread that renders them."""
     total = 0
     for message in body.messages:
         content = message.content or ""
