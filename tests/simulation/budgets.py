@@ -1,4 +1,4 @@
-"""What a policy answered, and whether the step that came of it kept to that."""
+"""Check that each step keeps to the answers of its policy."""
 
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.request import Request
@@ -8,15 +8,15 @@ from tests.simulation.invariants import demand
 
 
 class WatchedPolicy:
-    """Passes every question on to the policy it watches."""
+    """A policy that delegates to another one and records its answers."""
 
     def __init__(self, policy: BatchingPolicy) -> None:
         self.policy = policy
         self._budget = StepBudget(0, 0)
         self.shown: list[int] = []
-        """Slots that the policy named in its last order."""
+        """Slots in the policy's last order."""
         self._first: dict[Request, tuple[int, int]] = {}
-        """Where and how large the first slice of each request that it let in may be."""
+        """Request -> first slice that the policy allowed: (start, count)."""
 
     def begin(self, view: SchedulerView) -> StepBudget:
         self._first.clear()
@@ -34,7 +34,7 @@ class WatchedPolicy:
         return answer
 
     def check(self, step: InflightStep, slots: SlotColumns, entering: set[int]) -> None:
-        """Whether the step is within the budget, row by row and as a whole (step limits, budget range)."""
+        """Check the step against the budget, row by row and as a whole."""
         budget, sums = self._budget, {"decodes": 0, "prefill": 0, "tokens": 0}
         for slot, start, count in zip(
             *(c.tolist() for c in (step.slots, step.starts, step.counts)), strict=True
@@ -46,7 +46,7 @@ class WatchedPolicy:
                     f"first slice of slot {slot}",
                 )
             else:
-                demand(slot in self.shown, "policy", f"slot {slot} was hidden")
+                demand(slot in self.shown, "policy", f"slot {slot} was left out of the order")
             demand(count <= budget.chunk, "policy", f"a chunk of {count}, allowed {budget.chunk}")
             is_prefill = start < slots.entry[slot]
             sums["prefill" if is_prefill else "decodes"] += count if is_prefill else 1

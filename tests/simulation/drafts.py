@@ -1,4 +1,4 @@
-"""How a simulated world speculates: which drafts hold is programmed, how many are asked for is fixed or drawn."""
+"""Speculation in the simulated world: which drafts are right is programmed, their number is fixed or drawn."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,18 +10,18 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
 
 Foresight = Callable[[int], list[int]]
-"""Slot -> every token that its request will have, prompt and answer."""
+"""Slot -> all tokens that its request will have, prompt and answer."""
 
 ALWAYS, NEVER = 0, 1
 PERIODS = {"always": ALWAYS, "never": NEVER, "every second": 2, "every third": 3}
-"""By acceptance: every so many-th position of a sequence is drafted wrong. ALWAYS: none is."""
+"""Acceptance -> n: every n-th position of a sequence has a wrong draft. ALWAYS: none has."""
 OF_REQUESTS = (ALWAYS, NEVER, 2, 3, 5)
-"""What "by request" chooses from."""
+"""Periods from which "by request" chooses."""
 ACCEPTANCES = (*PERIODS, "by request")
 
 
 class Drawn:
-    """A `Drafting`: another length in every step."""
+    """A `Drafting` with another number of drafts in every step."""
 
     least_chance = 0.0
 
@@ -32,18 +32,18 @@ class Drawn:
         return self._rng.choice(self._lengths)
 
     def observe(self, step: InflightStep, drafted: Column, counts: Column, seconds: float) -> None:
-        """Nothing it sees changes it."""
+        """Ignored."""
 
 
 @dataclass(frozen=True)
 class Speculating:
     acceptance: str = "every third"
     lengths: tuple[int, ...] = (3,)
-    """How many drafts a step asks for: always so many, or drawn."""
+    """Numbers of drafts that a step may request; one of them is drawn."""
     looks_ahead: bool = False
-    """Whether the drafter has KV of its own at the positions that it drafts."""
+    """Whether the drafter writes KV of its own at the positions of its drafts."""
     longest: int = 0
-    """Longest sequence that gets drafts (drafter limit); 0: no limit."""
+    """Longest sequence that gets drafts (drafter limit), in tokens; 0: no limit."""
 
     @property
     def most(self) -> int:
@@ -58,8 +58,8 @@ class Speculating:
         return replace(limits, lookahead=ahead, drafts_in_flight=self.most * rows)
 
     def draft(self, right: list[int], identity: int, first: int, vocab: int) -> list[int]:
-        """Drafts in place of the `right` tokens from position `first` on, for a request of that `identity` in whatever
-        slot and step it is."""
+        """Return drafts for the `right` tokens from position `first` on. They depend on the request's `identity` alone,
+        not on slot or step."""
         period = PERIODS.get(self.acceptance, OF_REQUESTS[identity % len(OF_REQUESTS)])
         return [
             (token + 1) % vocab if period and position % period == 0 else token

@@ -1,4 +1,4 @@
-"""Plays a workload against the world; every choice comes from the seed and the depth."""
+"""Play a random workload in the world; every choice comes from the seed and the depth."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,9 @@ from tests.simulation.workload import Arrival, Workload, draw
 from tests.simulation.world import NO_ANSWER, Stream, World
 
 MOST_ROUNDS = 5_000
-"""A run that takes longer does not end."""
+"""Maximum of rounds; a run that takes longer is considered endless."""
 LAST_CHANGE = MOST_ROUNDS // 2
-"""Rounds after which workers stay: with a token a step no long prompt outruns groups that are always lost again."""
+"""Rounds after which workers are not lost any more, so that long prompts with one token per step can end."""
 
 
 def play(
@@ -26,7 +26,10 @@ def play(
     parts: Parts = DEFAULT_PARTS,
     engine: type[EngineCore] = EngineCore,
 ) -> World:
-    """Runs the seed's workload at a depth to its end. Raises an AssertionError of the broken rule."""
+    """Run the seed's workload at a depth to its end.
+
+    Raises: AssertionError, with the name of the broken rule.
+    """
     load = draw(seed, speculates)
     policy = build(load, load.limits, seed)
     world = World(
@@ -56,7 +59,7 @@ class _Player:
         self.arrivals = list(reversed(load.arrivals))
 
     def run(self) -> None:
-        """A round is one turn of the service's loop: clients, then results, then everything there is to send."""
+        """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
         world, rng = self.world, self.rng
         for turn in range(MOST_ROUNDS):
             if not self.arrivals and not world.engine.requests and not (world.pending or world.pipeline.busy):
@@ -64,7 +67,7 @@ class _Player:
                 while world.orphans:
                     world.late_result()
                 return
-            self._clients()
+            self._frontends()
             gated = any(request.stale_rows for request in world.store.waiting)
             if rng.random() < self.load.epochs * (8 if gated else 1) and turn < LAST_CHANGE:
                 self._change_workers()
@@ -82,7 +85,7 @@ class _Player:
         raise AssertionError(f"liveness: not finished after {MOST_ROUNDS} rounds")
 
     def _compute(self) -> None:
-        """Pipeline stages run what has been dispatched, in step or each at its own pace."""
+        """Let pipeline stages run, all together or each at its own pace."""
         world, rng, stages = self.world, self.rng, self.load.limits.stages
         for _ in range(rng.randint(0, stages + 1) if stages > 1 else 0):
             uneven = self.load.uneven and rng.random() < 0.7
@@ -92,13 +95,13 @@ class _Player:
             world.tick()
 
     def _change_workers(self) -> None:
-        """The epoch ends; clients come and go until the next one begins, which may end at once."""
+        """End the epoch; requests come and go until the next one begins, which may end at once."""
         world, rng = self.world, self.rng
         again = True
         while again:
             world.end_epoch()
             for _ in range(rng.choice((0, 0, 1, 2))):
-                self._clients()
+                self._frontends()
                 if world.orphans and rng.random() < 0.3:
                     world.late_result()
                 if rng.random() < 0.3:
@@ -116,7 +119,7 @@ class _Player:
             world.start_epoch(limits, build(self.load, limits, self.seed))
             again = rng.random() < 0.15
 
-    def _clients(self) -> None:
+    def _frontends(self) -> None:
         world, rng, load = self.world, self.rng, self.load
         while world.compilation.waiting and rng.random() < 0.4:
             world.compiled(rng.randrange(len(world.compilation.waiting)))
@@ -137,24 +140,24 @@ class _Player:
         if gated and rng.random() < 3 * load.abort:
             world.abort(rng.choice(gated))
         if rng.random() < load.abort / 10:
-            world.drop_client(rng.randrange(3))
+            world.drop_frontend(rng.randrange(3))
         if rng.random() < load.reset:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
 
     def _arrive(self, a: Arrival) -> None:
         world = self.world
         stream = Stream(
-            a.client, 0, a.prompt, a.params, NO_ANSWER, 0, structured=a.grammar, pooling=a.pooling
+            a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0, structured=a.grammar, pooling=a.pooling
         )
         answer = stream.expected(world.limits.max_model_len, self.load.vocab)
         replayed = max(0, min(int(a.replayed * len(answer.tokens)), len(answer.tokens) - 1))
         world.coverage["replays"] += replayed > 0
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
-        world.add(a.prompt, a.params, a.client, None, a.priority, a.salt, replayed, a.grammar, a.pooling)
+        world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, a.grammar, a.pooling)
 
     def _resubmit(self, old: Stream) -> None:
-        """The same number again, at once, for another prompt."""
-        key = (old.client, old.number)
+        """Send another prompt under the same number, at once."""
+        key = (old.frontend, old.number)
         if not self.world.is_open(*key):
             prompt = [self.rng.randrange(self.load.vocab) for _ in old.prompt]
             self.world.coverage["numbers reused"] += 1

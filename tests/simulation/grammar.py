@@ -1,4 +1,4 @@
-"""A grammar that is a token automaton drawn from a seed, and a compiler whose answers come when the test says so."""
+"""A grammar that is a token automaton drawn from a seed, and a compiler that answers when the test lets it."""
 
 from copy import copy
 from typing import Self
@@ -14,12 +14,12 @@ REFUSED = "refused"
 
 
 def structured(seed: int, fails_after: int | None = None) -> StructuredOutputParams:
-    """An automaton that fails at run time after so many tokens, if after any."""
+    """Return a random automaton. `fails_after`: tokens after which it fails at run time; None: never."""
     return StructuredOutputParams(GrammarKind.GRAMMAR, f"{seed} {-1 if fails_after is None else fails_after}")
 
 
 class Automaton:
-    """A `Grammar`. What may come next is drawn anew in each state; after an EOS nothing else may."""
+    """A `Grammar`. Each state draws the tokens that it allows; after an EOS only EOS is allowed."""
 
     def __init__(self, seed: int, fails_after: int, vocab: int, eos: tuple[int, ...]) -> None:
         self.state = extend(ROOT, seed)
@@ -27,12 +27,12 @@ class Automaton:
         self._ended = self._failed = False
 
     @classmethod
-    def of(cls, params: StructuredOutputParams, vocab: int, eos: tuple[int, ...]) -> Self:
+    def from_params(cls, params: StructuredOutputParams, vocab: int, eos: tuple[int, ...]) -> Self:
         seed, fails_after = map(int, params.text.split())
         return cls(seed, fails_after, vocab, eos)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """bool[vocab], at least one."""
+        """Return bool[vocab]: the tokens that may come next, at least one."""
         if self._ended:
             return np.isin(np.arange(self._vocab), self._eos)
         share = (0.9, 0.4, 0.1, 0.02)[self.state % 4]
@@ -67,7 +67,7 @@ class Automaton:
         return filled
 
     def mask(self) -> NDArray[np.int32]:
-        """int32[ceil(vocab / 32)]"""
+        """Return the mask of the next token, int32[ceil(vocab / 32)]."""
         mask = np.zeros(-(-self._vocab // 32), np.int32)
         self.fill(mask)
         return mask
@@ -79,7 +79,7 @@ class Automaton:
 
 
 class Compilation:
-    """A `Compiler`: what was submitted waits until it is `finish`ed, in any order."""
+    """A `Compiler`: submitted grammars wait until the test finishes them, in any order."""
 
     def __init__(self, vocab: int) -> None:
         self.waiting: dict[int, tuple[StructuredOutputParams, tuple[int, ...]]] = {}
@@ -91,7 +91,7 @@ class Compilation:
         self.waiting[ticket] = params, eos_token_ids
 
     def cancel(self, ticket: int) -> None:
-        """Its answer is on its way: it comes all the same."""
+        """The answer may still be delivered."""
         assert ticket in self.waiting
         self.cancelled.add(ticket)
 
@@ -99,4 +99,4 @@ class Compilation:
         params, eos = self.waiting.pop(ticket)
         if params.text == REFUSED:
             return "it cannot be compiled"
-        return Automaton.of(params, self._vocab, eos)
+        return Automaton.from_params(params, self._vocab, eos)

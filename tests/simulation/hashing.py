@@ -1,4 +1,4 @@
-"""Hashes of prefixes, and words that look random, for everything in the simulator that must not depend on order."""
+"""Hashes of prefixes and pseudo-random words that depend on nothing but a prefix."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,13 +8,13 @@ ROOT = 0x243F6A8885A308D3
 
 
 def extend(prefix: int, token: int) -> int:
-    """Hash of a prefix with one more token."""
+    """Return the hash of a prefix with one more token."""
     mixed = ((prefix ^ (token + 0x9E3779B9)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
     return mixed ^ (mixed >> 31)
 
 
 def words(prefix: int, count: int) -> NDArray[np.uint64]:
-    """uint64[count]: as many words for one prefix."""
+    """Return uint64[count] pseudo-random words of a prefix."""
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(prefix)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""The rules of docs/invariants.md, recomputed from the ledger and first principles.
+"""The rules of docs/invariants.md, recomputed from the steps in flight and from first principles after each transition.
 
-Nothing is read from a cached sum without recomputing it. What cannot be recomputed later (which blocks a step in flight
-may touch, which hashes are of known tokens) the checker notes itself when it happens.
+No cached sum is trusted. The checker records what cannot be recomputed later: the blocks that a step in flight may
+write, and the hashes of known tokens. Each failure names its rule.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from tests.simulation.hashing import ROOT, extend
 
 
 class InvariantError(AssertionError):
-    """An identity of the specification does not hold."""
+    """A rule does not hold."""
 
 
 def demand(holds: bool, rule: str, detail: object = "") -> None:
@@ -28,7 +28,7 @@ def demand(holds: bool, rule: str, detail: object = "") -> None:
 
 
 class _Chain:
-    """Own hash chain over the known tokens of one request."""
+    """Independent hash chain over the known tokens of one request."""
 
     def __init__(self, salt: str) -> None:
         self.blocks = 0
@@ -40,12 +40,12 @@ class Checker:
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self.known: dict[bytes, list[int]] = {}
-        """Block hash -> what the oracle's KV must hold in a block of that hash."""
+        """Block hash -> content that the oracle's KV must have in a block of that hash."""
         self._chains: dict[Request, _Chain] = {}
         self._touched: dict[int, set[int]] = {}
-        """step_id -> blocks of the tables it was dispatched with."""
+        """step_id -> blocks of its slots' tables at dispatch."""
         self._last_sampled: dict[tuple[int, int], bool] = {}
-        """(slot, generation) -> whether its last processed entry was a sampling one."""
+        """(slot, generation) -> whether its last processed row sampled."""
         self._processed = 0
 
     @property
@@ -76,10 +76,9 @@ class Checker:
         self._last_sampled.update(zip(names, step.samples.tolist(), strict=True))
 
     def on_idle(self, order: list[int]) -> None:
-        """Nothing was scheduled although the queue has room, so no row could be computed (work conservation).
-
-        A row waits for its sampled id, for its certain end, or with all behind it in `order`
-        for blocks; a request waits for a seat or for blocks."""
+        """Work conservation: nothing was scheduled although the queue has room, so nothing could be computed. A running
+        request waits for its sampled id, its certain end or, with all behind it in `order`, for blocks; a waiting one
+        for a seat or for blocks."""
         epoch, limits = self.epoch, self.epoch.limits
         s, pool, size = epoch.slots, epoch.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
@@ -115,30 +114,28 @@ class Checker:
                 return
 
     def on_void(self) -> None:
-        """Epoch void: nothing is in flight, held, fenced, cached or gated any more."""
+        """Epoch void: nothing is in flight, held, fenced, cached or gated."""
         epoch = self.epoch
         self._touched.clear()
         self._processed = epoch.next_step - 1
-        demand(not len(epoch.running), "void", "requests run on")
-        demand(not epoch.ledger.steps and not epoch.fences, "void", "steps or fences remain")
-        demand(not epoch.kv.pool.by_hash, "void", "blocks of lost workers can be hit")
-        demand(epoch.kv.num_free == epoch.limits.num_blocks, "void", "blocks are held")
-        demand(len(epoch.slots.free) == epoch.limits.num_slots, "void", "slots are held")
-        demand(not epoch.released, "void", "lost workers would be told of slots")
+        demand(not len(epoch.running), "epoch void", "requests are running")
+        demand(not epoch.ledger.steps and not epoch.fences, "epoch void", "steps or fences remain")
+        demand(not epoch.kv.pool.by_hash, "epoch void", "blocks of lost workers can be hit")
+        demand(epoch.kv.num_free == epoch.limits.num_blocks, "epoch void", "blocks are held")
+        demand(len(epoch.slots.free) == epoch.limits.num_slots, "epoch void", "slots are held")
+        demand(not epoch.released, "epoch void", "lost workers would be notified of slots")
         gated = [request.number for request in self.waiting if request.stale_rows]
         demand(not gated, "resume gate", f"{gated} wait for rows that will never come")
 
     def on_new_epoch(self) -> None:
-        """Other workers, whose step ids begin at 1 and whose cache is empty; what is known about tokens stays."""
+        """Step ids begin at 1 and the cache is empty. Known tokens stay known."""
         self._touched.clear()
         self._last_sampled.clear()
         self._processed = 0
-        demand(
-            not self.epoch.kv.pool.by_hash, "prefix-cache content", "a new epoch begins with cached blocks"
-        )
+        demand(not self.epoch.kv.pool.by_hash, "epoch void", "a new epoch begins with cached blocks")
 
     def learn(self, requests: list[Request]) -> None:
-        """Notes the hashes of full blocks of tokens that the scheduler knows now."""
+        """Record the hashes of full blocks of known tokens."""
         size, history = self.epoch.limits.block_size, self.epoch.slots.history
         for request in requests:
             slot = request.slot
@@ -160,26 +157,26 @@ class Checker:
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every transition of the scheduler."""
+        """Check everything. Called after every transition."""
         self._check_ledger()
         self._check_slots()
         self._check_waiting()
         self._check_blocks()
 
     def check_grammar(self, request: Request, fresh: Automaton) -> None:
-        """The grammar has the state of a fresh one that accepted the emitted tokens (emitted tokens only)."""
+        """Emitted tokens only: the grammar's state is that of a fresh one that accepted the output tokens."""
         s, slot = self.epoch.slots, request.slot
         known = s.history[slot, : s.tokens[slot]] if slot >= 0 else request.token_ids
         for token in known[request.num_prompt_tokens :].tolist():
             demand(
                 fresh.accept(token),
                 "emitted tokens only",
-                f"{request.number}: token {token} is in the output, but does not match",
+                f"{request.number}: output token {token} does not match",
             )
         demand(
             isinstance(request.grammar, Automaton) and request.grammar.state == fresh.state,
             "emitted tokens only",
-            f"{request.number}: the grammar stands elsewhere than after the {len(known)} tokens known",
+            f"{request.number}: the grammar is in another state than after the {len(known)} tokens known",
         )
 
     def _steps_in_flight(self) -> list[InflightStep]:
@@ -209,7 +206,7 @@ class Checker:
                     f"slot {slot}: {drafts} drafts",
                 )
                 demand(state[slot] != FREE, "fence", f"step {step.step_id} names the free slot {slot}")
-                demand(generations[slot] == generation, "fence", f"slot {slot} was given away in flight")
+                demand(generations[slot] == generation, "generation", f"slot {slot} was given away in flight")
                 newest[slot] = step.step_id
                 if state[slot] == LIVE:
                     f[slot] += count
@@ -221,22 +218,22 @@ class Checker:
         tokens, computed = s.tokens.tolist(), s.computed.tolist()
         for slot in [i for i, value in enumerate(state) if value == LIVE]:
             T, P, F, H = tokens[slot], computed[slot], f[slot], h[slot]
-            demand(inflight[slot] == F, "0.2 F", f"slot {slot}: column {inflight[slot]}, ledger {F}")
+            demand(inflight[slot] == F, "ledger", f"slot {slot}: column {inflight[slot]}, ledger {F}")
             demand(
                 placeholders[slot] == H,
                 "output placeholder",
                 f"slot {slot}: column {placeholders[slot]}, ledger {H}",
             )
             demand(
-                s.sampling[slot] == sampling[slot], "0.2", f"slot {slot}: {s.sampling[slot]} sampling rows"
+                s.sampling[slot] == sampling[slot], "ledger", f"slot {slot}: {s.sampling[slot]} sampling rows"
             )
-            demand(0 <= F <= P, "I-a", f"slot {slot}: F={F} P={P}")
+            demand(0 <= F <= P, "ledger", f"slot {slot}: F={F} P={P}")
             demand(0 <= P - F <= T, "committed position", f"slot {slot}: C={P - F} T={T}")
             demand(not H or P == T + H - 1, "position identity", f"slot {slot}: P={P} T={T} H={H}")
             if not F and self._last_sampled.get((slot, generations[slot])):
-                demand(P == T - 1, "I-c", f"slot {slot}: P={P} T={T}")
+                demand(P == T - 1, "position identity", f"slot {slot}: P={P} T={T}")
         fences = {slot: step for step, slots in self.epoch.fences.items() for slot in slots}
-        demand(sum(map(len, self.epoch.fences.values())) == len(fences), "0.7", "a slot behind two fences")
+        demand(sum(map(len, self.epoch.fences.values())) == len(fences), "fence", "a slot behind two fences")
         retired = {slot for slot, value in enumerate(state) if value in (DELIVER, DROP)}
         demand(set(fences) == retired, "fence", f"fenced {set(fences)}, retired {retired}")
         for slot, fence in fences.items():
@@ -283,10 +280,14 @@ class Checker:
                 request.slot == slot and request.status is RequestStatus.RUNNING, "slots", f"owner of {slot}"
             )
             demand(order_keys[slot] == request.order_key, "slots", f"order key of {slot}")
-            demand(s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "0.5", "limit")
+            demand(
+                s.limit[slot] == min(prompt + params.max_tokens, limits.max_model_len), "certain end", "limit"
+            )
             stops = set(s.stop_ids[slot].tolist()) - {-1}
             demand(stops == set(params.eos_token_ids + params.stop_token_ids), "slots", f"stop ids of {slot}")
-            demand(int(s.tokens[slot]) < int(s.limit[slot]), "one finish", f"slot {slot} runs past its limit")
+            demand(
+                int(s.tokens[slot]) < int(s.limit[slot]), "certain end", f"slot {slot} runs past its limit"
+            )
 
     def _check_waiting(self) -> None:
         waiting = list(self.waiting)
@@ -312,19 +313,27 @@ class Checker:
         capacity, computed = s.capacity.tolist(), s.computed.tolist()
         for slot, table in enumerate(tables):
             if table:
-                demand(len(set(table)) == len(table), "I3", f"slot {slot} holds a block twice")
-                demand(capacity[slot] == len(table) * size, "I3", f"capacity of slot {slot}")
-                demand(computed[slot] <= capacity[slot], "I3", f"slot {slot} computes beyond its blocks")
+                demand(len(set(table)) == len(table), "block accounting", f"slot {slot} holds a block twice")
+                demand(capacity[slot] == len(table) * size, "block accounting", f"capacity of slot {slot}")
+                demand(
+                    computed[slot] <= capacity[slot],
+                    "block accounting",
+                    f"slot {slot} computes beyond its blocks",
+                )
                 holders.update(table)
         demand(
             pool.refs == [holders[b] for b in range(pool.num_blocks)],
-            "I3",
+            "block accounting",
             "reference counts are not the holders",
         )
         blank, cached = pool.blank, list(pool.cached)
         free = {b for b, refs in enumerate(pool.refs) if refs == 0}
-        demand(len(blank) + len(cached) == len(free) == pool.num_free, "fence", "free + held is not the pool")
-        demand(set(blank) | set(cached) == free, "fence", "a held block is in a free list")
+        demand(
+            len(blank) + len(cached) == len(free) == pool.num_free,
+            "block accounting",
+            "free + held is not the pool",
+        )
+        demand(set(blank) | set(cached) == free, "block accounting", "a held block is in a free list")
         demand(
             all(pool.hash_of[b] is None for b in blank), "prefix-cache content", "a blank block has a hash"
         )
@@ -343,14 +352,14 @@ class Checker:
             demand(blocks.isdisjoint(free), "fence", f"step {step} may still write a free block")
 
     def check_cache(self, kv: list[list[int | None]]) -> None:
-        """Prefix-cache content, once every dispatched plan has reached the oracle: a block that can be hit holds the
-        tokens that its hash stands for."""
+        """Prefix-cache content, when every dispatched plan has reached the oracle: each cached block holds what its
+        hash stands for."""
         for block_hash, block in self.epoch.kv.pool.by_hash.items():
             content = self.known.get(block_hash)
             demand(
                 content is not None,
                 "prefix-cache content",
-                f"block {block} is cached under a hash of no known tokens",
+                f"block {block} has a hash of no known tokens",
             )
             demand(
                 kv[block] == content,

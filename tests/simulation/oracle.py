@@ -1,9 +1,9 @@
-"""Simulated worker: an oracle that verifies every KV position it reads (spec 7). Nothing here computes a model.
+"""The oracle: a simulated worker that verifies every KV position it reads. It computes no model.
 
 Each physical KV position stores the hash of the prefix it stands for, and a token is a pure function of that hash (and
-of the seed, for sampled requests). So one wrong block, position, slot or fed-back token raises, or changes the answer.
-The worker knows only what plan messages told it. Its state is a function of their order alone, so it executes a plan
-as it receives it; *when* each pipeline stage runs the step (`Pipeline`) and the result travels back is up to the test.
+of the seed, for sampled requests). So a wrong block, position, slot or fed-back token raises or changes the answer. The
+worker has only the plan messages. Its state depends on their order alone, so it executes a plan when it receives it;
+the test decides when each pipeline stage runs the step (`Pipeline`) and when the result arrives.
 """
 
 from collections import Counter, deque
@@ -43,18 +43,18 @@ MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
 class OracleError(AssertionError):
-    """A plan contradicts what the worker knows, or a KV position does not hold what its reader believes."""
+    """A plan contradicts the worker's state, or a KV position does not hold what its reader expects."""
 
 
 def sample(prefix: int, params: SamplingParams, vocab: int) -> int:
-    """The token after a prefix; greedy requests do not depend on the seed."""
+    """Return the token after a prefix; greedy requests do not depend on the seed."""
     noise = prefix if params.temperature == 0 else extend(prefix, params.seed)
     return ((noise * 0xFF51AFD7ED558CCD & _MASK) >> 33) % vocab
 
 
 def logits(prefix: int, vocab: int) -> NDArray[np.float32]:
-    """float32[vocab] from -4 to 4 in few steps, so that there are ties, and one greater one, which is what greedy
-    `sample` takes."""
+    """Return float32[vocab] from -4 to 4 in few steps, so that there are ties, and one greater value: the token of
+    greedy `sample`."""
     row = ((words(prefix, vocab) >> np.uint64(58)).astype(np.float32) - 32) / 8
     row[sample(prefix, _GREEDY, vocab)] = 5
     return row
@@ -68,7 +68,7 @@ def choose(
     vocab: int,
     mask: NDArray[np.int32] | None = None,
 ) -> int:
-    """The token after a prefix; by the reference sampler where a parameter changes the row."""
+    """Return the token after a prefix; with the reference sampler if a parameter changes the row."""
     edits = params.logit_bias or params.bad_words or params.allowed_token_ids
     if mask is None and not (edits or params.penalizes):
         return sample(prefix, params, vocab)
@@ -77,7 +77,7 @@ def choose(
 
 
 def hidden(prefix: int) -> NDArray[np.float64]:
-    """float64[HIDDEN_SIZE] in steps of 2**-16: sums are exact in any order."""
+    """Return float64[HIDDEN_SIZE] in steps of 2**-16: sums are exact in any order."""
     return (words(prefix, HIDDEN_SIZE) >> np.uint64(48)).astype(np.float64) * 2.0**-16
 
 
@@ -86,15 +86,15 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request must produce at any depth and in any company."""
+    """The required answer of a request, at any depth and in any batch."""
 
     tokens: list[int]
-    """All output tokens, those delivered before a replay included."""
+    """All output tokens, including those delivered before a replay."""
     reason: FinishReason
     """ERROR: the grammar failed."""
     stop_reason: int | None
     scores: dict[int, TokenLogprobs]
-    """Position -> what is asked for there: of all tokens, those that came with a replay too."""
+    """Position -> requested log-probabilities, including those of tokens that came with a replay."""
     embedding: bytes = b""
 
 
@@ -106,7 +106,7 @@ def reference(
     grammar: Automaton | None = None,
     pooling: Pooling = Pooling.NONE,
 ) -> Answer:
-    """A pure function of the request alone: no blocks, no batch, no scheduler."""
+    """Return the answer as a pure function of the request: no blocks, no batch, no scheduler."""
     scores: dict[int, TokenLogprobs] = {}
     prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
     for position, token in enumerate(prompt):
@@ -145,27 +145,27 @@ class _Slot:
     tokens: list[int]
     table: list[int]
     prefixes: list[int] = field(default_factory=list)
-    """prefixes[i] is the hash of tokens[: i + 1], the worker's own belief."""
+    """prefixes[i] is the hash of tokens[: i + 1]."""
     computed: int | None = None
-    """None until the first row says where the cached prefix ends."""
+    """Position up to which KV is written; None until the first row, which starts where the cached prefix ends."""
     sampled: int = 0
-    """The step that sampled the last token; 0: a plan brought it."""
+    """The step that sampled the last token; 0: it came with a plan."""
     proposed: list[int] = field(default_factory=list)
-    """Drafts after the last token, of that step, and ..."""
-    asked: int = 0
-    """... how many it was to propose."""
+    """Drafts of that step, after the last token."""
+    requested: int = 0
+    """Number of drafts that the plan of that step requested."""
     drafts: list[int] = field(default_factory=list)
-    """Those that the row between its forward pass and its sampling has; they stand at the end of `tokens`."""
+    """Drafts of the row between its forward pass and its sampling, at the end of `tokens`."""
     rejected: list[tuple[int, int]] = field(default_factory=list)
-    """Steps whose result is under way, and how many of their planned drafts did not become tokens."""
+    """(step, number of its planned drafts that did not become tokens), of steps whose result is on its way."""
     hidden_sum: NDArray[np.float64] = field(default_factory=lambda: np.zeros(HIDDEN_SIZE))
-    """Over the positions computed in this slot."""
+    """Sum over the positions computed in this slot."""
 
 
 Row = tuple[int, int]
 """Slot and generation."""
 Sampling = Callable[[GrammarOutput | None], ModelRunnerOutput]
-"""What is left to do of a step after its forward pass."""
+"""The part of a step after its forward pass."""
 
 
 class OracleWorker:
@@ -177,26 +177,26 @@ class OracleWorker:
         speculating: Speculating | None = None,
         foresight: Foresight | None = None,
     ) -> None:
-        """`foresight` is the drafter's, who is right as often as `speculating` says."""
+        """`foresight` gives the drafter the right tokens; `speculating` decides how many drafts are right."""
         self._speculating, self._foresight = speculating, foresight
         self._max_model_len, self._lookahead = limits.max_model_len, limits.lookahead
         self._planned_drafts: dict[int, int] = {}
-        """By slot, of the last plan."""
+        """Slot -> drafts in the last plan."""
         self.verified = Counter[str]()
         num_blocks, block_size = limits.num_blocks, limits.block_size
         self.num_slots, self.num_blocks, self.block_size = limits.num_slots, num_blocks, block_size
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
         self.confirmed = 0
-        """The last step whose tokens the scheduler knew when it formed the plan that comes next."""
+        """The last step whose tokens the scheduler knew when it formed the next plan."""
         self.needs = 0
         """The newest step that sampled an input of the last plan; 0: none did."""
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-        """KV by block and offset; None is poison: given away and not written since."""
+        """KV by block and offset; None: the block was given away and not written since."""
         self.slots: dict[int, _Slot] = {}
         self._generations: dict[int, int] = {}
         self._last_step = 0
         self._computed: list[tuple[int, int, int]] = []
-        """Slot, first and last position + 1 of what the last step computed."""
+        """(slot, first position, last position + 1) of the rows of the last step."""
         self._deferred: Sampling | None = None
         self.session = Session()
         self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
@@ -205,8 +205,8 @@ class OracleWorker:
         self.session.ready()
 
     def receive(self, frame: bytes) -> bytes | None:
-        """Acts on one message as a worker's session says. Returns the result of a step, encoded, when it was sampled:
-        at once, or with its grammar."""
+        """Process one message in the order that a worker's session requires. Return the encoded result of a step when
+        it was sampled: at once, or with its grammar masks."""
         match self.session.on(MESSAGES.decode(frame)):
             case ExecuteStep(plan):
                 self._demand(self._deferred is None, "the step before was never sampled")
@@ -231,17 +231,17 @@ class OracleWorker:
         return self._deferred is not None
 
     def _execute(self, plan: SchedulerOutput) -> Sampling:
-        """The forward pass."""
+        """Run the forward pass; return the rest of the step."""
         rows = self._begin(plan)
         for slot, generation, start, count, samples in rows:
             self._write(slot, generation, start, count, samples)
-        for slot, _, end in self._computed:  # every row has written before any row reads, as in each layer
+        for slot, _, end in self._computed:  # write before read, as in each layer
             self._read(slot, end)
         sampled = [(row[0], row[1]) for row in rows if row[4]]
         return lambda grammar: self._sample(plan, sampled, grammar)
 
     def _begin(self, plan: SchedulerOutput) -> list[tuple[int, int, int, int, bool]]:
-        """Applies what changed in the batch. The rows: slot, generation, start, count, samples."""
+        """Apply the changes of the batch. Return the rows: slot, generation, start, count, samples."""
         self._demand(plan.epoch == self.epoch, f"epoch {plan.epoch}")
         self._demand(plan.step_id == self._last_step + 1, f"step {plan.step_id} after {self._last_step}")
         self._last_step, self.needs = plan.step_id, 0
@@ -300,7 +300,7 @@ class OracleWorker:
         self._demand(slot in self.slots, f"slot {slot} is empty")
         s, size, end = self.slots[slot], self.block_size, start + count
         self._demand(s.generation == generation, f"slot {slot}: generation {generation}, not {s.generation}")
-        if s.computed is None:  # what lies behind the cached prefix came fresh from the pool
+        if s.computed is None:  # blocks behind the cached prefix are fresh
             self._demand(start % size == 0 and start < len(s.tokens), f"slot {slot} starts at {start}")
             for block in s.table[start // size :]:
                 self._poison(block)
@@ -309,9 +309,11 @@ class OracleWorker:
         unknown = sum(drafts for _, drafts in s.rejected)
         self._demand(
             start == s.computed + unknown,
-            f"S2-5: slot {slot} starts at {start}, its KV ends at {s.computed} and {unknown} rejections are not known",
+            f"position bound: slot {slot} starts at {start}, its KV ends at {s.computed}, {unknown} rejections unknown",
         )
-        self._demand(end <= self._max_model_len, f"S2-5: slot {slot} goes to {end} of {self._max_model_len}")
+        self._demand(
+            end <= self._max_model_len, f"position bound: slot {slot} goes to {end} of {self._max_model_len}"
+        )
         ahead = min(end + self._lookahead, self._max_model_len)
         self._demand(ahead <= len(s.table) * size, f"slot {slot}: no block for position {ahead - 1}")
         planned = self._planned_drafts.get(slot, 0)
@@ -328,7 +330,7 @@ class OracleWorker:
             self.needs = max(self.needs, s.sampled)
             self._demand(
                 s.sampled <= self.confirmed or self._last_step - s.sampled >= self.stages,
-                f"slot {slot} needs what step {s.sampled} sampled, which {self.stages} stages cannot have back by then",
+                f"stage spacing: slot {slot} needs the token of step {s.sampled} too early for {self.stages} stages",
             )
         for position in range(start, end):
             self.kv[s.table[position // size]][position % size] = s.prefixes[position]
@@ -337,16 +339,16 @@ class OracleWorker:
         self._computed.append((slot, start, end))
 
     def _take_drafts(self, slot: int, planned: int) -> None:
-        """The row goes on with its drafts, as if they were known. There may be fewer than planned."""
+        """Append the row's drafts as if they were known tokens. There may be fewer than planned."""
         s = self.slots[slot]
         if planned:
             self._demand(
-                planned <= s.asked,
-                f"S2-6: slot {slot} has {planned} drafts planned, of {s.asked} that step {s.sampled} proposed",
+                planned <= s.requested,
+                f"latest drafts: slot {slot} has {planned} drafts planned, step {s.sampled} proposed {s.requested}",
             )
-        s.drafts, s.proposed, s.asked = s.proposed[:planned], [], 0
+        s.drafts, s.proposed, s.requested = s.proposed[:planned], [], 0
         for token in s.drafts:
-            self._demand(0 <= token < self.vocab, f"S2-4: slot {slot} has the draft {token}")
+            self._demand(0 <= token < self.vocab, f"valid ids: slot {slot} has the draft {token}")
             s.tokens.append(token)
             s.prefixes.append(extend(s.prefixes[-1], token))
 
@@ -373,12 +375,12 @@ class OracleWorker:
             allowed = masks.get(slot)
             acceptable = len(s.drafts) if allowed is None else min(len(s.drafts), len(allowed) - 1)
             row = self._accept(slot, acceptable, allowed, scored)
-            s.sampled, s.asked = plan.step_id, plan.num_speculative_tokens
+            s.sampled, s.requested = plan.step_id, plan.num_speculative_tokens
             self._propose(slot)
             tokens += row
             counts.append(len(row))
             drafted.append(acceptable)
-            proposed += s.proposed + [NO_DRAFT] * (s.asked - len(s.proposed))
+            proposed += s.proposed + [NO_DRAFT] * (s.requested - len(s.proposed))
         return ModelRunnerOutput(
             plan.epoch,
             plan.step_id,
@@ -400,7 +402,7 @@ class OracleWorker:
         masks: NDArray[np.int32] | None,
         scored: list[tuple[int, int, TokenLogprobs]],
     ) -> list[int]:
-        """What the row samples, token by token as without drafts, until one is another than the draft at its place."""
+        """Sample the row token by token, as without drafts, until a token differs from the draft at its position."""
         s, had = self.slots[slot], len(self.slots[slot].drafts)
         known = len(s.tokens) - had
         del s.tokens[known:], s.prefixes[known:]
@@ -427,21 +429,21 @@ class OracleWorker:
         return row
 
     def _propose(self, slot: int) -> None:
-        """Drafts for the slot's next row, as many as fit the context."""
+        """Propose drafts for the slot's next row, as many as fit the context."""
         s = self.slots[slot]
         how, first = self._speculating, len(s.tokens)
         if how is None or self._foresight is None:
-            self._demand(not s.asked, f"{s.asked} drafts are asked for, without a drafter")
+            self._demand(not s.requested, f"{s.requested} drafts are requested, but there is no drafter")
             return
-        fits = not how.longest or first + s.asked <= how.longest
-        count = min(s.asked, self._max_model_len - first) if fits else 0
+        fits = not how.longest or first + s.requested <= how.longest
+        count = min(s.requested, self._max_model_len - first) if fits else 0
         if count > 0:
             right = self._foreseen(s, self._foresight(slot), first + count)[first:]
             identity = extend(s.prefixes[s.num_prompt - 1], s.params.seed)
             s.proposed = how.draft(right, identity, first, self.vocab)
 
     def _foreseen(self, s: _Slot, future: list[int], end: int) -> list[int]:
-        """The slot's tokens up to `end`; behind its answer those that would follow if nothing ended it."""
+        """Return the slot's tokens up to `end`; behind its answer, those that would follow if it did not end."""
         known, prefix = s.tokens + future[len(s.tokens) :], s.prefixes[-1]
         for token in known[len(s.tokens) :]:
             prefix = extend(prefix, token)
@@ -473,7 +475,7 @@ class OracleWorker:
         return found
 
     def _score_prompts(self) -> list[tuple[int, int, TokenLogprobs]]:
-        """Prompt tokens that the positions of the last step predict."""
+        """Return log-probabilities of the prompt tokens that the positions of the last step predict."""
         scored = []
         for slot, start, end in self._computed:
             s = self.slots[slot]
@@ -502,33 +504,33 @@ def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
 
 
 class Pipeline:
-    """Which stage has run which step: each takes them in order, one per tick, and the ids that the last one sampled are
-    at the first one when the next tick begins."""
+    """Progress of pipeline stages. Each runs the steps in order, one per tick. Ids sampled by the last stage have
+    reached the first one when the next tick begins."""
 
     def __init__(self, stages: int) -> None:
         self.ran = [0] * stages
-        """The last step that each stage has run."""
+        """The last step of each stage."""
         self.stalls = 0
-        """Ticks in which the first stage had a step and lacked a sampled id."""
+        """Ticks in which the first stage had a step but lacked a sampled id."""
         self._waiting: deque[int] = deque()
-        """For each step that has not entered: the step whose ids it needs."""
+        """For each step that no stage has run: the step whose ids it needs."""
         self._results: deque[bytes] = deque()
 
     def enter(self, needs: int) -> None:
         self._waiting.append(needs)
 
     def sampled(self, result: bytes) -> None:
-        """The oldest step without a result has one: the last stage can run it to its end."""
+        """Store the result of the oldest step without one; the last stage can then finish the step."""
         self._results.append(result)
 
     @property
     def busy(self) -> bool:
-        """Whether a step can come out."""
+        """Whether a step has a result that has not left the last stage."""
         return bool(self._results)
 
     def tick(self, running: Collection[int] | None = None) -> bytes | None:
-        """Lets all stages, or those in `running`, take their next step. Returns what left the last stage, which waits
-        for a step's grammar before it takes it."""
+        """Let all stages, or those in `running`, run their next step. Return the result that leaves the last stage, if
+        any; a step that waits for its grammar masks stays before the last stage."""
         last, before = len(self.ran) - 1, list(self.ran)
         for stage in range(len(self.ran)) if running is None else running:
             if stage:
@@ -542,7 +544,7 @@ class Pipeline:
         return self._results.popleft() if self.ran[last] > before[last] else None
 
     def take_results(self) -> list[bytes]:
-        """Everything that was under way, as if it were run to its end."""
+        """Return the results of all steps in the pipeline, and empty it."""
         results = list(self._results)
         self._results.clear()
         self._waiting.clear()

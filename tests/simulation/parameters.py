@@ -1,4 +1,4 @@
-"""Sampling parameters by name, for tests that combine each of them with run-ahead."""
+"""Sampling parameters by name: the columns of the permutation matrix, and more."""
 
 from random import Random
 
@@ -21,10 +21,11 @@ MATRIX = (
 OTHERS = ("bias", "allowed ids", "min tokens", f"{STRUCTURED} + bad words + prompt logprobs")
 
 
-def asked(
+def with_parameters(
     name: str, base: SamplingParams, rng: Random, vocab: int
 ) -> tuple[SamplingParams, StructuredOutputParams | None]:
-    """`base` with what `name` is about, drawn so that it shows, and a grammar."""
+    """Return `base` with the parameters that `name` lists, drawn so that they change the answer, and a grammar if
+    listed."""
     changes: dict[str, object] = {}
     for part in name.split(" + "):
         changes |= _part(part, rng, vocab)

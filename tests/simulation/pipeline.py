@@ -1,9 +1,9 @@
 """A discrete-event simulation of pipeline stages under the production engine, scheduler and policy.
 
 Entities: stages and the links between them, each serving one step after the other in order of dispatch; the engine,
-which costs no time of its own; requests that arrive at given moments. What happens at an instant is an arrival or a
-result; between two instants every service is first come, first served, so when a step begins and ends anywhere
-follows from the steps before it. The clock is a number: nothing sleeps.
+which takes no time itself; requests that arrive at given times. Events are arrivals and results. Between two events
+every station serves first come, first served, so the times of a step follow from those of the steps before it. The
+clock is a number; nothing sleeps.
 
 A stage begins a step when it is free, when the step's activations are there (on the first stage: its plan), and on the
 first stage also when the token that the last stage sampled for each of its rows is there.
@@ -27,18 +27,18 @@ from services.scheduler.policies import BatchingPolicy
 Seconds = NDArray[np.float64]
 
 TOKEN = 7
-"""What the model says, always; no request stops at it."""
+"""The token that the model always samples; no request stops at it."""
 VOCAB = 1 << 16
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one stage and one link, in seconds."""
+    """Times of one stage and one link, in seconds."""
 
     base: float = 0.0
-    """Of a step."""
+    """Fixed time of a step."""
     weights: float = 0.0
-    """Of reading the stage's weights: the least that computing a step's tokens takes."""
+    """Time to read the stage's weights: the minimum for computing a step's tokens."""
     token: float = 0.0
     context: float = 0.0
     """Per token that attention reads."""
@@ -50,7 +50,7 @@ class Costs:
     """Whether a stage cannot compute while it sends."""
 
     def stage(self, tokens: int, context: int) -> float:
-        """One stage's time for a step."""
+        """Return one stage's time for a step."""
         return self.base + max(self.weights, self.token * tokens) + self.context * context
 
     def link(self, tokens: int) -> float:
@@ -87,7 +87,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One microbatch on its way: where it was when."""
+    """Times of one microbatch on each stage."""
 
     step_id: int
     tokens: int
@@ -99,14 +99,14 @@ class Step:
 
 @dataclass
 class PipelineRun:
-    """What one simulation showed. Times in seconds from the first arrival."""
+    """Result of one simulation. Times in seconds from the first arrival."""
 
     stages: int
     steps: list[Step] = field(default_factory=list)
     plans: list[SchedulerOutput] = field(default_factory=list)
     preemptions: int = 0
     tokens: dict[int, list[float]] = field(default_factory=dict)
-    """Number of a request -> when each of its tokens was published."""
+    """Number of a request -> times at which its tokens were published."""
     arrived: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -155,7 +155,7 @@ def spread(values: Seconds) -> dict[str, float]:
 
 @dataclass
 class _Pipeline:
-    """When the stages are free again, and where the tokens are that they sampled."""
+    """Times at which stages are free and sampled tokens have arrived at the first stage."""
 
     costs: Costs
     stages: int
@@ -165,10 +165,10 @@ class _Pipeline:
         self._free = [0.0] * self.stages
         self._link_free = [0.0] * (self.stages - 1)
         self._fed_back = np.zeros(self.num_slots)
-        """When the newest token sampled for the slot's owner is on the first stage."""
+        """Time at which the newest sampled token of the slot is on the first stage."""
 
     def run(self, plan: SchedulerOutput, now: float) -> Step:
-        """The step's way through all stages."""
+        """Run the step through all stages."""
         costs, slots = self.costs, unpack(plan.slots)
         starts, counts = unpack(plan.starts), unpack(plan.counts)
         tokens, context = int(counts.sum()), int((starts + counts).sum())
@@ -210,7 +210,7 @@ def simulate(
     jobs: Sequence[Job],
     keep_plans: bool = False,
 ) -> PipelineRun:
-    """Runs all jobs to their end. Each prompt differs from all others, from its first token on."""
+    """Run all jobs to their end. Each prompt differs from all others from its first token on."""
     core = EngineCore(
         limits, policy, depth, VOCAB, max_num_queued_reqs=len(jobs) + 1, max_num_queued_tokens=1 << 40
     )
@@ -223,7 +223,7 @@ def simulate(
         while due and due[0][1].at <= now:
             number, job = due.popleft()
             run.arrived[number], run.tokens[number] = job.at, []
-            _ask(core, number, job)
+            _add(core, number, job)
         while results and results[0][0] <= now:
             core.on_result(results.popleft()[1])
         _publish(core, run, now)
@@ -237,7 +237,7 @@ def simulate(
     return run
 
 
-def _ask(core: EngineCore, number: int, job: Job) -> None:
+def _add(core: EngineCore, number: int, job: Job) -> None:
     prompt = np.full(job.prompt, 1, np.int32)
     prompt[:2] = divmod(number + 2, VOCAB)[: job.prompt] if job.prompt > 1 else number % VOCAB
     params = SamplingParams(max_tokens=job.output, temperature=0.0)

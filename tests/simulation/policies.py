@@ -1,4 +1,4 @@
-"""A policy without reason, so that nothing in the scheduler leans on the habits of the real ones."""
+"""A random policy, so that the scheduler does not depend on habits of the real ones."""
 
 from random import Random
 
@@ -18,8 +18,8 @@ from services.scheduler.policies import (
 from tests.simulation.workload import Workload
 
 
-class WhimsicalPolicy:
-    """Any budget, any chunk, any order, and rows hidden at will; deterministic by its seed."""
+class RandomPolicy:
+    """Random budgets, chunks and orders, with rows left out; deterministic by its seed."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -43,10 +43,10 @@ class WhimsicalPolicy:
 
 
 def build(load: Workload, limits: Limits, seed: int) -> BatchingPolicy:
-    """The workload's policy, for the limits of an epoch."""
+    """Return the workload's policy for the limits of an epoch."""
     match load.policy:
-        case "whimsical":
-            return WhimsicalPolicy(seed)
+        case "random":
+            return RandomPolicy(seed)
         case "chunked":
             return ChunkedPolicy(load.threshold)
         case "balanced":
@@ -57,5 +57,5 @@ def build(load: Workload, limits: Limits, seed: int) -> BatchingPolicy:
 
 
 def conserves_work(load: Workload) -> bool:
-    """Return whether the policy computes every row that it could (work conservation)."""
+    """Return whether the policy guarantees work conservation."""
     return load.policy in ("chunked", "balanced")

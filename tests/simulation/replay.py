@@ -1,4 +1,4 @@
-"""Replays one run of the simulator with a readable trace: `python -m tests.simulation.replay --seed 123 --depth 3`."""
+"""Replay one run of the simulator with a readable trace: `python -m tests.simulation.replay --seed 123 --depth 3`."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""The simulated world with a rigid device: padded shapes, one phase a step, and a mind of its own about progress.
+"""The simulated world with a rigid device: padded shapes, one phase a step, prefill progress of its own.
 
 The worker computes its shapes by walking over windows and rectangles, unlike `policies/geometry.py`, so that one checks
-the other. What the phased policy must keep (S0-1 to S0-7) is checked with every plan.
+the other. The rules of the phased policy are checked with every plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from services.scheduler.policies.geometry import Geometry
 from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker, Row, Sampling
-from tests.simulation.parameters import MATRIX, OTHERS, asked
+from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
 from tests.simulation.world import Stream, World, params
 
 Progress = Callable[[int, int, int], int]
-"""(start, scheduled end, furthest end possible) of a chunk -> where the device's chunk really ends."""
+"""(start, planned end, furthest possible end) of a chunk -> position at which the device ends it."""
 
 
 def as_scheduled(_start: int, end: int, _most: int) -> int:
@@ -34,7 +34,7 @@ def as_scheduled(_start: int, end: int, _most: int) -> int:
 
 
 def windows(tokens: int, block: int, chunk: int) -> list[tuple[int, int]]:
-    """(first, last + 1) of the tokens in each chunk of a prompt, walking back from its padded end."""
+    """Return (first, last + 1) of the tokens in each chunk of a prompt, walking back from its padded end."""
     end = tokens + -tokens % block
     spans = []
     while end > 0:
@@ -44,13 +44,13 @@ def windows(tokens: int, block: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def rectangle(lengths: Sequence[int], block: int) -> int:
-    """The longest row when every row's blocks end at the same column, by placing each."""
+    """Return the longest row when the blocks of all rows end at the same column."""
     columns = max(-(-length // block) for length in lengths)
     return max((columns - -(-length // block)) * block + length for length in lengths)
 
 
 class RigidWorker(OracleWorker):
-    """Refuses what a rigid device cannot run. `progress` decides how far each chunk comes."""
+    """An oracle that refuses steps a rigid device cannot run. `progress` decides where each chunk ends."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class RigidWorker(OracleWorker):
         super().__init__(limits, vocab, epoch)
         self.limits, self.max_volume, self.progress = limits, max_volume, progress
         self.tkv: dict[int, int] = {}
-        """Step -> longest row, of each decode step."""
+        """Decode step -> longest row."""
         self._entry: dict[int, int] = {}
         self._prefilled: dict[int, int] = {}
         """Slot -> step that computed its last chunk."""
         self._void: set[int] = set()
-        """Slots that wait for their next generation."""
+        """Slots whose rows are void until the next generation."""
         self._mid: set[int] = set()
         """Slots whose next chunk may begin inside a window."""
 
@@ -81,11 +81,16 @@ class RigidWorker(OracleWorker):
     def _execute(self, plan: SchedulerOutput) -> Sampling:
         rows = self._begin(plan)
         prefills = [row for row in rows if row[2] < self._entry[row[0]]]
-        self._demand(not prefills or len(rows) == 1, f"S0-1: {len(prefills)} prefills among {len(rows)} rows")
+        self._demand(
+            not prefills or len(rows) == 1, f"unmixed step: {len(prefills)} prefills among {len(rows)} rows"
+        )
         if not prefills:
             self._shape(plan.step_id, [row[2] + 1 for row in rows])
             for slot, *_ in rows:
-                self._demand(self._prefilled[slot] <= self.confirmed, f"S0-3: slot {slot} decodes too early")
+                self._demand(
+                    self._prefilled[slot] <= self.confirmed,
+                    f"processed prefill: slot {slot} decodes too early",
+                )
             return self._compute(plan, rows)
         [(slot, generation, start, count, samples)] = prefills
         held = self.slots[slot]
@@ -130,9 +135,11 @@ class RigidWorker(OracleWorker):
 
     def _shape(self, step_id: int, lengths: list[int]) -> None:
         tkv = self.tkv[step_id] = rectangle(lengths, self.block_size)
-        self._demand(tkv <= self.limits.max_model_len, f"S0-5: tkv {tkv} beyond {self.limits.max_model_len}")
+        self._demand(
+            tkv <= self.limits.max_model_len, f"volume limit: tkv {tkv} beyond {self.limits.max_model_len}"
+        )
         if self.max_volume:
-            self._demand(len(lengths) * tkv <= self.max_volume, f"S0-5: {len(lengths)} rows of {tkv}")
+            self._demand(len(lengths) * tkv <= self.max_volume, f"volume limit: {len(lengths)} rows of {tkv}")
 
     def _compute(self, plan: SchedulerOutput, rows: list[tuple[int, int, int, int, bool]]) -> Sampling:
         for slot, generation, start, count, samples in rows:
@@ -143,7 +150,7 @@ class RigidWorker(OracleWorker):
         return lambda grammar: self._sample(plan, [(row[0], row[1]) for row in rows], grammar)
 
     def _unsampled(self, plan: SchedulerOutput, row: Row, report: list[tuple[int, int]]) -> ModelRunnerOutput:
-        """The chunk ended before the token that was to be sampled."""
+        """Return the result of a chunk that ended before the token to be sampled."""
         result = self._sample(plan, [], None)
         empty = self._result(plan, [row], [0], report)
         return msgspec.structs.replace(empty, logprobs=result.logprobs)
@@ -152,7 +159,7 @@ class RigidWorker(OracleWorker):
     def _result(
         plan: SchedulerOutput, rows: list[Row], counts: list[int], report: list[tuple[int, int]]
     ) -> ModelRunnerOutput:
-        """Rows without tokens."""
+        """Return a result of rows without tokens."""
         empty = ModelRunnerOutput(
             plan.epoch,
             plan.step_id,
@@ -191,7 +198,7 @@ class RigidChecker(Checker):
 
 
 class RigidWorld(World):
-    """A world with a phased policy and a device that insists on it."""
+    """A world with a phased policy and a device that requires it."""
 
     def __init__(
         self,
@@ -214,14 +221,14 @@ class RigidWorld(World):
         )
         self.geometry = Geometry(limits.block_size, limits.max_num_batched_tokens)
         self.kinds: list[str] = []
-        """One letter a step: P for prefill, D for decode."""
+        """One letter per step: P for prefill, D for decode."""
         policy = policy or PhasedPolicy(limits, interleave, max_volume, pausing)
         super().__init__(limits, depth, vocab, use_priority, policy, trace, conserves_work=False)
         self.worker = RigidWorker(limits, vocab, max_volume, progress)
         self.checker = RigidChecker(self.engine)
 
     def replace_workers(self) -> None:
-        """The epoch ends; others of the same shapes take over."""
+        """End the epoch, and start one of workers with the same shapes."""
         self.end_epoch()
         limits = self.limits
         self.start_epoch(limits, PhasedPolicy(limits, self.interleave, self.max_volume, self.pausing))
@@ -231,7 +238,7 @@ class RigidWorld(World):
     def _on_nothing_scheduled(self) -> None:
         super()._on_nothing_scheduled()
         able = self._decodable(None)
-        demand(not able, "rule 4", f"slots {able} could decode, but nothing was scheduled")
+        demand(not able, "work conservation", f"slots {able} could decode, but nothing was scheduled")
 
     def _on_dispatched(self, event: StepDispatched) -> None:
         super()._on_dispatched(event)
@@ -239,18 +246,22 @@ class RigidWorld(World):
         able = self._decodable(step)
         kind = "P" if step.starts[0] < s.entry[step.slots[0]] else "D"
         if self.interleave and kind == "P" and self.kinds[-1:] == ["P"]:
-            demand(not able, "S0-4", f"two prefills in a row while slots {able} could decode")
+            demand(not able, "interleaving", f"two prefills in a row while slots {able} could decode")
         if kind == "D":
             self.coverage["paused"] += bool(able)
         self.kinds.append(kind)
         self.coverage["steps of prefill" if kind == "P" else "steps of decode"] += 1
         rows = self.epoch.running
         part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
-        demand(len(part) <= 1 or self.store.counters["rollbacks"] > 0, "S0-2", f"slots {part} in prefill")
+        demand(
+            len(part) <= 1 or self.store.counters["rollbacks"] > 0,
+            "single prefill",
+            f"slots {part} in prefill",
+        )
         self._check_reservations()
 
     def _decodable(self, step: InflightStep | None) -> list[int]:
-        """Those that could have been in the step and are not."""
+        """Return slots that could have been in the step and are not."""
         s, epoch = self.epoch.slots, self.epoch
         named = set() if step is None else set(step.slots.tolist())
         at = epoch.next_step if step is None else step.step_id
@@ -265,20 +276,28 @@ class RigidWorld(World):
         return able
 
     def _check_reservations(self) -> None:
-        """S0-7: what running requests may still need is free."""
+        """Block reservation: the blocks that running requests may still need are free."""
         s, pool, size = self.epoch.slots, self.epoch.kv.pool, self.limits.block_size
         owed = 0
         for slot in self.epoch.running.tolist():
             needed = -(-(int(s.limit[slot]) - 1) // size)
             owed += max(0, needed - len(self.epoch.kv.tables[slot]))
-        demand(0 <= owed <= pool.num_free, "S0-7", f"{owed} blocks are reserved, {pool.num_free} are free")
+        demand(
+            0 <= owed <= pool.num_free,
+            "block reservation",
+            f"{owed} blocks are reserved, {pool.num_free} are free",
+        )
 
     def _on_updated(self, step: InflightStep) -> None:
         s = self.epoch.slots
         for slot in step.slots.tolist():
             if s.state[slot] == LIVE and s.tokens[slot] == s.entry[slot] + 1:
                 committed = int(s.committed(np.array([slot]))[0])
-                demand(committed >= int(s.entry[slot]), "S0-6", f"slot {slot} was prefilled to {committed}")
+                demand(
+                    committed >= int(s.entry[slot]),
+                    "prefill progress",
+                    f"slot {slot} was prefilled to {committed}",
+                )
         super()._on_updated(step)
 
     def dispatch(self) -> int:
@@ -286,10 +305,12 @@ class RigidWorld(World):
         sent = super().dispatch()
         for plan in self.plans[before:]:
             actual = self.worker.tkv.get(plan.step_id)  # type: ignore[attr-defined]
-            if actual is not None:  # rule 12: predicted from what is in flight, not from what was reported
+            if actual is not None:  # predicted from steps in flight, not from reports
                 predicted = self.geometry.tkv(unpack(plan.starts) + 1)
                 demand(
-                    predicted >= actual, "rule 12", f"step {plan.step_id}: tkv {predicted}, in truth {actual}"
+                    predicted >= actual,
+                    "predicted length",
+                    f"step {plan.step_id}: tkv {predicted}, actual {actual}",
                 )
         return sent
 
@@ -299,7 +320,7 @@ class RigidWorld(World):
 
 
 def limits(**changes: int | bool) -> Limits:
-    """Blocks of 4, chunks of 8, room for all."""
+    """Return limits with blocks of 4, chunks of 8 and room for all requests."""
     base = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, num_blocks=128, block_size=4)
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -312,14 +333,14 @@ class Load:
     interleave: bool
     max_volume: int
     pausing: bool
-    fickle: float
-    """Share of the chunks that come to another end than planned."""
+    unplanned: float
+    """Share of the chunks that end elsewhere than planned."""
     use_priority: bool
     arrivals: int
     aborts: float
     resets: float
     losses: float
-    """Chances per round of an abort, a cache reset, and the loss of all workers."""
+    """Probabilities per round of an abort, a cache reset, and the loss of all workers."""
 
 
 def draw(seed: int, stages: int = 1) -> Load:
@@ -341,7 +362,7 @@ def draw(seed: int, stages: int = 1) -> Load:
         interleave=rng.random() < 0.7,
         max_volume=rng.choice((0, least, least + rng.randint(0, 120))),
         pausing=rng.random() < 0.4,
-        fickle=rng.choice((0.0, 0.0, 0.3, 0.8)),
+        unplanned=rng.choice((0.0, 0.0, 0.3, 0.8)),
         use_priority=rng.random() < 0.3,
         arrivals=rng.randint(3, 12),
         aborts=rng.choice((0.0, 0.05)),
@@ -351,13 +372,16 @@ def draw(seed: int, stages: int = 1) -> Load:
 
 
 def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | None = None) -> RigidWorld:
-    """One random run to its end; raises an AssertionError of the broken rule."""
+    """Play a random workload to its end.
+
+    Raises: AssertionError, with the name of the broken rule.
+    """
     load, rng = draw(seed, stages), Random(f"rigid/{seed}/{depth}")
     device = Random(f"device/{seed}/{depth}")
     shared = [rng.randrange(64) for _ in range(load.limits.max_model_len)]
 
     def progress(start: int, end: int, most: int) -> int:
-        return device.randint(start + 1, most) if device.random() < load.fickle else end
+        return device.randint(start + 1, most) if device.random() < load.unplanned else end
 
     world = RigidWorld(
         load.limits,
@@ -380,7 +404,7 @@ def play(seed: int, depth: int, stages: int = 1, trace: Callable[[str], None] | 
             prompt = shared[:kept] + [rng.randrange(64) for _ in range(length - kept)]
             stop = rng.sample(range(64), rng.choice((0, 2)))
             base, name = params(rng.randint(1, 16), *stop), of_parameters.choice(names)
-            sampling, grammar = asked(name, base, of_parameters, 64)
+            sampling, grammar = with_parameters(name, base, of_parameters, 64)
             world.add(prompt, sampling, priority=rng.choice((0, 0, 1, -1)), structured=grammar)
         while world.compilation.waiting and of_parameters.random() < 0.5:
             world.compiled()

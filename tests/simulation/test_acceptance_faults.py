@@ -73,7 +73,7 @@ def test_8_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
     stream = world.add(prompt_of(9), params(1))
     world.dispatch()
     world.complete()
-    world.engine.abort(stream.client, [stream.number])
+    world.engine.abort(stream.frontend, [stream.number])
     world.drain()
     assert stream.finish is not None
     assert world.store.counters["aborted"] == 0

@@ -14,7 +14,7 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference
-from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
+from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.world import Stream, World, params
 
 VOCAB = 64
@@ -51,7 +51,7 @@ def storm(
     while len(world.streams) < requests or world.engine.requests:
         for _ in range(min(rng.choice((1, 1, 2)), requests - len(world.streams))):
             base = params(rng.randint(6, 22), eos=rng.random() < 0.5, seed=rng.choice((None, None, None, 7)))
-            sampling, grammar = asked(others[len(world.streams) % 4], base, rng, VOCAB)
+            sampling, grammar = with_parameters(others[len(world.streams) % 4], base, rng, VOCAB)
             prompt = prompt_of(rng.randint(20, 44), rng.randrange(8))
             world.add(prompt, sampling, priority=rng.choice((0, 0, -1)), structured=grammar)
         while world.compilation.waiting:

@@ -1,4 +1,4 @@
-"""A recorded run replays: the inbound events, fed into a fresh core, cause the same decisions in the same order."""
+"""A recorded run replays: its inbound events cause the same decisions in a fresh core, in the same order."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ SEEDS = 40
 
 
 def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:
-    """Every event of a fresh core to which the inbound events of a recorded one are given."""
+    """Return every event of a fresh core that receives the inbound events of a recorded one."""
     load, recorder = draw(seed, speculates), Recorder()
     drafts = load.speculating
     limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
@@ -82,7 +82,7 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
 
 
 def comparable(event: Event) -> object:
-    """The event without arrays, whose equality is no single truth."""
+    """Return the event without arrays, so that two can be compared."""
     match event:
         case StepDispatched(plan=plan, requests=requests):
             return plan, requests

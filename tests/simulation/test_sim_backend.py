@@ -1,7 +1,5 @@
-"""Every combination of parameters on the simulator backend: scheduler core, session and runner together.
-
-Their tokens equal those of the plain reference sampler (same tokens; docs/invariants.md).
-"""
+"""The permutation matrix of sampling parameters with the production worker: core, session and simulator backend,
+checked against the plain reference sampler."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -25,8 +23,8 @@ from services.worker.runner import Output
 from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import ExecuteStep, Phase, SampleStep, Session
 from tests.simulation.grammar import Automaton, Compilation
-from tests.simulation.parameters import MATRIX, STRUCTURED, asked
-from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, result_of, sim_runner
+from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
+from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, sim_runner
 from tests.unit.worker.sim_reference import answer, assert_scored
 
 STORM = Limits(SLOTS // 2, 24, CONTEXT, num_blocks=24, block_size=BLOCK)
@@ -35,15 +33,13 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class ReceivedText:
-    """A request and the messages that its received has received."""
-
+class Stream:
     text: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None
     tokens: list[int] = field(default_factory=list)
     scores: dict[int, tuple[int, list[int], bytes]] = field(default_factory=dict)
-    """Position -> token rank, ids and values of the first message for it."""
+    """Position -> rank, ids and values that arrived first."""
     finish: Finish | None = None
 
 
@@ -73,20 +69,16 @@ class SimEngine:
         self.session.on(InitializeCache(STORM.num_blocks, CONTEXT))
         self.session.ready()
         self.outputs: deque[Output] = deque()
-        self.texts: list[ReceivedText] = []
+        self.streams: list[Stream] = []
         self.deferred = 0
 
-    def add(self, received: ReceivedText) -> None:
-        number = len(self.texts)
-        self.texts.append(received)
+    def add(self, stream: Stream) -> None:
+        number = len(self.streams)
+        self.streams.append(stream)
         self.core.add(
             0,
             GenerateRequest(
-                number,
-                pack(received.text),
-                len(received.text),
-                received.params,
-                structured=received.structured,
+                number, pack(stream.text), len(stream.text), stream.params, structured=stream.structured
             ),
         )
         for ticket in list(self.compilation.waiting):
@@ -116,44 +108,42 @@ class SimEngine:
         for _, message in self.core.take_outputs():
             columns = (unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids))
             for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
-                assert index == len(self.texts[number].tokens)
-                self.texts[number].tokens.append(token)
+                assert index == len(self.streams[number].tokens)
+                self.streams[number].tokens.append(token)
             if message.logprobs is not None:
                 self._score(LogprobRows.from_message(message.logprobs))
             for finish in message.finished:
-                self.texts[finish.number].finish = finish
+                self.streams[finish.number].finish = finish
 
     def _score(self, rows: LogprobRows) -> None:
         at = 0
         for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
             ids, values = rows.token_ids[at : at + count].tolist(), rows.values[at : at + count].tobytes()
             at += count
-            first = self.texts[number].scores.setdefault(position, (rank, ids, values))
-            assert first == (rank, ids, values), "a repeated entry differs from the first one"
+            first = self.streams[number].scores.setdefault(position, (rank, ids, values))
+            assert first == (rank, ids, values), "what came again is not what came first"
 
 
-def expected(
-    received: ReceivedText, params: SamplingParams, structured: StructuredOutputParams | None
-) -> list[int]:
+def expected(stream: Stream, params: SamplingParams, structured: StructuredOutputParams | None) -> list[int]:
     def mask(output: list[int]) -> np.ndarray:
         assert structured is not None
-        grammar = Automaton.of(structured, VOCAB, ())
+        grammar = Automaton.from_params(structured, VOCAB, ())
         assert all(map(grammar.accept, output))
         return grammar.mask()
 
-    return answer(received.text, params, params.max_tokens, mask if structured else None)
+    return answer(stream.text, params, params.max_tokens, mask if structured else None)
 
 
-def assert_answered(received: ReceivedText) -> None:
-    text, params = received.text, received.params
-    assert received.finish is not None
-    assert received.finish.reason is FinishReason.LENGTH
-    assert received.tokens == expected(received, params, received.structured)
-    everything = text + received.tokens
+def assert_answered(stream: Stream) -> None:
+    text, params = stream.text, stream.params
+    assert stream.finish is not None
+    assert stream.finish.reason is FinishReason.LENGTH
+    assert stream.tokens == expected(stream, params, stream.structured)
+    everything = text + stream.tokens
     wanted = set() if params.logprobs is None else set(range(len(text), len(everything)))
     wanted |= set() if params.prompt_logprobs is None else set(range(1, len(text)))
-    assert received.scores.keys() == wanted
-    for position, (rank, ids, values) in received.scores.items():
+    assert stream.scores.keys() == wanted
+    for position, (rank, ids, values) in stream.scores.items():
         count = params.logprobs if position >= len(text) else params.prompt_logprobs
         entry = TokenLogprobs(rank, np.array(ids, np.int32), np.frombuffer(values, np.float32))
         assert_scored(entry, everything[:position], everything[position], count or 0)
@@ -162,35 +152,33 @@ def assert_answered(received: ReceivedText) -> None:
 @pytest.mark.parametrize(("drafts", "depth"), [(0, 1), (0, 2), (0, 3), (1, 2), (3, 1), (3, 3), (5, 2)])
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int, depth: int) -> None:
-    """Requests join and leave in every step, three of four have the parameter, and blocks are scarce."""
-    rng, engine = Random(name), SimEngine(depth, drafts)
+    """Requests join and leave in every step, three of four with the parameter, and blocks never suffice; with drafts
+    and without."""
+    rng, engine = Random(name), Engine(depth, drafts)
     names = (name, name, name, rng.choice(MATRIX))
-    while len(engine.texts) < 16 or engine.core.requests:
-        for _ in range(min(rng.choice((1, 1, 2)), 16 - len(engine.texts))):
+    while len(engine.streams) < 16 or engine.core.requests:
+        for _ in range(min(rng.choice((1, 1, 2)), 16 - len(engine.streams))):
             seed = rng.choice((None, None, 7))
             base = SamplingParams(
                 max_tokens=rng.randint(6, 18), temperature=0.0 if seed is None else 1.0, seed=seed or 0
             )
-            sampling, structured = asked(names[len(engine.texts) % 4], base, rng, VOCAB)
-            engine.add(ReceivedText(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
-        engine.step()
+            sampling, structured = with_parameters(names[len(engine.streams) % 4], base, rng, VOCAB)
+            engine.add(Stream(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
+        engine.turn()
     engine.runner.shutdown()
     assert engine.core.store.counters["preemptions"] > 0
     assert bool(engine.deferred) == (STRUCTURED in name and depth > 1)
     counters = engine.core.store.counters
     if drafts:
         assert 0 < counters["spec_decode_num_accepted_tokens"] < counters["spec_decode_num_draft_tokens"]
-    for received in engine.texts:
-        assert_answered(received)
+    for stream in engine.streams:
+        assert_answered(stream)
     bare = [
-        (
-            received,
-            expected(received, SamplingParams(max_tokens=received.params.max_tokens, temperature=0.0), None),
-        )
-        for i, received in enumerate(engine.texts)
-        if i % 4 != 3 and not received.params.temperature
+        (stream, expected(stream, SamplingParams(max_tokens=stream.params.max_tokens, temperature=0.0), None))
+        for i, stream in enumerate(engine.streams)
+        if i % 4 != 3 and not stream.params.temperature
     ]
-    changed = [received for received, tokens in bare if received.tokens != tokens]
+    changed = [stream for stream, tokens in bare if stream.tokens != tokens]
     unchanging = name in ("none", "logprobs", "prompt logprobs")
     assert len(bare) > 2
     assert not changed if unchanging else len(changed) > len(bare) // 2

@@ -20,7 +20,7 @@ from services.scheduler.policies import ChunkedPolicy
 from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.oracle import MESSAGES, OracleError
-from tests.simulation.parameters import MATRIX, OTHERS, asked
+from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
 from tests.simulation.world import Stream, World, params
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
@@ -340,7 +340,7 @@ def test_a_rigid_device_that_goes_its_own_way(depth: int) -> None:
     draw = Random(7)
     for i in range(16):
         name = (*MATRIX, *OTHERS)[i % 11]
-        sampling, grammar = asked(name, params(draw.randint(3, 9), eos=False), draw, 64)
+        sampling, grammar = with_parameters(name, params(draw.randint(3, 9), eos=False), draw, 64)
         world.add(prompt_of(draw.randint(5, 30), i), sampling, structured=grammar)
         world.compiled() if grammar else None
         world.step()

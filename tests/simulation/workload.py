@@ -1,4 +1,4 @@
-"""Workloads drawn from a seed: small pools, few seats, shared prefixes, every kind of stop."""
+"""Random workloads: small pools, few seats, shared prefixes, every kind of stop."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -7,7 +7,7 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.scheduler.core.limits import Limits
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import REFUSED, structured
-from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, asked
+from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
 from tests.simulation.world import params
 
 
@@ -15,11 +15,11 @@ from tests.simulation.world import params
 class Arrival:
     prompt: list[int]
     params: SamplingParams
-    client: int
+    frontend: int
     priority: int
     salt: str
     replayed: float
-    """Share of the answer that was delivered before, 0 to 1."""
+    """Share of the answer that counts as delivered before, 0 to 1."""
     grammar: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
 
@@ -30,33 +30,33 @@ class Workload:
     threshold: int
     """long_prefill_token_threshold, 0: none."""
     policy: str
-    """chunked, balanced, phased, or whimsical."""
+    """chunked, balanced, phased, or random."""
     vocab: int
     use_priority: bool
     arrivals: list[Arrival]
     burst: float
-    """Chance that another request arrives in the same round."""
+    """Probability that another request arrives in the same round."""
     abort: float
     reset: float
     noise: float
-    """Chance per round of an abort, of a reset, of a late or repeated result."""
+    """Probabilities per round of an abort, of a reset, of a late or repeated result."""
     shuffle: bool
     """Whether results may overtake one another."""
     epochs: float
-    """Chance per round that the workers are lost and others take over."""
+    """Probability per round that the workers are lost and others take over."""
     uneven: bool
-    """Whether pipeline stages take differently long."""
+    """Whether pipeline stages take different times."""
     speculating: Speculating | None = None
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Batch queue depths worth playing: synchronous, and ahead by one and by more."""
+        """Batch queue depths to play: synchronous, ahead by one step and by more."""
         stages = self.limits.stages
         return (1, 2, 3, 5) if stages == 1 else (stages, stages + 1, 2 * stages)
 
 
 def speculating(seed: int) -> Speculating:
-    """How a workload speculates, if it does."""
+    """Return the speculation of a workload."""
     rng = Random(f"speculation/{seed}")
     lengths = rng.choice(((1,), (2,), (3,), (5,), (0, 1, 2, 3, 5), (0, 3)))
     longest = rng.choice((0, 0, 0, 20))
@@ -79,7 +79,7 @@ def draw(seed: int, speculates: bool = False) -> Workload:
         stages=of_group.choice((1, 1, 1, 1, 1, 2, 4)),
     )
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
-    if speculates:  # phased does not
+    if speculates:  # phased is refused
         policy = "chunked" if policy == "phased" else policy
     if policy == "phased":  # chunks are whole blocks
         limits = replace(
@@ -95,7 +95,7 @@ def draw(seed: int, speculates: bool = False) -> Workload:
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
-        policy="whimsical" if rng.random() < 0.15 else policy,
+        policy="random" if rng.random() < 0.15 else policy,
         vocab=vocab,
         use_priority=contended or rng.random() < 0.4,
         arrivals=arrivals,
@@ -123,7 +123,7 @@ def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> 
             min_tokens=rng.choice((0, 0, 0, 2, 6)),
             seed=rng.choice((None, None, rng.randrange(2**63))),
         ),
-        client=rng.choice((0, 0, 1, 2)),
+        frontend=rng.choice((0, 0, 1, 2)),
         priority=rng.choice((0, 0, -1, 1, 5)),
         salt=rng.choice(("", "", "", "a")),
         replayed=rng.choice((0.0, 0.0, 0.0, 0.5, 0.9)),
@@ -131,7 +131,7 @@ def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> 
 
 
 def _asking(arrival: Arrival, rng: Random, vocab: int) -> Arrival:
-    """The same request with something to ask for, more often than not."""
+    """Return the request, mostly with pooling, a grammar or sampling parameters."""
     match rng.choice(
         ("nothing", "pooling", "a grammar that fails", "parameters", "parameters", "parameters")
     ):
@@ -145,6 +145,6 @@ def _asking(arrival: Arrival, rng: Random, vocab: int) -> Arrival:
             return replace(arrival, grammar=grammar)
         case "parameters":
             name = rng.choice((*MATRIX, *OTHERS, STRUCTURED, f"{STRUCTURED} + penalties + logprobs"))
-            sampling, grammar = asked(name, arrival.params, rng, vocab)
+            sampling, grammar = with_parameters(name, arrival.params, rng, vocab)
             return replace(arrival, params=sampling, grammar=grammar)
     return arrival

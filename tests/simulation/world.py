@@ -1,8 +1,8 @@
-"""A simulated world around the production `EngineCore`: clients, an oracle worker, and time under the test's
+"""A simulated world around the production `EngineCore`: frontends, the oracle worker, and time under the test's
 control.
 
-Every plan, result and output crosses the codec, so what is in flight is an immutable snapshot. After every transition
-the checker recomputes the invariants; every delivered token is compared with the pure reference as it arrives.
+Every plan, result and output crosses the codec, so messages in flight are immutable snapshots. The world observes the
+core: after every transition the checker recomputes the rules. Every delivered token is compared with the reference.
 """
 
 from collections import Counter, deque
@@ -41,7 +41,7 @@ from tests.simulation.invariants import Checker
 from tests.simulation.oracle import HIDDEN_SIZE, Answer, OracleWorker, Pipeline, reference
 
 EOS = 1
-"""Of every request that does not ignore it."""
+"""The EOS token of every request that does not ignore it."""
 NO_ANSWER = Answer([], FinishReason.ABORT, None, {})
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 _PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
@@ -49,7 +49,7 @@ _OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
 
 
 class DeliveryError(AssertionError):
-    """A client saw something else than its answer, each token once, and one finish."""
+    """A frontend received something else than its answer, each token once, and one finish."""
 
 
 def params(
@@ -68,9 +68,9 @@ def params(
 
 @dataclass(eq=False)
 class Stream:
-    """One request as its client sees it."""
+    """One request, as its frontend receives it."""
 
-    client: int
+    frontend: int
     number: int
     prompt: list[int]
     params: SamplingParams
@@ -78,29 +78,30 @@ class Stream:
     replayed: int
     """Output tokens that were delivered before this request (a replay)."""
     tokens: list[int] = field(default_factory=list)
-    """Output tokens, replayed ones first."""
+    """Output tokens, including replayed ones."""
     finish: Finish | None = None
     aborted: bool = False
     scheduled: int = 0
     """Tokens scheduled over the request's life."""
     steps: int = 0
     hit: int = 0
-    """Tokens found in the prefix cache when it was first scheduled."""
+    """Tokens found in the prefix cache by the first step."""
     request: Request | None = None
     voids: int = 0
     """Epochs that ended while it was running."""
     doomed: bool = False
-    """Whether it must end with an error: it does not fit, or nobody will compute it."""
+    """Whether it must end with an error: it does not fit, or no workers are left."""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
     scored: set[int] = field(default_factory=set)
-    """Positions whose log-probabilities have come."""
+    """Positions whose log-probabilities have arrived."""
     embedded: bool = False
     planned_drafts: int = 0
-    """In all its rows."""
+    """Drafts planned in all its rows."""
     drafted: int = 0
+    """Verified drafts of rows whose tokens were delivered."""
     accepted: int = 0
-    """Verified drafts and those that held, of rows whose tokens were delivered to it."""
+    """Accepted drafts of these rows."""
 
     @property
     def open(self) -> bool:
@@ -112,10 +113,10 @@ class Stream:
         return self.structured is not None and self.structured.text == REFUSED
 
     def grammar(self, vocab: int) -> Automaton | None:
-        """A fresh one."""
+        """Return a fresh automaton, or None without a grammar."""
         if self.structured is None or self.refused:
             return None
-        return Automaton.of(self.structured, vocab, self.params.eos_token_ids)
+        return Automaton.from_params(self.structured, vocab, self.params.eos_token_ids)
 
     def expected(self, max_model_len: int, vocab: int) -> Answer:
         return reference(self.prompt, self.params, max_model_len, vocab, self.grammar(vocab), self.pooling)
@@ -173,18 +174,18 @@ class World:
         self.admitting = True
         """Whether no request was preempted since the last step was dispatched; else the next step admits nobody."""
         self.even = True
-        """Whether all stages took as long for every step so far."""
+        """Whether all stages took the same time for every step so far."""
         self.coverage: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.pending: dict[int, bytes] = {}
-        """step_id -> result on its way back."""
+        """step_id -> result on its way to the scheduler."""
         self.delivered: deque[bytes] = deque(maxlen=8)
         self.plans: list[SchedulerOutput] = []
         self.orphans: deque[bytes] = deque()
         """Results of epochs that have ended."""
         self.expected_stale = 0
         self._rows: dict[int, list[Stream]] = {}
-        """step_id -> the streams of its sampling rows, of steps in flight."""
+        """step_id -> streams of its sampling rows, of steps in flight."""
         self._by_key: dict[tuple[int, int], Stream] = {}
         self._by_request: dict[Request, Stream] = {}
         self._trace = trace
@@ -205,13 +206,13 @@ class World:
         if self._trace is not None:
             self._trace(" ".join(map(str, parts)))
 
-    # -- clients -------------------------------------------------------------------------------------------------
+    # -- frontends -------------------------------------------------------------------------------------------------
 
     def add(
         self,
         prompt: list[int],
         sampling: SamplingParams,
-        client: int = 0,
+        frontend: int = 0,
         number: int | None = None,
         priority: int = 0,
         salt: str = "",
@@ -219,9 +220,9 @@ class World:
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
     ) -> Stream:
-        """Sends a request; `replayed` of its output tokens count as delivered before."""
+        """Send a request; `replayed` of its output tokens count as delivered before."""
         number = len(self.streams) if number is None else number
-        stream = Stream(client, number, prompt, sampling, NO_ANSWER, replayed)
+        stream = Stream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
         stream.structured, stream.pooling = structured, pooling
         stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
         stream.tokens += stream.answer.tokens[:replayed]
@@ -238,10 +239,10 @@ class World:
         )
         self.log(
             "add",
-            f"{client}/{number}",
+            f"{frontend}/{number}",
             f"p={len(prompt)}",
             sampling,
-            f"rank {priority}",
+            f"priority {priority}",
             f"replayed {replayed}",
             structured or "",
             pooling or "",
@@ -250,49 +251,49 @@ class World:
         stream.doomed = not self._fits(stream) or positions < len(prompt) or stream.refused
         self.coverage["arrivals between epochs"] += self.lost
         self.streams.append(stream)
-        self._by_key[client, number] = stream
+        self._by_key[frontend, number] = stream
         self._advance()
-        self.engine.add(client, message)
-        stream.request = self.engine.requests.get((client, number))
+        self.engine.add(frontend, message)
+        stream.request = self.engine.requests.get((frontend, number))
         if stream.request is not None:
             self._by_request[stream.request] = stream
         else:
-            self.publish()  # a refusal is heard before the client says anything more
+            self.publish()  # the refusal arrives before the next message of the frontend
         self._transition()
         return stream
 
     def compiled(self, which: int = 0) -> None:
-        """The `which`-th grammar that is being compiled is ready, or is refused."""
+        """Deliver the `which`-th grammar that is being compiled, or its error."""
         ticket = list(self.compilation.waiting)[which]
         known, grammar = ticket in self.store.compiling, self.compilation.finish(ticket)
         self.coverage[
             "grammars: "
-            + ("of nobody any more" if not known else "refused" if isinstance(grammar, str) else "ready")
+            + ("of an ended request" if not known else "refused" if isinstance(grammar, str) else "ready")
         ] += 1
         self.coverage["grammars: ready between epochs"] += self.lost
         self.log("grammar", ticket, grammar if isinstance(grammar, str) else "ready")
         self.engine.on_grammar(ticket, grammar)
         self._transition()
-        self.publish()  # as the service does, before it hears of clients again
+        self.publish()  # as the service does before it reads from frontends again
 
     def abort(self, *streams: Stream) -> None:
         for stream in streams:
             self.coverage[f"aborts: {self.stage(stream)}"] += 1
             self.coverage["aborts between epochs"] += self.lost and stream.open
-            self.log("abort", f"{stream.client}/{stream.number}", self.stage(stream))
-            current = self._by_key.get((stream.client, stream.number))
+            self.log("abort", f"{stream.frontend}/{stream.number}", self.stage(stream))
+            current = self._by_key.get((stream.frontend, stream.number))
             if current in (None, stream):
                 stream.aborted = stream.aborted or stream.finish is None
-                self._by_key.pop((stream.client, stream.number), None)
-                self.engine.abort(stream.client, [stream.number])
+                self._by_key.pop((stream.frontend, stream.number), None)
+                self.engine.abort(stream.frontend, [stream.number])
                 self._transition()
 
-    def drop_client(self, client: int) -> None:
-        self.log("drop client", client)
-        for key in [key for key in self._by_key if key[0] == client]:
+    def drop_frontend(self, frontend: int) -> None:
+        self.log("drop frontend", frontend)
+        for key in [key for key in self._by_key if key[0] == frontend]:
             self._by_key.pop(key).aborted = True
-            self.coverage["client drops"] += 1
-        self.engine.drop_frontend(client)
+            self.coverage["frontend drops"] += 1
+        self.engine.drop_frontend(frontend)
         self._transition()
 
     def preempt(self, stream: Stream, stale: int = DELIVER) -> None:
@@ -301,8 +302,8 @@ class World:
         self.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, stale)
         self._transition()
 
-    def is_open(self, client: int, number: int) -> bool:
-        return (client, number) in self._by_key
+    def is_open(self, frontend: int, number: int) -> bool:
+        return (frontend, number) in self._by_key
 
     def reset_prefix_cache(self, reset_running: bool) -> None:
         self.log("reset prefix cache", "with running" if reset_running else "")
@@ -313,7 +314,7 @@ class World:
         self._transition()
 
     def stage(self, stream: Stream) -> str:
-        """Where a request is, for coverage."""
+        """Return the state of a request, for coverage."""
         request, slots = stream.request, self.epoch.slots
         if request is None or request.status is RequestStatus.FINISHED:
             return "finished"
@@ -329,7 +330,7 @@ class World:
         return f"{kind} in flight" if inflight else f"{kind} idle"
 
     def fail_all(self, error: str) -> None:
-        """The worker failed; results that were on their way may still arrive."""
+        """The workers are lost for good. Results that were on their way may still arrive."""
         for stream in self._by_key.values():
             stream.doomed = stream.request is None or not stream.request.finished
         self.engine.fail_all(error)
@@ -339,7 +340,7 @@ class World:
     # -- epochs --------------------------------------------------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """The workers are lost, whatever is going on. Their results may still arrive."""
+        """The workers are lost. Their results may still arrive."""
         epoch, queue, happened = self.epoch, self.engine.queue, self.coverage
         self.log("end of epoch", epoch.number)
         happened["epochs: ended in flight"] += len(queue) > 0
@@ -360,16 +361,17 @@ class World:
         self.engine.end_epoch()
         self.checker.on_void()
         self._transition()
-        assert not queue, "I-d: steps are in flight without workers"
+        assert not queue, "ledger: steps are in flight without workers"
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, epoch: int | None = None) -> None:
-        """Other workers take over. What no longer fits must end with an error, everything else with its answer."""
+        """Start an epoch of other workers. Requests that no longer fit must end with an error, all others with their
+        answer."""
         self.publish()
         for stream in self._by_key.values():
             assert stream.request is not None
             known = stream.request.token_ids.tolist()
             assert known == stream.prompt + stream.tokens, (
-                f"{stream.number}: confirmed tokens were lost or doubled"
+                f"{stream.number}: confirmed tokens: some were lost or doubled"
             )
         if self.speculating is not None:
             limits = self.speculating.limits(limits, self.depth)
@@ -389,20 +391,22 @@ class World:
         self.checker.on_new_epoch()
         self._transition()
         self.publish()
-        assert all(stream.finish is not None for stream in doomed), "a request that cannot fit lives on"
+        assert all(stream.finish is not None for stream in doomed), (
+            "a request that does not fit is still open"
+        )
         self.coverage["epochs: a request no longer fits"] += len(doomed)
         for stream in self._by_key.values():
             stream.doomed = stream.refused
 
     def _fits(self, stream: Stream) -> bool:
-        """Whether a group of these limits can go on with the request."""
+        """Return whether a group with these limits can go on with the request."""
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
         most = limits.positions(len(stream.prompt), stream.params)
         return room and most <= limits.num_blocks * limits.block_size
 
     def late_result(self) -> None:
-        """Workers of an epoch that has ended finish a step after all."""
+        """Deliver a result of an epoch that has ended."""
         result = _RESULTS.decode(self.orphans.popleft())
         queued = any(step.step_id == result.step_id for step in self.engine.queue.steps)
         self.coverage["late results: of a step id that is in flight again"] += queued
@@ -414,13 +418,14 @@ class World:
         self.checker.check()
 
     def _advance(self) -> None:
-        """A millisecond passes."""
+        """Advance the clock by a millisecond."""
         self.engine.advance(self.engine.now + 1e-3)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
-        """What the service does after each batch of events: fill the queue, send, publish. Returns the steps sent."""
+        """Fill the queue, send and publish, as the service does after each batch of events. Return the number of steps
+        sent."""
         before = len(self.engine.queue)
         self._advance()
         self.worker.confirmed = self.checker.confirmed
@@ -436,7 +441,7 @@ class World:
             if isinstance(message, GrammarOutput):
                 self.coverage["sampling: with a grammar"] += 1
                 states = self.epoch.slots.state[unpack(message.slots)]
-                self.coverage["sampling: of a request that ended meanwhile"] += int((states == DROP).sum())
+                self.coverage["sampling: of a request that ended before"] += int((states == DROP).sum())
             if result is None:
                 continue
             if self.limits.stages > 1:
@@ -451,16 +456,16 @@ class World:
         self.checker.check_cache(self.worker.kv)
         queued = [step.step_id for step in self.engine.queue.steps]
         assert queued == [step.step_id for step in self.epoch.ledger.steps], (
-            "I-d: ledger and batch queue differ"
+            "ledger: it differs from the batch queue"
         )
         assert self.engine.queue or not self.engine.has_requests, (
-            "stall error: requests exist and nothing is in flight"
+            "stall error: requests exist, and nothing is in flight"
         )
         self.publish()
         return len(self.engine.queue) - before
 
     def tick(self, running: Collection[int] | None = None) -> None:
-        """Pipeline stages run a step each; all of them, or those in `running` while the others are slow."""
+        """Let pipeline stages run a step each: all of them, or those in `running` while the others are slow."""
         self.even = self.even and running is None
         result = self.pipeline.tick(running)
         if result is not None:
@@ -468,7 +473,7 @@ class World:
         self.coverage["uneven stages"] += running is not None
         self.coverage["first stage waited"] += self.pipeline.stalls > 0
         assert not (self.even and self.pipeline.stalls), (
-            "the first stage waits for a sampled id (stage spacing)"
+            "stage spacing: the first stage waits for a sampled id"
         )
 
     def _await_result(self) -> None:
@@ -476,7 +481,7 @@ class World:
             self.tick()
 
     def complete(self, which: int = 0) -> None:
-        """The result of the `which`-th step whose result is still on its way arrives."""
+        """Deliver the `which`-th result on its way."""
         step_id = list(self.pending)[which]
         frame = self.pending.pop(step_id)
         self.log("result", step_id)
@@ -488,7 +493,7 @@ class World:
         assert self.engine.stale_results == self.expected_stale
 
     def repeat_result(self, which: int, epoch_before: bool) -> None:
-        """A result arrives once more, or one of an earlier epoch: dropped and counted."""
+        """Deliver a result again, or one of an earlier epoch. It must be dropped and counted."""
         frame = (
             self.delivered[which % len(self.delivered)]
             if self.delivered
@@ -504,7 +509,7 @@ class World:
         self.checker.check()
 
     def step(self) -> None:
-        """Fills the queue and lets the oldest result arrive; clients see it before they say anything more."""
+        """Fill the queue, deliver the oldest result and publish."""
         self.dispatch()
         self._await_result()
         if self.pending:
@@ -512,7 +517,7 @@ class World:
             self.publish()
 
     def drain(self, most: int = 20_000) -> None:
-        """Runs until nothing is left, then checks what must hold of an empty engine."""
+        """Run until nothing is left, then check the empty engine."""
         for _ in range(most):
             while self.compilation.waiting:
                 self.compiled()
@@ -529,17 +534,17 @@ class World:
         self.checker.check()
         self.checker.check_drained()
         assert not self.worker.slots, "clean drain: worker rows"
-        assert not self.engine.requests, "clean drain: requests are remembered"
+        assert not self.engine.requests, "clean drain: open requests"
         for stream in self.streams:
             if not stream.aborted and stream.finish is None:
-                raise DeliveryError(f"{stream.client}/{stream.number} never finished")
+                raise DeliveryError(f"{stream.frontend}/{stream.number} never finished")
 
     def _count_drafts(self) -> None:
-        """What this epoch's worker has verified, for coverage."""
+        """Add the drafts that this epoch's worker verified to the coverage."""
         self.coverage.update({f"drafts: {name}": count for name, count in self.worker.verified.items()})
         self.worker.verified.clear()
 
-    # -- observers -----------------------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------------------
 
     def _transition(self) -> None:
         self.checker.learn(list(self.engine.requests.values()))
@@ -551,7 +556,7 @@ class World:
                 self.checker.check_grammar(request, fresh)
 
     def _on_sent(self, frame: bytes) -> None:
-        """A message leaves for the workers."""
+        """Hook of subclasses: a message is sent to the workers."""
 
     def observe(self, event: Event) -> None:
         """Check a decision of the core when it is made."""
@@ -613,7 +618,7 @@ class World:
             if state == DELIVER:
                 self.coverage["stale deliveries"] += 1
                 self.coverage["drafts: stale rows of several tokens"] += count > 1
-                self.coverage["stops while preempted"] += (stream.client, stream.number) in event.ended
+                self.coverage["stops while preempted"] += (stream.frontend, stream.number) in event.ended
         self._on_updated(event.step)
 
     def _ends_within(self, stream: Stream, count: int, appended: int) -> bool:
@@ -628,7 +633,7 @@ class World:
         self._transition()
 
     def publish(self) -> None:
-        for client, message in self.engine.take_outputs():
+        for frontend, message in self.engine.take_outputs():
             outputs = _OUTPUTS.decode(encode(message))
             numbers = memoryview(outputs.numbers).cast("I").tolist()
             before: dict[Stream, int] = {}
@@ -637,28 +642,28 @@ class World:
             for number, index, token in zip(
                 numbers, unpack(outputs.indices).tolist(), unpack(outputs.token_ids).tolist(), strict=True
             ):
-                self._on_token(self._open(client, number), index, token)
+                self._on_token(self._open(frontend, number), index, token)
             if outputs.logprobs is not None:
-                self._on_logprobs(client, LogprobRows.from_message(outputs.logprobs), before)
+                self._on_logprobs(frontend, LogprobRows.from_message(outputs.logprobs), before)
             for embedding in outputs.embeddings:
-                stream = self._open(client, embedding.number)
+                stream = self._open(frontend, embedding.number)
                 if embedding.values != stream.answer.embedding or stream.embedded:
                     raise DeliveryError(f"{stream.number} got another embedding than its own, or two")
                 stream.embedded = True
             for finish in outputs.finished:
-                self._on_finish(self._open(client, finish.number), finish)
+                self._on_finish(self._open(frontend, finish.number), finish)
 
-    def _on_logprobs(self, client: int, rows: LogprobRows, before: dict[Stream, int]) -> None:
-        """Those of an output token come in the message that has it, those of the prompt before all of these; after a
-        preemption the latter may come again."""
+    def _on_logprobs(self, frontend: int, rows: LogprobRows, before: dict[Stream, int]) -> None:
+        """Log-probabilities of an output token are in the message with the token, those of the prompt come before the
+        first output token. After a preemption, those of the prompt may come again."""
         at = 0
         for number, position, count, rank in zip(
             rows.owners.view("uint32").tolist(),
             *(column.tolist() for column in (rows.positions, rows.counts, rows.token_ranks)),
             strict=True,
         ):
-            stream = self._open(client, number)
-            name, index = f"{client}/{number}", position - len(stream.prompt)
+            stream = self._open(frontend, number)
+            name, index = f"{frontend}/{number}", position - len(stream.prompt)
             ids, values = rows.token_ids[at : at + count], rows.values[at : at + count]
             at += count
             expected = stream.answer.scores.get(position)
@@ -677,14 +682,14 @@ class World:
             self.coverage["prompt log-probabilities twice"] += position in stream.scored
             stream.scored.add(position)
 
-    def _open(self, client: int, number: int) -> Stream:
-        stream = self._by_key.get((client, number))
+    def _open(self, frontend: int, number: int) -> Stream:
+        stream = self._by_key.get((frontend, number))
         if stream is None or not stream.open:
-            raise DeliveryError(f"one finish: output for {client}/{number}, which has ended")
+            raise DeliveryError(f"one finish: output for {frontend}/{number}, which has ended")
         return stream
 
     def _on_token(self, stream: Stream, index: int, token: int) -> None:
-        name, expected = f"{stream.client}/{stream.number}", stream.answer.tokens
+        name, expected = f"{stream.frontend}/{stream.number}", stream.answer.tokens
         if index != len(stream.tokens):
             raise DeliveryError(f"step order: {name} got index {index} after {len(stream.tokens)} tokens")
         if index >= len(expected) or expected[index] != token:
@@ -694,10 +699,10 @@ class World:
         stream.tokens.append(token)
 
     def _on_finish(self, stream: Stream, finish: Finish) -> None:
-        name = f"{stream.client}/{stream.number}"
+        name = f"{stream.frontend}/{stream.number}"
         self.log("finish", name, finish)
         stream.finish = finish
-        del self._by_key[stream.client, stream.number]
+        del self._by_key[stream.frontend, stream.number]
         self.coverage[f"finishes: {finish.reason.name}"] += 1
         self._check_times(name, stream, finish)
         failed = finish.reason not in (FinishReason.STOP, FinishReason.LENGTH)
@@ -716,7 +721,7 @@ class World:
         self._check_scheduled(name, stream, finish)
 
     def _check_times(self, name: str, stream: Stream, finish: Finish) -> None:
-        """Times of what happened, in order; 0 for what did not."""
+        """Times are in order; those of events that did not happen are 0."""
         times, request = finish.times, stream.request
         if times is None or not times.ended:
             raise DeliveryError(f"{name} ended, but its times are {times}")
@@ -731,7 +736,7 @@ class World:
             )
 
     def _check_scores(self, name: str, stream: Stream) -> None:
-        """Each position once that is asked for, but for those that were delivered before a replay."""
+        """Each requested position arrived once, except those that were delivered before a replay."""
         first = len(stream.prompt)
         wanted = {p for p in stream.answer.scores if not first <= p < first + stream.replayed}
         if stream.answer.reason is FinishReason.ERROR:
@@ -759,7 +764,7 @@ class World:
         self.coverage["stops held back by min_tokens"] += not gate.isdisjoint(stream.tokens[:-1])
 
     def _check_scheduled(self, name: str, stream: Stream, finish: Finish) -> None:
-        """Exact work at every depth; a stop that was not certain costs at most one token per further step."""
+        """Exact work at every depth. An unforeseeable stop costs at most one token per further step."""
         if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
             raise DeliveryError(
                 f"{name} reports {finish.num_cached_tokens} cached tokens, found {stream.hit}"
@@ -767,14 +772,16 @@ class World:
         if (finish.num_draft_tokens, finish.num_accepted_tokens) != (stream.drafted, stream.accepted):
             raise DeliveryError(
                 f"{name} reports {finish.num_accepted_tokens} of {finish.num_draft_tokens} drafts accepted, "
-                f"but it were {stream.accepted} of {stream.drafted}"
+                f"but {stream.accepted} of {stream.drafted} were"
             )
         if finish.num_preemptions or stream.voids:
             return
         one_more = stream.pooling is not Pooling.NONE or finish.reason is FinishReason.ERROR
         exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more
         slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
-        if self.speculating is not None:  # rejected drafts, those behind the end, and the steps ahead of that
+        if (
+            self.speculating is not None
+        ):  # rejected drafts, drafts behind the end, steps in flight behind the end
             slack = stream.planned_drafts - stream.accepted + self.speculating.most + self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(

@@ -94,7 +94,7 @@ def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
     assert set(alone["logit_bias"].tokens) <= {77, 78}
     assert len(set(alone["frequency_penalty"].tokens)) > len(set(alone["greedy"].tokens))
     for name in ("grammar", "grammar, drawn, penalties"):
-        automaton = Automaton.of(GRAMMAR, VOCAB, ())
+        automaton = Automaton.from_params(GRAMMAR, VOCAB, ())
         assert all(map(automaton.accept, alone[name].tokens)), name
 
 

@@ -9,13 +9,13 @@ from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request
 
 Event = tuple[int, int, int, int]
-"""client, number, index, token"""
+"""frontend, number, index, token"""
 
 
 def tokens(buffer: OutputBuffer, *events: Event) -> None:
-    clients, numbers, indices, token_ids = zip(*events, strict=True)
+    frontends, numbers, indices, token_ids = zip(*events, strict=True)
     buffer.tokens(
-        np.array(clients, np.int32),
+        np.array(frontends, np.int32),
         np.array(numbers, np.uint32),
         np.array(indices, np.int32),
         np.array(token_ids, np.int32),
@@ -24,7 +24,7 @@ def tokens(buffer: OutputBuffer, *events: Event) -> None:
 
 def taken(buffer: OutputBuffer) -> dict[int, list[tuple[int, int, int]]]:
     return {
-        client: list(
+        frontend: list(
             zip(
                 np.frombuffer(message.numbers, "<u4").tolist(),
                 unpack(message.indices).tolist(),
@@ -32,7 +32,7 @@ def taken(buffer: OutputBuffer) -> dict[int, list[tuple[int, int, int]]]:
                 strict=True,
             )
         )
-        for client, message in buffer.take()
+        for frontend, message in buffer.take()
     }
 
 
@@ -62,8 +62,8 @@ def test_a_lost_frontend_gets_nothing_and_others_everything() -> None:
     buffer.finish(0, Finish(1, FinishReason.STOP))
     buffer.finish(1, Finish(1, FinishReason.LENGTH))
     buffer.drop_frontend(0)
-    ((client, message),) = buffer.take()
-    assert (client, message.finished) == (1, [Finish(1, FinishReason.LENGTH)])
+    ((frontend, message),) = buffer.take()
+    assert (frontend, message.finished) == (1, [Finish(1, FinishReason.LENGTH)])
 
 
 def test_no_events_make_no_message() -> None:

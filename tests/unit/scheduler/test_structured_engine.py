@@ -340,23 +340,23 @@ def test_log_probabilities_carry_the_numbers_of_requests() -> None:
     (plan,) = core.dispatch()
     assert isinstance(plan, SchedulerOutput)
     core.on_result(result(plan, 5, logprobs=scored(0)))
-    ((client, message),) = core.take_outputs()
-    assert client == 7
+    ((frontend, message),) = core.take_outputs()
+    assert frontend == 7
     assert message.logprobs is not None
     assert unpack(message.logprobs.owners, np.uint32).tolist() == [3_000_000_000]
     assert unpack(message.logprobs.positions).tolist() == [3]
 
 
-def test_each_client_gets_its_own() -> None:
+def test_each_frontend_gets_its_own() -> None:
     core = engine(1)
-    for client in (3, 4):
-        core.add(client, generate(number=client, logprobs=0))
+    for frontend in (3, 4):
+        core.add(frontend, generate(number=frontend, logprobs=0))
     (plan,) = core.dispatch()
     assert isinstance(plan, SchedulerOutput)
     rows = LogprobRows.concatenate([LogprobRows.from_message(scored(slot)) for slot in (0, 1, 0)])  # type: ignore[arg-type]
     core.on_result(result(plan, 5, 5, logprobs=rows.to_message()))
-    got = {client: message.logprobs for client, message in core.take_outputs()}
-    owners = {client: unpack(rows.owners, np.uint32).tolist() for client, rows in got.items() if rows}
+    got = {frontend: message.logprobs for frontend, message in core.take_outputs()}
+    owners = {frontend: unpack(rows.owners, np.uint32).tolist() for frontend, rows in got.items() if rows}
     assert owners == {3: [3, 3], 4: [4]}
 
 
