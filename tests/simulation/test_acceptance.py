@@ -1,4 +1,4 @@
-"""Scenarios of run-ahead scheduling: lengths, sharing, equality of depths, preemption, stops."""
+"""Lengths, sharing, equality of depths, preemption and stops."""
 
 from collections.abc import Callable
 from random import Random
@@ -22,7 +22,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[Answer], bool]) -> list[int]:
-    """A prompt of 20 tokens whose reference answer is as wished."""
+    """Return a prompt of 20 tokens whose reference answer satisfies the condition."""
     for seed in range(10_000):
         prompt = prompt_of(20, seed)
         if fits(reference(prompt, sampling, ROOMY.max_model_len, 64)):
@@ -31,7 +31,7 @@ def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[Answer], bool]
 
 
 def entered(world: World, index: int) -> tuple[NewRequest, int, int]:
-    """The `index`-th request that entered a slot, with start and count of its first row."""
+    """Return the `index`-th request that entered a slot, with start and count of its first row."""
     found = []
     for plan in world.plans:
         columns = (memoryview(column).cast("i").tolist() for column in (plan.slots, plan.starts, plan.counts))
@@ -42,7 +42,7 @@ def entered(world: World, index: int) -> tuple[NewRequest, int, int]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
-def test_1_a_length_limited_request_schedules_exactly_what_it_needs(most: int, depth: int) -> None:
+def test_a_length_limited_request_schedules_exactly_what_it_needs(most: int, depth: int) -> None:
     world = World(ROOMY, depth)
     first = world.add(prompt_of(100), params(most, eos=False))
     world.dispatch()
@@ -55,8 +55,8 @@ def test_1_a_length_limited_request_schedules_exactly_what_it_needs(most: int, d
     assert len(world.plans) <= 2 * most
 
 
-def test_1_the_worked_table_of_the_specification() -> None:
-    """p=100, max_tokens=3 at depth 2: (T, P, H, F) after each event, and no step 4."""
+def test_the_numbers_of_a_request_after_each_event() -> None:
+    """A prompt of 100 tokens, max_tokens=3, depth 2: (T, P, H, F) after each event, and no step 4."""
     world = World(ROOMY, 2)
     world.add(prompt_of(100), params(3, eos=False))
 
@@ -78,7 +78,7 @@ def test_1_the_worked_table_of_the_specification() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_2_output_count_after_an_abort_is_the_steps_processed_before_it(depth: int) -> None:
+def test_output_count_after_an_abort_is_the_steps_processed_before_it(depth: int) -> None:
     world = World(ROOMY, depth)
     streams = [world.add(prompt_of(12, seed=i), params(50, eos=False)) for i in range(10)]
     Random(depth).shuffle(streams)
@@ -95,7 +95,7 @@ def test_2_output_count_after_an_abort_is_the_steps_processed_before_it(depth: i
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(("length", "rest"), [(40, 8), (48, 16), (33, 1)])
-def test_3_equal_prompts_in_one_step_share_all_full_blocks(length: int, rest: int, depth: int) -> None:
+def test_equal_prompts_in_one_step_share_all_full_blocks(length: int, rest: int, depth: int) -> None:
     world = World(ROOMY, depth)
     twins = [world.add(prompt_of(length), params(6, eos=False)) for _ in range(2)]
     world.dispatch()
@@ -110,7 +110,7 @@ def test_3_equal_prompts_in_one_step_share_all_full_blocks(length: int, rest: in
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_4_the_next_turn_recomputes_only_the_unfinished_block(depth: int) -> None:
+def test_the_next_turn_recomputes_only_the_unfinished_block(depth: int) -> None:
     world = World(ROOMY, depth)
     turn = world.add(prompt_of(200), params(100, eos=False))
     world.drain()
@@ -138,7 +138,7 @@ def _two_hundred(depth: int) -> list[Stream]:
     return world.streams
 
 
-def test_5_two_hundred_random_requests_equal_depth_one() -> None:
+def test_two_hundred_random_requests_equal_depth_one() -> None:
     expected = [(stream.tokens, stream.finish and stream.finish.reason) for stream in _two_hundred(1)]
     for depth in DEPTHS[1:]:
         assert [(s.tokens, s.finish and s.finish.reason) for s in _two_hundred(depth)] == expected
@@ -146,7 +146,7 @@ def test_5_two_hundred_random_requests_equal_depth_one() -> None:
 
 @pytest.mark.parametrize("num_blocks", [17, 24, 33])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_6_preemption_storm(num_blocks: int, depth: int) -> None:
+def test_preemption_storm(num_blocks: int, depth: int) -> None:
     def run(blocks: int, depth: int) -> World:
         rng = Random(num_blocks)
         world = World(Limits(16, 48, 128, blocks, 16), depth)
@@ -163,7 +163,7 @@ def test_6_preemption_storm(num_blocks: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_7_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
+def test_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None:
     sampling = params(40)
     prompt = prompt_whose_answer(sampling, lambda a: a.reason is FinishReason.STOP and 4 < len(a.tokens) < 30)
     world = World(ROOMY, depth)
@@ -176,7 +176,7 @@ def test_7_eos_is_noticed_while_the_next_steps_are_in_flight(depth: int) -> None
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_7_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int) -> None:
+def test_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: int) -> None:
     sampling = params(4)
     prompt = prompt_whose_answer(
         sampling, lambda a: a.reason is FinishReason.STOP and len(a.tokens) == tokens
@@ -189,8 +189,8 @@ def test_7_eos_on_the_first_and_on_the_last_allowed_token(tokens: int, depth: in
     assert (stream.finish.reason, stream.finish.stop_reason) == (FinishReason.STOP, None)
 
 
-def test_7_a_stop_token_arrives_while_the_request_is_preempted() -> None:
-    """Its third token, in flight when it was displaced, ends it: it leaves the queue and frees nothing twice."""
+def test_a_stop_token_arrives_while_the_request_is_preempted() -> None:
+    """Its third token, in flight when it was displaced, ends it. It leaves the queue, and nothing is freed twice."""
     prompt = prompt_whose_answer(params(9, eos=False), lambda a: len(set(a.tokens[:3])) == 3)
     third = reference(prompt, params(9, eos=False), 512, 64).tokens[2]
     world = World(Limits(1, 512, 512, 64, 16), 3, use_priority=True)

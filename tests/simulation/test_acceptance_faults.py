@@ -1,4 +1,4 @@
-"""Scenarios of run-ahead scheduling: aborts, reuse, pool limits, priorities, resets, timing, worker faults."""
+"""Aborts, reused numbers, pool limits, priorities, cache resets, timing and worker faults."""
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
 
 
-def test_8_abort_while_waiting() -> None:
+def test_abort_while_waiting() -> None:
     world = World(Limits(1, 64, 64, 16, 4), 2)
     kept, waiting = (world.add(prompt_of(8, seed=i), params(5)) for i in range(2))
     world.dispatch()
@@ -25,19 +25,19 @@ def test_8_abort_while_waiting() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_8_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
+def test_abort_with_a_prefill_chunk_in_flight(depth: int) -> None:
     world = World(Limits(4, 16, 128, 32, 4), depth)
     stream = world.add(prompt_of(60), params(5))
     world.dispatch()
     assert world.stage(stream) == "prefill in flight"
     world.abort(stream)
-    assert world.epoch.kv.pool.num_free < 32, "the fence holds the blocks that the chunk still writes"
+    assert world.epoch.kv.pool.num_free < 32, "the blocks that the chunk still writes are behind the fence"
     world.drain()
     assert stream.tokens == []
 
 
 @pytest.mark.parametrize("depth", DEPTHS[1:])
-def test_8_abort_with_several_steps_in_flight(depth: int) -> None:
+def test_abort_with_several_steps_in_flight(depth: int) -> None:
     world = World(ROOMY, depth)
     stream = world.add(prompt_of(30), params(50, eos=False))
     world.step()
@@ -51,7 +51,7 @@ def test_8_abort_with_several_steps_in_flight(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_8_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -> None:
+def test_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -> None:
     world = World(ROOMY, depth)
     streams = [world.add(prompt_of(9, seed=i), params(3 + 20 * i, eos=False)) for i in range(5)]
     while streams[0].finish is None:
@@ -67,8 +67,8 @@ def test_8_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_8_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
-    """The last token has been processed in this turn, then the abort is read: a no-op."""
+def test_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
+    """The last token was processed in this turn before the abort is read: the abort has no effect."""
     world = World(ROOMY, depth)
     stream = world.add(prompt_of(9), params(1))
     world.dispatch()
@@ -80,7 +80,7 @@ def test_8_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_9_the_same_number_again_while_the_old_request_is_in_flight(depth: int) -> None:
+def test_the_same_number_again_while_the_old_request_is_in_flight(depth: int) -> None:
     world = World(Limits(2, 64, 128, 32, 4), depth)
     old = world.add(prompt_of(20), params(30, eos=False), number=5)
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_9_the_same_number_again_while_the_old_request_is_in_flight(depth: int) 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_10_a_request_that_needs_the_whole_pool(depth: int) -> None:
+def test_a_request_that_needs_the_whole_pool(depth: int) -> None:
     world = World(Limits(4, 64, 64, 8, 4), depth)
     small = world.add(prompt_of(5, seed=1), params(20, eos=False))
     whole = world.add(prompt_of(20), params(13, eos=False))
@@ -104,7 +104,7 @@ def test_10_a_request_that_needs_the_whole_pool(depth: int) -> None:
     assert small.finish is not None
 
 
-def test_10_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
     world = World(Limits(4, 64, 64, 8, 4), 2)
     never = world.add(prompt_of(20), params(14, eos=False))
     world.drain()
@@ -115,15 +115,15 @@ def test_10_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
 
 
 class WorstFirst(ChunkedPolicy):
-    """Takes from the budget in the order opposite to rank, so that a victim may have been chosen before."""
+    """Requests take from the budget in reverse order, so that a victim may have been chosen before."""
 
     def order(self, view: SchedulerView) -> SlotIds:
         return view.running[::-1]
 
 
-def test_11_a_victim_that_was_chosen_in_the_same_call_leaves_no_trace() -> None:
-    """Nothing is un-scheduled here: the choice is made again without the victim, then committed as a whole. Its budget
-    is available to others, and nobody can hit blocks that it would have written."""
+def test_a_victim_that_was_chosen_in_the_same_call_leaves_no_trace() -> None:
+    """The choice is repeated without the victim and committed as a whole. Its budget is available to others, and no
+    request hits blocks that it would have written."""
     world = World(Limits(4, 6, 16, 4, 4), 1, use_priority=True, policy=WorstFirst(4))
     a = world.add(prompt_of(12), params(1, eos=False))
     world.step()
@@ -140,13 +140,13 @@ def test_11_a_victim_that_was_chosen_in_the_same_call_leaves_no_trace() -> None:
     world.dispatch()
     assert c.scheduled == 4
     new, start, _ = entered(world, 2)
-    assert (new.num_prompt_tokens, start) == (12, 0), "no hit on the blocks the victim never wrote"
+    assert (new.num_prompt_tokens, start) == (12, 0), "no hit on blocks that the victim never wrote"
     world.drain()
 
 
 @pytest.mark.parametrize("reset_running", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_12_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool) -> None:
+def test_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool) -> None:
     world = World(Limits(4, 32, 128, 64, 4), depth)
     for i in range(6):
         world.add(prompt_of(20 + i), params(15, eos=False))
@@ -166,7 +166,7 @@ SCHEDULE_MS, STEP_MS = 40, 50
 
 
 def _play_on_a_virtual_clock(depth: int) -> tuple[float, float]:
-    """(ms until the first token, ms per step afterwards), with a slow scheduler and a slow worker."""
+    """Return (ms until the first token, ms per step afterwards) with a slow scheduler and a slow worker."""
     world = World(ROOMY, depth)
     stream = world.add(prompt_of(10), params(40, eos=False))
     now, worker_free, ends, arrivals = 0, 0, {}, []
@@ -183,7 +183,7 @@ def _play_on_a_virtual_clock(depth: int) -> tuple[float, float]:
     return arrivals[0], (arrivals[30] - arrivals[10]) / 20
 
 
-def test_13_schedule_and_step_overlap_on_a_virtual_clock() -> None:
+def test_schedule_and_step_overlap_on_a_virtual_clock() -> None:
     first_sync, per_step_sync = _play_on_a_virtual_clock(1)
     first_async, per_step_async = _play_on_a_virtual_clock(2)
     assert per_step_sync == SCHEDULE_MS + STEP_MS
@@ -192,8 +192,9 @@ def test_13_schedule_and_step_overlap_on_a_virtual_clock() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_14_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
-    """One request finishes with the result just before the fault, others run, wait, or wait for stale rows."""
+def test_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
+    """One request finishes with the last result before the fault; others are running, waiting, or wait for stale
+    rows."""
     world = World(Limits(2, 64, 128, 32, 4), depth, use_priority=True)
     done = world.add(prompt_of(5), params(1, eos=False))
     streams = [world.add(prompt_of(20, seed=i), params(30, eos=False)) for i in range(3)]
@@ -212,14 +213,14 @@ def test_14_a_worker_fault_ends_every_request_with_an_error(depth: int) -> None:
         assert stream.finish.message == "RuntimeError: out of memory"
     world.checker.check_drained()
     assert not world.engine.requests
-    for _ in range(len(world.pending)):  # what was still on its way belongs to nobody
+    for _ in range(len(world.pending)):  # results that are still on their way are dropped
         world.expected_stale += 1
         world.complete()
     assert world.dispatch() == 0
 
 
-def test_14_a_fault_in_the_turn_in_which_a_request_finished() -> None:
-    """The finish is not yet published when everything fails: it keeps its own reason, and only one."""
+def test_a_fault_in_the_turn_in_which_a_request_finished() -> None:
+    """The finish is not yet published when the workers fail: it keeps its reason and stays the only one."""
     world = World(ROOMY, 2)
     done = world.add(prompt_of(5), params(1, eos=False))
     other = world.add(prompt_of(6), params(9, eos=False))
@@ -247,7 +248,7 @@ def test_14_a_fault_in_the_turn_in_which_a_request_finished() -> None:
         {"slots": b"", "generations": b"", "counts": b"", "token_ids": b""},
     ],
 )
-def test_14_a_result_that_does_not_match_its_plan_is_refused_whole(wrong: dict[str, bytes]) -> None:
+def test_a_result_that_does_not_match_its_plan_is_refused_whole(wrong: dict[str, bytes]) -> None:
     world = World(ROOMY, 2)
     streams = [world.add(prompt_of(5, seed=i), params(9, eos=False)) for i in range(2)]
     world.dispatch()

@@ -1,4 +1,4 @@
-"""`balanced` against the oracle, and against `chunked` on a virtual clock (rules of policies, docs/invariants.md)."""
+"""`balanced` against the oracle, and against `chunked` on a virtual clock."""
 
 from functools import cache
 from itertools import pairwise
@@ -22,13 +22,13 @@ def limits(kv_tokens: int, budget: int, stages: int = 4, seats: int = 256) -> Li
     return Limits(seats, budget, 512, kv_tokens // 16, 16, enable_prefix_caching=False, stages=stages)
 
 
-# -- tokens --------------------------------------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------------------------
 
 
 def storm(
     policy: BatchingPolicy, stages: int, depth: int, num_blocks: int, aborts: bool, seed: int = 0
 ) -> World:
-    """32 requests in a pool that holds a few; half share prefixes."""
+    """Play 32 requests in a pool that holds a few; half share prefixes."""
     rng = Random(seed)
     world = World(Limits(16, 48, 128, num_blocks, 16, stages=stages), depth, policy=policy, use_priority=True)
     shared = [rng.randrange(64) for _ in range(67)]
@@ -50,7 +50,7 @@ def storm(
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("num_blocks", [17, 24, 33])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_s4_2_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
+def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
     stages: int, num_blocks: int, ahead: int
 ) -> None:
     balanced = storm(BalancedPolicy(), stages, stages + ahead, num_blocks, aborts=False)
@@ -66,17 +66,17 @@ def test_s4_2_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_aborts_in_a_storm_leave_nothing_behind(seed: int) -> None:
-    """The world checks each token, every rule, and that no step is empty while a row could be computed."""
+    """The world checks each token, every rule, and that no step stays empty while a request could be computed."""
     world = storm(BalancedPolicy(), 4, 5, 24, aborts=True, seed=seed)
     assert sum(stream.aborted for stream in world.streams) > 0
 
 
-# -- plans ---------------------------------------------------------------------------------------------------------
+# -- plans ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("kv_tokens", [2000, 16000])
-def test_s4_6_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens: int) -> None:
+def test_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens: int) -> None:
     rng = Random(kv_tokens)
     jobs = [Job(rng.randint(1, 300), rng.randint(1, 100), rng.random()) for _ in range(60)]
     sizes = limits(kv_tokens, 512, stages=1, seats=40)
@@ -90,7 +90,7 @@ def test_s4_6_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens
     assert (runs[0].preemptions > 0) == (kv_tokens == 2000)
 
 
-# -- time (4(b2)) ------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -100,12 +100,12 @@ def published(balanced: bool, kv_tokens: int, budget: int, depth: int = 5) -> Pi
 
 
 def ratio(kv_tokens: int, budget: int, depth: int = 5) -> float:
-    """How much longer the greedy policy takes."""
+    """Return the time of the greedy policy divided by that of `balanced`."""
     return published(False, kv_tokens, budget, depth).total / published(True, kv_tokens, budget, depth).total
 
 
 def test_the_published_setting_takes_half_the_time() -> None:
-    """Published: 146.24 s with the greedy policy, 70.19 s balanced, a ratio of 2.08; 15 % either way (4(b2))."""
+    """Published: 146.24 s with the greedy policy, 70.19 s balanced, a ratio of 2.08. Tolerance: 15 %."""
     greedy, balanced = published(False, 16000, 16384), published(True, 16000, 16384)
     assert greedy.total == pytest.approx(146.24, rel=0.05)
     assert balanced.total == pytest.approx(70.19, rel=0.15)
@@ -121,7 +121,7 @@ def test_the_published_setting_at_the_depth_of_the_original() -> None:
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_balanced_does_not_lose_without_a_kv_limit(budget: int) -> None:
-    """The greedy policy is even by itself here, and starts with fuller steps: at most a small loss."""
+    """The greedy policy is even by itself here and starts with fuller steps, so `balanced` loses a little at most."""
     assert ratio(80_000, budget) >= 0.95
 
 
@@ -152,22 +152,23 @@ def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_one_request_takes_the_sum_of_its_ways(stages: int) -> None:
-    """No other request is there: every token passes all stages and links and comes back before the next one."""
+def test_one_request_takes_the_sum_of_all_stations(stages: int) -> None:
+    """With no other request, every token passes all stages and links before the next one starts."""
     costs = Costs(
         base=0.002, weights=0.01, token=0.001, context=1e-5, hop=0.003, hop_token=0.0005, dispatch=0.007
     )
     run = simulate(BalancedPolicy(), limits(1600, 4096, stages), stages + 1, costs, [Job(30, 4)])
     prefill = stages * (0.002 + 30 * 0.001 + 30e-5) + (stages - 1) * (0.003 + 30 * 0.0005)
     decodes = [stages * (0.012 + length * 1e-5) + (stages - 1) * 0.0035 for length in (31, 32, 33)]
-    # With stages the next plan is formed when the result is there, so it adds its dispatch; alone it runs ahead.
+    # With stages the next plan is formed after the result, which adds its dispatch; without, it is formed ahead.
     pause = 0.007 if stages > 1 else 0.0
     assert run.ttft[0] == pytest.approx(0.007 + prefill)
     assert run.itl == pytest.approx([seconds + pause for seconds in decodes])
 
 
 def test_stages_that_are_always_busy_take_the_slowest_resource() -> None:
-    """Enough microbatches to hide every latency: a token costs a stage's time, or a link's where that is longer."""
+    """With enough microbatches to hide every latency, a token costs the time of a stage, or of a link if that is
+    longer."""
     sizes, jobs = limits(80_000, 4096), [Job(1, 200)] * 64
 
     def pace(costs: Costs) -> float:
@@ -180,8 +181,8 @@ def test_stages_that_are_always_busy_take_the_slowest_resource() -> None:
 
 
 @pytest.mark.parametrize(("blocking", "period"), [(False, 0.01), (True, 0.013)])
-def test_sending_holds_a_stage_up_only_where_it_blocks(blocking: bool, period: float) -> None:
-    """Prompts alone: no step waits for a sampled token."""
+def test_sending_delays_a_stage_only_if_it_blocks(blocking: bool, period: float) -> None:
+    """Prompts only: no step waits for a sampled token."""
     costs = Costs(base=0.01, hop=0.003, blocking=blocking)
     run = simulate(BalancedPolicy(), limits(80_000, 64), 8, costs, [Job(64, 1)] * 60)
     assert run.steps[40].began[0] - run.steps[20].began[0] == pytest.approx(20 * period)

@@ -1,4 +1,4 @@
-"""Faults in what the scheduler does with drafts, put there on purpose: the simulator must notice each of them."""
+"""Faults in the handling of drafts: the simulator must notice each of them."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -25,7 +25,7 @@ from tests.simulation.world import World, params
 
 
 def rejected_drafts_stay_computed(settle: Any) -> Any:
-    """P is not reduced (settle)."""
+    """The optimistic position is not lowered."""
 
     def broken(self: ResultApplier, rows: Any, drafts: Any, sampled: Any, live: Any) -> None:
         before = self.epoch.slots.computed.copy()
@@ -54,7 +54,7 @@ def one_rejected_draft_too_few(settle: Any) -> Any:
 
 
 def drafts_survive_the_row_that_had_them(add: Any) -> Any:
-    """After a step that proposes none, or fewer, the drafts of an earlier step are planned again (latest drafts)."""
+    """If a step proposes none or fewer, those of an earlier step are planned again."""
 
     def broken(self: Ledger, step: Any) -> None:
         slots = step.slots[step.samples]
@@ -66,11 +66,11 @@ def drafts_survive_the_row_that_had_them(add: Any) -> Any:
 
 
 def a_row_follows_before_its_drafts_can_be_there(wanted: Any) -> Any:
-    """2(d): the first stage has neither the token nor the drafts yet."""
+    """The first stage has neither the token nor the drafts yet."""
     return lambda self, rows, next_step, stages: wanted(self, rows, next_step, stages - 1)
 
 
-def one_draft_more_than_was_asked_for(wanted: Any) -> Any:
+def one_draft_more_than_was_requested(wanted: Any) -> Any:
     def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         self.proposed[rows] += self.proposed[rows] > 0
         try:
@@ -93,7 +93,7 @@ def more_drafts_than_the_context_has_room_for(wanted: Any) -> Any:
 
 
 def drafts_count_as_certain_tokens(wanted: Any) -> Any:
-    """A request counts as certainly finished as soon as its drafts might finish it."""
+    """A request counts as certainly finished when its drafts might finish it."""
 
     def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         sampling, self.sampling = self.sampling, self.placeholders
@@ -106,7 +106,7 @@ def drafts_count_as_certain_tokens(wanted: Any) -> Any:
 
 
 def drafts_are_not_reserved(add: Any) -> Any:
-    """H counts one token for each row (optimistic drafts)."""
+    """Placeholders count one token for each row."""
 
     def broken(self: Ledger, step: Any) -> None:
         add(self, step)
@@ -116,7 +116,7 @@ def drafts_are_not_reserved(add: Any) -> Any:
 
 
 def tokens_after_a_stop_are_delivered(until: Any) -> Any:
-    """Tokens after the stop stay in the row (row cut)."""
+    """The row is not cut."""
 
     def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
         return until(self, rows, token_ids, first, counts)._replace(counts=counts)
@@ -146,7 +146,7 @@ def min_tokens_hold_for_rows_of_one_token(until: Any) -> Any:
 
 
 def drafts_enter_the_prefix_cache_at_dispatch(register: Any) -> Any:
-    """0.7: eager registration is for tokens that are known."""
+    """Eager registration is for known tokens only."""
 
     def broken(self: StepPlanner, rows: Any, counts: Any) -> None:
         register(self, rows, counts)
@@ -156,7 +156,7 @@ def drafts_enter_the_prefix_cache_at_dispatch(register: Any) -> Any:
 
 
 def drafts_enter_the_prefix_cache_with_their_result(commit: Any) -> Any:
-    """Everything that was computed, whether it is in flight still or not."""
+    """Everything up to the optimistic position is registered."""
 
     def broken(self: KVCacheManager, rows: Any) -> None:
         self.register(rows, self._slots.computed[rows])
@@ -164,7 +164,7 @@ def drafts_enter_the_prefix_cache_with_their_result(commit: Any) -> Any:
     return broken
 
 
-def what_a_stop_cut_off_enters_the_prefix_cache(commit: Any) -> Any:
+def tokens_behind_a_stop_enter_the_prefix_cache(commit: Any) -> Any:
     def broken(self: KVCacheManager, rows: Any) -> None:
         self.register(rows, self._slots.committed(rows))
 
@@ -185,7 +185,7 @@ def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
 
 
 def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
-    """One stale row for each token that may come, and not for each row."""
+    """Stale rows are counted per token that may arrive, not per row."""
 
     def broken(self: Lifecycle, slot: int, cause: Any, stale: int = DELIVER) -> None:
         sampling = self.epoch.slots.sampling[slot]
@@ -197,7 +197,7 @@ def a_preempted_request_waits_for_its_drafts(preempt: Any) -> Any:
 
 
 def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
-    """Masks are computed for the drafts that the producing step proposes (draft masks)."""
+    """Masks of drafts that another step proposed."""
 
     def broken(self: ResultApplier, rows: Any, draft_ids: Any) -> None:
         owners = [self.epoch.slots.request(int(row)) for row in rows]
@@ -230,7 +230,7 @@ def a_grammar_takes_the_rows_last_token_only(matching: Any) -> Any:
     return broken
 
 
-def logprobs_of_what_a_stop_cut_off(publish: Any) -> Any:
+def logprobs_of_tokens_behind_a_stop(publish: Any) -> Any:
     def broken(self: ResultApplier, logprobs: Any) -> None:
         tokens, self.epoch.slots.tokens = (
             self.epoch.slots.tokens,
@@ -250,7 +250,7 @@ def drafts_are_counted_twice(settle: Any) -> Any:
     return broken
 
 
-def a_preempted_request_forgets_its_drafts(give: Any) -> Any:
+def a_preempted_request_loses_its_draft_counts(give: Any) -> Any:
     def broken(self: SlotColumns, slot: int) -> None:
         if self.state[slot] != LIVE:
             self.drafted[slot] = self.accepted[slot] = 0
@@ -266,7 +266,7 @@ class NoLookahead(Limits):
         return ends
 
 
-def blocks_for_what_is_computed_only(init: Any) -> Any:
+def no_blocks_for_the_lookahead(init: Any) -> Any:
     def broken(self: EpochState, number: int, limits: Limits, *owned: Any) -> None:
         init(self, number, NoLookahead(**asdict(limits)), *owned)
 
@@ -279,10 +279,10 @@ FAULTS = [
     Fault("applier", "settle", one_rejected_draft_too_few),
     Fault("applier", "settle", drafts_are_counted_twice),
     Fault("slots", "wanted", a_row_follows_before_its_drafts_can_be_there),
-    Fault("slots", "wanted", one_draft_more_than_was_asked_for),
+    Fault("slots", "wanted", one_draft_more_than_was_requested),
     Fault("slots", "wanted", more_drafts_than_the_context_has_room_for),
     Fault("slots", "wanted", drafts_count_as_certain_tokens),
-    Fault("slots", "give_draft_counts", a_preempted_request_forgets_its_drafts),
+    Fault("slots", "give_draft_counts", a_preempted_request_loses_its_draft_counts),
     Fault("ledger", "add", drafts_are_not_reserved),
     Fault("ledger", "add", drafts_survive_the_row_that_had_them),
     Fault("applier", "cut", tokens_after_a_stop_are_delivered),
@@ -290,7 +290,7 @@ FAULTS = [
     Fault("planner", "register_known", drafts_enter_the_prefix_cache_at_dispatch),
     Fault("kv", "commit", drafts_enter_the_prefix_cache_with_their_result),
     Fault("lifecycle", "preempt", a_preempted_request_waits_for_its_drafts),
-    Fault("epoch", "__init__", blocks_for_what_is_computed_only),
+    Fault("epoch", "__init__", no_blocks_for_the_lookahead),
 ]
 
 
@@ -303,12 +303,13 @@ RARE_FAULTS = [
     Fault("applier", "keep_drafts", a_grammar_looks_at_drafts_of_a_step_before),
     Fault("planner", "grammar_output", every_position_has_its_rows_first_mask),
     Fault("request", "matching", a_grammar_takes_the_rows_last_token_only),
-    Fault("applier", "publish_logprobs", logprobs_of_what_a_stop_cut_off),
+    Fault("applier", "publish_logprobs", logprobs_of_tokens_behind_a_stop),
     Fault("applier", "cut", min_tokens_hold_for_rows_of_one_token),
-    Fault("kv", "commit", what_a_stop_cut_off_enters_the_prefix_cache),
+    Fault("kv", "commit", tokens_behind_a_stop_enter_the_prefix_cache),
     Fault("applier", "deliver_stale", a_stale_row_delivers_behind_its_stop),
 ]
-"""Faults in what random workloads have few of: grammars, log-probabilities, rows that go on behind a stop."""
+"""Faults in situations that are rare in random workloads: grammars, log-probabilities, rows that go on behind a
+stop."""
 
 NO_FAULT = Fault("waiting", "head", lambda head: head)
 

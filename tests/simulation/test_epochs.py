@@ -1,4 +1,4 @@
-"""Workers are lost and replaced at moments chosen by hand, and pipeline stages: what the random runs cover, by name."""
+"""Workers are lost and replaced in named situations; pipeline stages. Random runs cover the rest."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ def test_slots_and_blocks_behind_a_fence_come_back(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_late_result_of_a_step_id_that_is_in_flight_again_is_dropped(depth: int) -> None:
-    """Same step id, same slots and generations: only the epoch tells them apart."""
+    """Step id, slots and generations are the same: only the epoch differs."""
     world = World(ROOMY, depth)
     stream = world.add(prompt_of(30), params(9, eos=False))
     world.dispatch()
@@ -159,7 +159,7 @@ def test_a_request_that_finished_in_the_turn_of_the_loss_keeps_its_finish() -> N
 
 
 def test_totals_outlive_the_workers() -> None:
-    """Prometheus counters never fall."""
+    """Prometheus counters never decrease."""
     world = World(ROOMY, 2)
     world.add(prompt_of(64), params(5, eos=False))
     world.drain()
@@ -182,16 +182,16 @@ def test_totals_outlive_the_workers() -> None:
 # -- pipeline stages ---------------------------------------------------------------------------------------------------
 
 
-def of_stages(stages: int) -> list[int]:
+def with_stages(stages: int) -> list[int]:
     return sorted({stages, stages + 1, 2 * stages})
 
 
-PIPELINES = [(stages, depth) for stages in (1, 2, 4) for depth in of_stages(stages)]
+PIPELINES = [(stages, depth) for stages in (1, 2, 4) for depth in with_stages(stages)]
 
 
 @pytest.mark.parametrize(("stages", "depth"), PIPELINES)
-def test_stages_are_fed_without_a_stall_and_without_a_hole(stages: int, depth: int) -> None:
-    """With a budget's worth of requests per stage, each of `stages` consecutive steps has work (work conservation)."""
+def test_stages_are_fed_without_a_stall_and_without_a_gap(stages: int, depth: int) -> None:
+    """With a budget of requests per stage, each of `stages` consecutive steps has work."""
     world = World(Limits(4 * stages, 4, 128, 1024, 4, stages=stages), depth)
     streams = [world.add(prompt_of(4, seed=i), params(40, eos=False)) for i in range(4 * stages)]
     rounds = 0
@@ -215,7 +215,7 @@ def test_one_request_enters_again_when_its_token_is_at_the_first_stage(stages: i
     world.add(prompt_of(10), params(30, eos=False))
     world.dispatch()
     assert len(world.plans) == (1 if stages > 1 else depth), (
-        "a second step would need an id that no stage has yet"
+        "a second step would need an id that was not sampled yet"
     )
     while not world.streams[0].finish:
         world.step()

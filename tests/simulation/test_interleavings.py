@@ -1,6 +1,7 @@
-"""A small model checker: every order of {add, abort, dispatch, complete} of tiny requests, invariants after each.
+"""A small model checker: every order of {add, abort, dispatch, complete} of tiny requests; rules are checked after
+each.
 
-States that were seen are not expanded again; each new frontier state is drained and its answers compared.
+Known states are not expanded again. Each new frontier state is drained and its answers are compared.
 """
 
 import copy
@@ -24,12 +25,12 @@ class Case:
     params: tuple[SamplingParams, ...]
     priorities: tuple[int, ...]
     length: int
-    """Events per order, before the drain."""
+    """Number of events before the drain."""
     proves: str
-    """What must have happened on some path, see `World.coverage`."""
+    """Key of `World.coverage` that must have happened on some path."""
     reset: bool = False
     loss: bool = False
-    """Whether the workers are lost once, and replaced."""
+    """Whether the workers are lost once and replaced."""
 
 
 ONCE = ("add", "abort", "reset", "loss")
@@ -109,7 +110,7 @@ def _abort(world: World, index: int) -> None:
 
 
 def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[str, Callable[[World], None]]]:
-    """The events that may come next."""
+    """Iterate over the events that may happen next."""
     for index in range(len(case.prompts)):
         if f"add {index}" not in done:
             yield f"add {index}", partial(_add, case=case, index=index)
@@ -133,7 +134,7 @@ def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[st
 
 
 def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
-    """Everything that decides what happens next; request numbers stand for requests."""
+    """Return everything that determines what happens next; request numbers stand for requests."""
     epoch, s = world.epoch, world.epoch.slots
     pool, live = epoch.kv.pool, [i for i, state in enumerate(s.state.tolist()) if state]
     return (

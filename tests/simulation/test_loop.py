@@ -42,7 +42,7 @@ def test_no_request_passes_a_head_that_lacks_blocks() -> None:
 
 @pytest.mark.parametrize("depth", [2, 3, 5])
 def test_a_lack_of_blocks_preempts_no_request_in_flight(depth: int) -> None:
-    """No preempted request has rows in flight, so nothing is ever delivered late."""
+    """No preempted request has rows in flight, so no token is delivered late."""
     world = World(Limits(4, 64, 64, 10, 4), depth)
     for i in range(4):
         world.add(prompt_of(8, seed=i), params(16, eos=False))
@@ -66,15 +66,15 @@ def test_a_slot_behind_its_fence_holds_up_no_admission(depth: int) -> None:
     world.drain()
 
 
-class NeverAnything(ChunkedPolicy):
-    """Leaves every running request out of every step."""
+class NothingRunning(ChunkedPolicy):
+    """A policy that leaves every running request out of every step."""
 
     def order(self, view: SchedulerView) -> SlotIds:
         return np.empty(0, np.int64)
 
 
 def test_a_stall_is_an_error_with_names() -> None:
-    world = World(ROOMY, 1, policy=NeverAnything(), conserves_work=False)
+    world = World(ROOMY, 1, policy=NothingRunning(), conserves_work=False)
     world.add(prompt_of(8), params(5, eos=False))
     world.step()
     with pytest.raises(StallError, match="1 running, 0 waiting"):

@@ -1,4 +1,4 @@
-"""The simulator notices faults: each fault below is put into a part of the core on purpose and must be caught."""
+"""The simulator notices faults: each fault below replaces a method of a part of the core, and must be caught."""
 
 import dataclasses
 from copy import copy
@@ -79,7 +79,7 @@ def next_block_is_registered_too(register: Any) -> Any:
 
 
 def registered_when_looked_up(find: Any) -> Any:
-    """Eager registration before the choice is final: the zombie hit."""
+    """A block is registered before the choice is final, so the cache refers to a block that no step writes."""
 
     def broken(self: KVCacheManager, request: Any) -> Any:
         blocks = find(self, request)
@@ -186,7 +186,7 @@ def min_tokens_ignored(assign: Any) -> Any:
     return broken
 
 
-def a_preempted_request_forgets_its_last_token(add: Any) -> Any:
+def a_preempted_request_loses_its_last_token(add: Any) -> Any:
     def broken(self: WaitingQueue, request: Any) -> None:
         if request.num_preemptions and len(request.token_ids) > request.num_prompt_tokens:
             request.token_ids = request.token_ids[:-1]
@@ -195,7 +195,7 @@ def a_preempted_request_forgets_its_last_token(add: Any) -> Any:
     return broken
 
 
-def released_slots_are_not_told(free: Any) -> Any:
+def workers_are_not_notified_of_released_slots(free: Any) -> Any:
     def broken(self: EpochState, slot: int) -> None:
         free(self, slot)
         self.released.clear()
@@ -227,7 +227,7 @@ def finished_twice(finish: Any) -> Any:
     return broken
 
 
-def a_void_forgets_a_fence(void: Any) -> Any:
+def a_void_leaves_a_fence(void: Any) -> Any:
     def broken(self: EpochState) -> None:
         kept = dict(list(self.fences.items())[:1])
         for step_id in kept:
@@ -271,7 +271,7 @@ def a_void_counts_promised_tokens_as_known(void: Any) -> Any:
     return broken
 
 
-def lost_workers_are_told_of_slots(void: Any) -> Any:
+def a_void_leaves_a_release_notice(void: Any) -> Any:
     def broken(self: EpochState) -> None:
         void(self)
         self.released.append(0)
@@ -294,7 +294,7 @@ def the_queue_outlives_its_epoch(clear: Any) -> Any:
     return lambda self: None
 
 
-def what_does_not_fit_goes_on(finish: Any) -> Any:
+def requests_that_do_not_fit_stay(finish: Any) -> Any:
     def broken(self: Lifecycle, request: Request, message: Any) -> None:
         if message is None or "in which it does not fit" not in message.message:
             finish(self, request, message)
@@ -302,7 +302,7 @@ def what_does_not_fit_goes_on(finish: Any) -> Any:
     return broken
 
 
-def a_new_epoch_forgets_a_request(start: Any) -> Any:
+def a_new_epoch_loses_a_request(start: Any) -> Any:
     def broken(self: EngineCore, limits: Any, policy: Any, number: int) -> None:
         for request in list(self.store.waiting)[-1:]:
             self.store.waiting.remove(request)
@@ -311,18 +311,18 @@ def a_new_epoch_forgets_a_request(start: Any) -> Any:
     return broken
 
 
-def cadence_one_step_short(wanted: Any) -> Any:
+def stage_spacing_one_step_short(wanted: Any) -> Any:
     return lambda self, rows, next_step, stages: wanted(self, rows, next_step, max(1, stages - 1))
 
 
-def cadence_one_step_long(wanted: Any) -> Any:
+def stage_spacing_one_step_long(wanted: Any) -> Any:
     def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         return wanted(self, rows, next_step, stages + (stages > 1))
 
     return broken
 
 
-def cadence_without_regard_to_what_is_known(wanted: Any) -> Any:
+def stage_spacing_of_confirmed_tokens(wanted: Any) -> Any:
     def broken(self: SlotColumns, rows: Any, next_step: int, stages: int) -> Any:
         want = wanted(self, rows, next_step, stages)
         if stages > 1:
@@ -332,7 +332,7 @@ def cadence_without_regard_to_what_is_known(wanted: Any) -> Any:
     return broken
 
 
-def cadence_of_the_last_owner(assign: Any) -> Any:
+def stage_spacing_of_the_last_owner(assign: Any) -> Any:
     def broken(self: SlotColumns, request: Any, max_model_len: int) -> int:
         before = int(self.sampled_step[self.free[0]])
         slot = int(assign(self, request, max_model_len))
@@ -386,7 +386,7 @@ def masks_of_other_rows(output: Any) -> Any:
     return broken
 
 
-def a_grammar_forgets_what_was_delivered_before(on_grammar: Any) -> Any:
+def a_grammar_ignores_replayed_tokens(on_grammar: Any) -> Any:
     def broken(self: EngineCore, ticket: int, grammar: Any) -> None:
         fresh = copy(grammar)
         on_grammar(self, ticket, grammar)
@@ -405,8 +405,8 @@ def a_failed_grammar_is_overlooked(matches: Any) -> Any:
     return broken
 
 
-def aborted_while_compiled(cancel: Any) -> Any:
-    """The ticket outlives its request."""
+def a_ticket_outlives_its_aborted_request(cancel: Any) -> Any:
+    """The ticket of the grammar stays when its request ends."""
 
     def broken(self: CompilingRequests, request: Request) -> bool:
         before = dict(self._by_ticket)
@@ -426,14 +426,14 @@ def a_deferred_sampling_outlives_its_epoch(clear: Any) -> Any:
     return broken
 
 
-def logprobs_of_whoever_had_the_slot(wanted: Any) -> Any:
+def logprobs_of_requests_that_left(wanted: Any) -> Any:
     def broken(self: ResultApplier, logprobs: Any) -> Any:
         return logprobs
 
     return broken
 
 
-def everybody_reads_the_prefix_cache(find: Any) -> Any:
+def every_request_reads_the_prefix_cache(find: Any) -> Any:
     def broken(self: KVCacheManager, request: Request) -> Any:
         params, pooling = request.params, request.pooling
         request.params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -450,30 +450,30 @@ FAULTS = [
     Fault("planner", "grammar_output", masks_before_the_token_before_is_known),
     Fault("planner", "grammar_output", masks_of_other_rows),
     Fault("request", "matching", a_failed_grammar_is_overlooked),
-    Fault("applier", "wanted_logprobs", logprobs_of_whoever_had_the_slot),
-    Fault("kv", "find_prefix", everybody_reads_the_prefix_cache),
-    Fault("engine", "on_grammar", a_grammar_forgets_what_was_delivered_before),
-    Fault("compiling", "cancel", aborted_while_compiled),
+    Fault("applier", "wanted_logprobs", logprobs_of_requests_that_left),
+    Fault("kv", "find_prefix", every_request_reads_the_prefix_cache),
+    Fault("engine", "on_grammar", a_grammar_ignores_replayed_tokens),
+    Fault("compiling", "cancel", a_ticket_outlives_its_aborted_request),
     Fault("queue", "clear", a_deferred_sampling_outlives_its_epoch),
-    Fault("epoch", "void", a_void_forgets_a_fence),
+    Fault("epoch", "void", a_void_leaves_a_fence),
     Fault("epoch", "void", a_void_keeps_a_cached_block),
     Fault("lifecycle", "void", a_void_leaves_requests_gated),
     Fault("lifecycle", "void", a_void_counts_promised_tokens_as_known),
-    Fault("epoch", "void", lost_workers_are_told_of_slots),
+    Fault("epoch", "void", a_void_leaves_a_release_notice),
     Fault("engine", "start_epoch", an_epoch_without_its_number),
     Fault("engine", "on_result", results_of_any_epoch_are_applied),
     Fault("queue", "clear", the_queue_outlives_its_epoch),
-    Fault("lifecycle", "finish", what_does_not_fit_goes_on),
-    Fault("engine", "start_epoch", a_new_epoch_forgets_a_request),
-    Fault("slots", "wanted", cadence_one_step_short),
-    Fault("slots", "wanted", cadence_one_step_long),
-    Fault("slots", "wanted", cadence_without_regard_to_what_is_known),
-    Fault("slots", "assign", cadence_of_the_last_owner),
+    Fault("lifecycle", "finish", requests_that_do_not_fit_stay),
+    Fault("engine", "start_epoch", a_new_epoch_loses_a_request),
+    Fault("slots", "wanted", stage_spacing_one_step_short),
+    Fault("slots", "wanted", stage_spacing_one_step_long),
+    Fault("slots", "wanted", stage_spacing_of_confirmed_tokens),
+    Fault("slots", "assign", stage_spacing_of_the_last_owner),
     Fault("planner", "admit_waiting", admission_beyond_the_prefill_budget),
     Fault("planner", "slices", slices_beyond_the_budget_of_decodes),
     Fault("planner", "slices", slices_beyond_the_chunk),
     Fault("planner", "admit_waiting", more_admissions_than_allowed),
-    Fault("epoch", "free", released_slots_are_not_told),
+    Fault("epoch", "free", workers_are_not_notified_of_released_slots),
     Fault("lifecycle", "finish", finished_twice),
     Fault("ledger", "add", every_chunk_samples),
     Fault("kv", "missing", one_block_too_few),
@@ -495,7 +495,7 @@ FAULTS = [
     Fault("pool", "hold", hit_on_a_free_block_leaves_it_free),
     Fault("slots", "set_stop_ids", stop_ids_leak_to_the_next_owner),
     Fault("slots", "assign", min_tokens_ignored),
-    Fault("waiting", "add", a_preempted_request_forgets_its_last_token),
+    Fault("waiting", "add", a_preempted_request_loses_its_last_token),
 ]
 
 

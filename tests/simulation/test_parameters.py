@@ -1,7 +1,6 @@
-"""Every sampling parameter under run-ahead, preemption and chunks (without drafts), and grammars while requests
-arrive, end and lose their workers (emitted tokens only).
+"""Every sampling parameter with steps in flight, preemption and chunks, without drafts.
 
-What is compared with the reference, token by token and value by value, the world compares as it arrives.
+The world compares every token and value with the reference when it arrives.
 """
 
 from dataclasses import replace
@@ -26,7 +25,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def plain(stream: Stream) -> list[int]:
-    """What the request would answer if it asked for nothing."""
+    """Return the answer of the request without its parameters."""
     bare = SamplingParams(
         max_tokens=stream.params.max_tokens,
         temperature=stream.params.temperature,
@@ -44,7 +43,7 @@ def storm(
     speculating: Speculating | None = None,
     policy: BatchingPolicy | None = None,
 ) -> World:
-    """Requests join and leave in every step, half of them with the parameter, and blocks never suffice."""
+    """Requests join and leave in every step, half of them with the parameter, and blocks are short."""
     rng = Random(name)
     world = World(limits, depth, VOCAB, use_priority=True, policy=policy, speculating=speculating)
     others = ("none", name, name, rng.choice(MATRIX))
@@ -62,7 +61,7 @@ def storm(
 
 
 def assert_it_shows(world: World, name: str) -> None:
-    """The parameter has changed what the requests answered, or what came with it."""
+    """The parameter changed answers, or what was delivered with them."""
     asking = world.streams[1::4] + world.streams[2::4]
     greedy = [stream for stream in asking if not stream.params.temperature]
     if "logprobs" in name:

@@ -1,4 +1,4 @@
-"""The phased policy on a rigid device that checks its shapes: its rules (in `rigid.py`) and scenarios."""
+"""The phased policy on a rigid device that checks its shapes. The rules are checked with every plan in `rigid.py`."""
 
 from collections import Counter
 from itertools import pairwise
@@ -17,7 +17,7 @@ from tests.simulation.world import Stream, params
 
 SEEDS, CHUNK = 32, 8
 SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
-"""Stages, depth."""
+"""(stages, depth)"""
 
 MUST_HAPPEN = [
     "rollbacks",
@@ -46,7 +46,7 @@ def prompt(length: int, first: int = 2) -> list[int]:
 
 
 def starts(world: RigidWorld, stream: Stream, slot: int = 0) -> list[tuple[int, int, int]]:
-    """(generation, start, end) of each row planned for a slot."""
+    """Return (generation, start, end) of each row planned for a slot."""
     rows = []
     for plan in world.plans:
         columns = (unpack(c).tolist() for c in (plan.slots, plan.generations, plan.starts, plan.counts))
@@ -78,7 +78,7 @@ def test_the_random_workloads_meet_what_they_are_for() -> None:
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bool, caching: bool) -> None:
-    """Prompts of 1, 2, 3 and 5 chunks; every token is compared with the reference as it is delivered."""
+    """Prompts of 1, 2, 3 and 5 chunks; the world compares every token with the reference."""
     world = RigidWorld(limits(enable_prefix_caching=caching), depth, interleave=interleave)
     for length in (3, 13, 22, 40, 40):
         world.add(prompt(length), params(12, eos=False))
@@ -89,12 +89,12 @@ def test_long_prompts_that_arrive_while_others_decode(depth: int, interleave: bo
     assert (world.coverage["prefix hits"] > 0) == caching
 
 
-# -- interleaving (rules 3, 4, 13) -----------------------------------------------------------------------------------
+# -- interleaving ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_chunks_and_decodes_take_turns_while_there_are_both(depth: int) -> None:
-    """Interleaving: neither prefill nor decode starves, each gets every second step."""
+    """Neither starves: each gets every second step."""
     world = RigidWorld(limits(enable_prefix_caching=False), depth)
     world.add(prompt(3), params(40, eos=False))
     while world.streams[0].tokens == []:
@@ -126,7 +126,7 @@ def test_without_interleaving_prefills_go_first() -> None:
 
 
 def test_the_kind_of_the_last_step_outlives_its_result() -> None:
-    """Rule 13: with an empty queue too, no second prefill follows the first while somebody decodes."""
+    """With an empty queue too, no second prefill follows the first while a request can decode."""
     world = RigidWorld(limits(), 1)
     world.add(prompt(3), params(9, eos=False))
     while not world.streams[0].tokens:
@@ -140,13 +140,13 @@ def test_the_kind_of_the_last_step_outlives_its_result() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_nothing_is_remembered_between_steps(depth: int) -> None:
-    """Rule 13: a policy made anew for each question, and asked twice, plans the same."""
+def test_a_policy_without_state_plans_the_same(depth: int) -> None:
+    """Stateless policy: a policy that is made anew for each call, and called twice, plans the same."""
 
     def anew() -> PhasedPolicy:
         return PhasedPolicy(limits(), max_volume=100, pausing=True)
 
-    class Forgetful:
+    class MadeAnew:
         def begin(self, view: SchedulerView) -> StepBudget:
             anew().order(view)
             anew().begin(view)
@@ -161,7 +161,7 @@ def test_nothing_is_remembered_between_steps(depth: int) -> None:
             return anew().admit(view, request, hit, count)
 
     plans = []
-    for policy in (anew(), Forgetful()):
+    for policy in (anew(), MadeAnew()):
         world = RigidWorld(limits(), depth, max_volume=100, pausing=True, policy=policy)
         for length in (3, 20, 9, 30, 17, 5):
             world.add(prompt(length, first=length), params(14, eos=False))
@@ -172,7 +172,7 @@ def test_nothing_is_remembered_between_steps(depth: int) -> None:
 
 
 def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
-    """All chunks are on their way, nothing can be decoded yet; then the second prefill may follow, but not at once."""
+    """All chunks are in flight and no request can decode yet. The second prefill may follow later, but not at once."""
     world = RigidWorld(limits(), 4)
     world.add(prompt(20), params(4, eos=False))
     world.dispatch()
@@ -185,12 +185,12 @@ def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
     assert "".join(world.kinds) == "PPPDDD"
 
 
-# -- admission (rules 6 to 9) ----------------------------------------------------------------------------------------
+# -- admission -------------------------------------------------------------------------------------------------------
 
 
 def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
-    """Rule 6: 16 blocks; the first may need 11 of them, so the second (6) waits although many are free, and nobody
-    passes it."""
+    """Of 16 blocks the first request may need 11, so the second (6) waits although many are free, and no request passes
+    it."""
     world = RigidWorld(limits(num_blocks=16, enable_prefix_caching=False), 2)
     first = world.add(prompt(5), params(40, eos=False))
     second = world.add(prompt(16, first=9), params(8, eos=False))
@@ -207,7 +207,7 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
 
 
 def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
-    """Volume limit: the long request reaches 60 of 64 positions; a newcomer beside it would be padded beyond 64."""
+    """The long request reaches 60 of 64 positions; beside it, the new request would be padded beyond the context."""
     world = RigidWorld(limits(), 2)
     long = world.add(prompt(30), params(30, eos=False))
     while len(long.tokens) < 10:
@@ -216,13 +216,13 @@ def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
     while long.open:
         world.step()
         if long.open and len(long.tokens) > 14:
-            assert late.steps == 1  # its first chunk ran, its last one is held back while decodes go on
+            assert late.steps == 1  # its first chunk ran, its last one waits while decodes go on
     world.drain()
     assert late.steps > 2
 
 
-def test_a_newcomer_waits_until_the_volume_has_room() -> None:
-    """Volume limit, rows x tkv: three rows that end near 40 and a fourth are more than 120."""
+def test_a_new_request_waits_until_the_volume_has_room() -> None:
+    """Three rows that end near 40 and a fourth exceed a volume of 120."""
     world = RigidWorld(limits(), 2, max_volume=120)
     early = [world.add(prompt(8, first=7 * i), params(20 + 4 * i, eos=False)) for i in range(3)]
     while not all(stream.tokens for stream in early):
@@ -237,7 +237,7 @@ def test_a_newcomer_waits_until_the_volume_has_room() -> None:
 
 
 def test_projections_leave_nothing_to_pausing() -> None:
-    """Where newcomers are held back, no decode ever has to be; where they are not, some have."""
+    """Where new requests are delayed, no decode ever pauses; where they are not, some decodes do."""
     paused = Counter[bool]()
     for pausing in (False, True):
         for seed in range(30):
@@ -258,7 +258,7 @@ def test_projections_leave_nothing_to_pausing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_eight_decoders_share_a_small_volume(depth: int) -> None:
-    """Pausing: some requests pause, longest-waiting first, and each is served again within a few steps."""
+    """Some pause, the longest-waiting goes first, and each is served again within a few steps."""
     world = RigidWorld(limits(), depth, max_volume=100, pausing=True)
     streams = [world.add(prompt(3, first=5 * i), params(30, eos=False)) for i in range(8)]
     gaps: Counter[int] = Counter()
@@ -272,8 +272,8 @@ def test_eight_decoders_share_a_small_volume(depth: int) -> None:
     assert all(len(stream.tokens) == 30 for stream in streams)
 
 
-def test_who_pauses_goes_before_who_is_new() -> None:
-    """Rule 5."""
+def test_paused_decodes_come_before_a_new_request() -> None:
+    """Paused decodes come before a new request."""
     world = RigidWorld(limits(), 2, max_volume=80, pausing=True)
     early = [world.add(prompt(8, first=5 * i), params(30, eos=False)) for i in range(4)]
     while not world.coverage["paused"]:
@@ -285,12 +285,12 @@ def test_who_pauses_goes_before_who_is_new() -> None:
     world.drain()
 
 
-# -- progress (rules 14 and 15) --------------------------------------------------------------------------------------
+# -- progress -------------------------------------------------------------------------------------------------------
 
 
 def test_less_progress_with_the_next_chunk_in_flight() -> None:
-    """Chunks of 8 and 8 in flight, the first comes to 4. The second was formed from a wrong start and is void;
-    its blocks stay; nothing that was computed is computed again."""
+    """Chunks of 8 and 8 are in flight, and the first ends at 4. The second was formed from a wrong start and is void.
+    Its blocks stay, and no position is computed twice."""
     cuts = iter([4])
     world = RigidWorld(limits(), 2, progress=lambda _start, end, _most: next(cuts, end))
     stream = world.add(prompt(16), params(3, eos=False))
@@ -323,7 +323,7 @@ def test_the_last_chunk_comes_short_and_returns_no_token() -> None:
 
 @pytest.mark.parametrize("when", ["abort", "displace", "reset"])
 def test_a_request_leaves_while_its_rows_are_void(when: str) -> None:
-    """Late rows belong to a generation that nobody has any more; the slot stays behind its fence until they came."""
+    """Late rows belong to an earlier generation; the slot stays behind its fence until they arrived."""
     cuts = iter([4])
     world = RigidWorld(
         limits(max_num_seqs=1), 3, use_priority=True, progress=lambda _start, end, _most: next(cuts, end)
@@ -357,7 +357,7 @@ def test_progress_of_a_request_that_has_left_is_ignored() -> None:
 
 
 def test_workers_are_lost_while_rows_are_void() -> None:
-    """Nothing of the rollback outlives the epoch: the request is prefilled anew, its chunks those of its tokens."""
+    """The rollback does not outlive the epoch: the request is prefilled anew in chunks of all its tokens."""
     cuts = iter([4])
     world = RigidWorld(limits(), 3, progress=lambda _start, end, _most: next(cuts, end))
     stream = world.add(prompt(24), params(3, eos=False))
@@ -370,14 +370,13 @@ def test_workers_are_lost_while_rows_are_void() -> None:
     assert starts(world, stream)[-5:] == [(1, 0, 8), (1, 8, 16), (1, 16, 24), (1, 24, 25), (1, 25, 26)]
 
 
-# -- aborts --------------------------------------------------------------------------------------------------------
+# -- aborts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("length", [3, 13, 24])
 def test_abort_at_every_moment(depth: int, length: int) -> None:
-    """Aborted while waiting, at every chunk, while decoding, while paused: nothing remains (clean drain), and other
-    requests are not disturbed."""
+    """Waiting, at every chunk, decoding, paused: the engine drains clean, and others are not disturbed."""
     happened: Counter[str] = Counter()
     for moment in range(14):
         world = RigidWorld(limits(num_blocks=24), depth, max_volume=80, pausing=True)
@@ -399,7 +398,7 @@ def test_abort_at_every_moment(depth: int, length: int) -> None:
 
 
 def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
-    """Unpadded cache: 24 equal tokens in prompts of different lengths, so in different chunks, give equal blocks."""
+    """24 equal tokens in prompts of different lengths, and so of different chunks, are the same blocks."""
     world = RigidWorld(limits(), 2)
     shared = prompt(24)
     for tail in (1, 5, 2, 8):
@@ -409,13 +408,12 @@ def test_blocks_do_not_depend_on_how_a_prompt_was_padded() -> None:
     assert world.coverage["prefix hits"] == 3
     assert all(stream.hit in (16, 20, 24) for stream in world.streams[1:])
     cached = {world.epoch.kv.pool.hash_of[block] for block in range(128)} - {None}
-    assert len(cached) < 6 + 4 * 3  # one block for each six of the shared prefix
+    assert len(cached) < 6 + 4 * 3  # one block per four tokens of the shared prefix
     world.drain()
 
 
 def test_only_confirmed_blocks_are_shared() -> None:
-    """A device may get less far than planned, so positions in flight are not in the prefix cache (confirmed
-    registration)."""
+    """A device may come less far than planned, so blocks in flight are not cached (confirmed registration)."""
     world = RigidWorld(limits(), 2)
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()
@@ -426,7 +424,7 @@ def test_only_confirmed_blocks_are_shared() -> None:
 
 
 def test_entries_of_another_generation_count_for_nothing() -> None:
-    """Spec 0.2: F and H are sums over entries of the slot's present generation."""
+    """F and H are sums over rows of the slot's present generation."""
     world = RigidWorld(limits(), 3)
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()

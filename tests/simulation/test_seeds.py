@@ -1,4 +1,4 @@
-"""Random workloads at several depths: every answer equals the pure reference, every invariant holds all the way."""
+"""Random workloads at several depths: every answer equals the reference, every rule holds after every transition."""
 
 import os
 from collections import Counter
@@ -86,7 +86,7 @@ MUST_HAPPEN = [
 
 
 def played(seeds: range, speculates: bool = False) -> Counter[str]:
-    """What happened in the seeds' workloads at every depth worth playing."""
+    """Play the seeds' workloads at every depth, and return what happened."""
     happened: Counter[str] = Counter()
     for seed in seeds:
         depths = draw(seed, speculates).depths
@@ -147,7 +147,7 @@ MUST_HAPPEN_TO_DRAFTS = [
 @pytest.mark.timeout(3600 if SOAK else 300)
 @pytest.mark.parametrize("first", range(0, SEEDS // 8, CHUNK))
 def test_any_workload_with_any_drafts_answers_as_without(first: int) -> None:
-    """Random workloads with drafts keep the rules of drafts and grammars."""
+    """The oracle and the checker check every rule of drafts."""
     happened = played(range(first, first + min(CHUNK, SEEDS // 8)), speculates=True)
     assert [name for name in MUST_HAPPEN_TO_DRAFTS if not happened[name]] == []
 

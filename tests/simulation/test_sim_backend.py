@@ -152,8 +152,8 @@ def assert_answered(stream: Stream) -> None:
 @pytest.mark.parametrize(("drafts", "depth"), [(0, 1), (0, 2), (0, 3), (1, 2), (3, 1), (3, 3), (5, 2)])
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int, depth: int) -> None:
-    """Requests join and leave in every step, three of four with the parameter, and blocks never suffice; with drafts
-    and without."""
+    """Requests join and leave in every step, three of four with the parameter, and blocks are short; with drafts and
+    without."""
     rng, engine = Random(name), Engine(depth, drafts)
     names = (name, name, name, rng.choice(MATRIX))
     while len(engine.streams) < 16 or engine.core.requests:

@@ -1,7 +1,7 @@
-"""Drafts under run-ahead (spec section 2): answers equal those of no speculation, acceptance those of depth one.
+"""Drafts with steps in flight: answers equal those without drafts, acceptance equals that of depth one.
 
-Each token, the state of each grammar, what each result counts and where each row starts is checked by the world, its
-oracle and its checker as it happens (rules of drafts, docs/invariants.md).
+The world, its oracle and its checker check each token, the state of each grammar, the counts of each result and the
+start of each row when they happen.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def steps_of(world: World) -> int:
     return len(world.plans)
 
 
-# -- acceptance at any depth ---------------------------------------------------------------------------------------
+# -- acceptance at any depth --------------------------------------------------------------------------------------
 
 
 def together(acceptance: str, k: int, depth: int, stages: int = 1) -> World:
@@ -56,7 +56,7 @@ def together(acceptance: str, k: int, depth: int, stages: int = 1) -> World:
 
 
 def counted(world: World) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each request."""
+    """Return (drafted, accepted) of each request."""
     finishes = [stream.finish for stream in world.streams]
     return [(finish.num_draft_tokens, finish.num_accepted_tokens) for finish in finishes if finish]
 
@@ -64,7 +64,7 @@ def counted(world: World) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str, k: int) -> None:
-    """Same tokens and equal acceptance; accepted drafts save steps."""
+    """Same tokens, equal acceptance, and accepted drafts save steps."""
     synchronous, *ahead = (together(acceptance, k, depth) for depth in (1, 2, 3))
     expected = counted(synchronous)
     assert [counted(world) for world in ahead] == [expected, expected]
@@ -83,19 +83,19 @@ def test_statistics_are_the_sums_of_all_requests() -> None:
     world = together("every third", 3, 2)
     counters = world.store.counters
     drafted, accepted = (sum(column) for column in zip(*counted(world), strict=True))
-    # What was verified behind an unforeseen stop is no request's any more.
+    # Drafts that were verified behind a stop belong to no request.
     assert counters["spec_decode_num_draft_tokens"] >= drafted > 0
     assert counters["spec_decode_num_accepted_tokens"] >= accepted > 0
     assert counters["spec_decode_num_drafts"] >= drafted // 3
 
 
-# -- storms --------------------------------------------------------------------------------------------------------
+# -- storms ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
-    """Preemptions, chunks, requests that join and leave in every step; k is drawn anew for each."""
+    """Preemptions, chunks, requests that join and leave in every step; each step draws its number of drafts."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
     world = storm(STORM, depth, name, speculating=how)
     assert world.store.counters["preemptions"] > 0
@@ -108,7 +108,7 @@ def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
 
 
 class Rotating(ChunkedPolicy):
-    """Serves another running request first in each step."""
+    """A policy that serves another running request first in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,7 @@ class Rotating(ChunkedPolicy):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("budget", [1, 3, 5])
 def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) -> None:
-    """A row that was left out of steps has its own drafts in its next one (latest drafts), and no placeholder is an
-    input (valid ids)."""
+    """A request that was left out of steps has its own drafts when it returns, and no invalid id is an input."""
     limits = replace(ROOMY, max_num_batched_tokens=budget)
     world = World(limits, depth, policy=Rotating(), speculating=Speculating("always", (3,)))
     for i in range(6):
@@ -143,7 +142,7 @@ def test_running_requests_rotate_on_a_starved_budget(budget: int, depth: int) ->
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_rows_change_their_places_in_each_step(depth: int) -> None:
-    """Requests arrive and finish in each step, so drafts kept by row would be those of another request."""
+    """Requests arrive and finish in each step, so drafts by row would belong to other requests."""
     world = World(
         replace(ROOMY, max_num_seqs=5), depth, use_priority=True, speculating=Speculating("by request")
     )
@@ -161,13 +160,13 @@ def test_rows_change_their_places_in_each_step(depth: int) -> None:
     assert world.coverage["drafts: accepted"] > 20
 
 
-# -- where rows end ------------------------------------------------------------------------------------------------
+# -- ends of rows ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", range(6))
 def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
-    """Row cut: with five drafts that all hold, the second row has outputs 1 to 6."""
+    """With five drafts that are all right, the second row has outputs 1 to 6."""
     prompt, free = prompt_of(9), params(30, eos=False)
     answer = reference(prompt, free, ROOMY.max_model_len, VOCAB).tokens
     stop = answer[1 + place]
@@ -188,6 +187,7 @@ def test_a_stop_token_at_each_place_of_a_row(place: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("most", range(1, 9))
 def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
+    """The request ends within a row of up to six tokens."""
     world = World(ROOMY, depth, speculating=Speculating("always", (5,)))
     streams = [world.add(prompt_of(9, i), params(most, eos=False)) for i in range(3)]
     world.drain()
@@ -199,7 +199,7 @@ def test_max_tokens_at_each_place_of_a_row(most: int, depth: int) -> None:
 @pytest.mark.parametrize("acceptance", ["always", "never", "every third"])
 @pytest.mark.parametrize("room", range(1, 9))
 def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str, depth: int) -> None:
-    """Position bound: no position is computed beyond the context limit, and every token that fits is generated."""
+    """No position beyond the context is computed, and every token that fits is delivered."""
     limits = replace(ROOMY, max_model_len=32, num_blocks=16)
     world = World(limits, depth, speculating=Speculating(acceptance, (5,), looks_ahead=room % 2 == 0))
     streams = [world.add(prompt_of(32 - room, i), params(100, eos=False)) for i in range(2)]
@@ -209,7 +209,7 @@ def test_the_context_ends_with_less_room_than_drafts(room: int, acceptance: str,
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_drafter_with_a_shorter_context(depth: int) -> None:
-    """Drafter limit: beyond it there are no drafts; planned rows are shorter on the device, and answers the same."""
+    """Beyond its context there are no drafts. Planned rows are shorter on the device, answers are the same."""
     world = World(ROOMY, depth, speculating=Speculating("always", (3,), longest=40))
     streams = [world.add(prompt_of(20, i), params(60, eos=False)) for i in range(3)]
     world.drain()
@@ -225,8 +225,7 @@ def test_a_drafter_with_a_shorter_context(depth: int) -> None:
 def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refused(
     stages: int, depth: int, rows: int
 ) -> None:
-    """Position bound: drafts in flight need blocks behind the last token; no request waits for blocks that can never be
-    free."""
+    """Drafts in flight need blocks behind the last token. A request that can never have these blocks is refused."""
     how, sampling = Speculating("never", (3,)), params(20, eos=False)
     needed = 12 + 20 - 1 + 3 * rows
     for blocks, fits in ((-(-needed // 4), True), (-(-needed // 4) - 1, False)):
@@ -238,13 +237,12 @@ def test_a_request_that_fits_with_its_drafts_ends_and_one_that_does_not_is_refus
         assert (stream.finish.reason is FinishReason.LENGTH, len(stream.tokens)) == (fits, 20 if fits else 0)
 
 
-# -- grammars ------------------------------------------------------------------------------------------------------
+# -- grammars ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
-    """Draft masks, acceptable drafts, emitted tokens only: of a thousand requests none fails, and each has the output
-    that it has without drafts."""
+    """None of a thousand requests fails, and each answer is that without drafts."""
     world = World(replace(ROOMY, max_num_seqs=32), depth, speculating=Speculating("every third", (3,)))
     rng, total = Random(depth), 1000 if depth == 2 else 100
     while len(world.streams) < total or world.engine.requests:
@@ -264,7 +262,7 @@ def test_a_grammar_that_refuses_every_third_draft(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_grammars_that_fail_within_a_row(depth: int) -> None:
-    """The tokens before the failure are delivered, and no other request notices."""
+    """The tokens before the failure are delivered, and no other request is affected."""
     world = World(ROOMY, depth, speculating=Speculating("always", (3,)))
     bad = [
         world.add(prompt_of(8, i), params(20, eos=False), structured=structured(i, fails_after=i))
@@ -286,8 +284,7 @@ def test_grammars_that_fail_within_a_row(depth: int) -> None:
 @pytest.mark.parametrize("policy", [ChunkedPolicy, BalancedPolicy])
 @pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 4), (4, 5)])
 def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], stages: int, depth: int) -> None:
-    """Same tokens: preemptions, chunks, grammars that look ahead; a row waits for the drafts of its last one, which are
-    where tokens are (2(d))."""
+    """Preemptions, chunks, grammars that look ahead. A row waits for the drafts of the row before (stage spacing)."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
     for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
         world = storm(replace(STORM, stages=stages), depth, name, speculating=how, policy=policy())
@@ -300,14 +297,14 @@ def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], sta
 @pytest.mark.parametrize("k", LENGTHS)
 @pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (4, 5)])
 def test_drafted_and_accepted_are_those_of_one_stage(stages: int, depth: int, k: int) -> None:
-    """Equal acceptance: drafts outlast the way through the stages, however many requests share it."""
+    """Drafts stay valid on their way through the stages, however many requests share it."""
     expected, world = together("every third", k, 1), together("every third", k, depth, stages)
     assert counted(world) == counted(expected)
     assert [stream.tokens for stream in world.streams] == [stream.tokens for stream in expected.streams]
 
 
 @pytest.mark.parametrize(("stages", "requests"), [(2, 7), (4, 30)])
-def test_s4_3_drafts_leave_microbatches_even(stages: int, requests: int) -> None:
+def test_drafts_leave_microbatches_even(stages: int, requests: int) -> None:
     """After two rounds no two steps differ by more than one row and its drafts."""
     limits = replace(ROOMY, max_num_seqs=64, stages=stages)
     world = World(limits, stages + 1, policy=BalancedPolicy(), speculating=Speculating("always", (3,)))
@@ -321,7 +318,7 @@ def test_s4_3_drafts_leave_microbatches_even(stages: int, requests: int) -> None
     assert tokens == [4 * size for size in sizes]
 
 
-# -- together with the rest --------------------------------------------------------------------------------------
+# -- aborts, displacement, loss-----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -337,7 +334,7 @@ def test_an_abort_while_drafts_are_in_flight(depth: int) -> None:
 
 
 def test_a_displaced_request_gets_its_rows_of_several_tokens_late() -> None:
-    """0.7, deliver mode: all tokens of stale rows, up to a stop within one of them."""
+    """Stale delivery of all tokens of a row, up to a stop within one of them."""
     world = World(
         replace(ROOMY, max_num_seqs=1), 3, use_priority=True, speculating=Speculating("always", (3,))
     )
@@ -356,7 +353,7 @@ def test_a_displaced_request_gets_its_rows_of_several_tokens_late() -> None:
     assert first.finish.num_accepted_tokens > 3
 
 
-def test_workers_that_are_lost_take_their_drafts_along() -> None:
+def test_drafts_of_lost_workers_are_lost() -> None:
     world = World(ROOMY, 3, speculating=Speculating("always", (3,)))
     stream = world.add(prompt_of(9), SamplingParams(max_tokens=30, temperature=0.0))
     for _ in range(3):

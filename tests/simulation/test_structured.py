@@ -1,6 +1,6 @@
-"""Steps whose sampling waits for a grammar (deferred sampling), and what may happen to their requests meanwhile.
+"""Deferred sampling, and what may happen to its requests before the masks are sent.
 
-Answers, masks and the state of every grammar after every transition are checked by the world.
+The world checks answers, masks and the state of every grammar after every transition.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 class Recorded(World):
-    """Remembers what was sent, and which results had been applied then."""
+    """A world that records each message with the results that had been applied when it was sent."""
 
     def __init__(self, limits: Limits, depth: int) -> None:
         super().__init__(limits, depth)
@@ -42,7 +42,7 @@ class Recorded(World):
 
 
 def deferred(depth: int = 2, seed: int = 1, neighbours: int = 1) -> tuple[World, Stream, list[Stream]]:
-    """A world whose newest step waits for a grammar: the token before is on its way."""
+    """Return a world whose newest step waits for its masks: the token before is in flight."""
     world = World(ROOMY, depth)
     others = [world.add(prompt_of(9, 50 + i), params(20, eos=False)) for i in range(neighbours)]
     stream = world.add(prompt_of(12), params(20, eos=False), structured=structured(seed))
@@ -59,7 +59,7 @@ def deferred(depth: int = 2, seed: int = 1, neighbours: int = 1) -> tuple[World,
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int) -> None:
-    """L1, L3: one deferred sampling at most, and its mask is formed when no token before it is in flight."""
+    """At most one sampling is deferred, and its masks are formed when no token before it is in flight."""
     world = Recorded(replace(ROOMY, stages=stages), depth * stages)
     for i in range(6):
         world.add(prompt_of(5 + i, i), params(6 + i, eos=False), structured=structured(i) if i % 2 else None)
@@ -69,10 +69,10 @@ def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int)
     world.drain()
     waiting: SchedulerOutput | None = None
     newest: dict[int, int] = {}
-    """Slot -> the step that sampled for it last."""
+    """Slot -> the newest step that sampled for it."""
     for message, confirmed in world.sent:
         if isinstance(message, SchedulerOutput):
-            assert waiting is None, "a step was sent while another one waits for its grammar"
+            assert waiting is None, "a step was sent while another one waits for its masks"
             waiting = message if message.has_structured_output_requests else None
             before = dict(newest)
             slots, samples = unpack(message.slots).tolist(), list(message.samples)
@@ -90,7 +90,7 @@ def test_a_step_is_sampled_before_the_next_one_executes(depth: int, stages: int)
 
 
 def test_neighbours_of_a_request_that_is_compiled_lose_no_step() -> None:
-    """0.4 L6: it waits beside the queue, in nobody's way, and its first token is masked."""
+    """It waits beside the queue and delays no other request, and its first token is masked."""
     world = World(replace(ROOMY, max_num_seqs=2), 2)
     waits = world.add(prompt_of(12), params(5, eos=False), structured=structured(3))
     others = [world.add(prompt_of(9, 50 + i), params(8, eos=False)) for i in range(3)]
@@ -122,13 +122,13 @@ def test_abort(depth: int) -> None:
     world, stream, others = deferred(depth)
     world.abort(stream)
     world.dispatch()
-    assert world.engine.queue.unsampled is None, "nobody's grammar is waited for"
+    assert world.engine.queue.unsampled is None, "no masks are needed"
     world.drain()
     assert len(others[0].tokens) == 20
     assert not stream.tokens
 
 
-def test_abort_of_everybody() -> None:
+def test_abort_of_all_requests() -> None:
     world, stream, others = deferred()
     world.abort(stream, *others)
     world.drain()
@@ -145,7 +145,7 @@ def test_abort_and_the_same_number_again_with_another_grammar() -> None:
 
 @pytest.mark.parametrize("state", [DELIVER, DROP])
 def test_preemption(state: int) -> None:
-    """Its tokens in flight are delivered and move its grammar, or are dropped and sampled again."""
+    """Its tokens in flight are delivered and advance its grammar, or are dropped and sampled again."""
     world, stream, others = deferred()
     assert stream.request is not None
     world.preempt(stream, state)
@@ -166,7 +166,7 @@ def test_reset_of_the_prefix_cache() -> None:
 
 
 def test_the_token_before_ends_the_request() -> None:
-    """Its row is free then, and what is sampled for it is ignored."""
+    """Its row has no constraint then, and its sampled token is ignored."""
     world = World(ROOMY, 2)
     prompt = prompt_of(12)
     probe = world.add(prompt, params(3, eos=False), structured=structured(1))
@@ -184,11 +184,11 @@ def test_the_token_before_ends_the_request() -> None:
     assert stream.finish is not None
     assert (stream.tokens, stream.finish.stop_reason) == ([stop], stop)
     assert len(other.tokens) == 9
-    assert world.coverage["sampling: of a request that ended meanwhile"] == 1
+    assert world.coverage["sampling: of a request that ended before"] == 1
 
 
 def test_lost_workers() -> None:
-    """Nothing waits to be sampled in the epoch after, and grammars stand at the confirmed tokens."""
+    """No sampling is deferred in the next epoch, and grammars have accepted exactly the confirmed tokens."""
     world, stream, others = deferred(3)
     world.complete()
     world.dispatch()
@@ -250,7 +250,7 @@ def test_a_grammar_that_fails_at_run_time_ends_only_its_request(after: int, dept
 
 
 def test_a_grammar_that_fails_for_a_token_that_is_delivered_late() -> None:
-    """Displaced with the token in flight at which its grammar gives up."""
+    """The request is preempted with the token in flight at which its grammar fails."""
     world = World(replace(ROOMY, max_num_seqs=1), 2, use_priority=True)
     bad = world.add(prompt_of(8), params(20, eos=False), structured=structured(1, fails_after=1))
     world.compiled()
@@ -281,7 +281,7 @@ def test_a_replay_goes_on_where_its_grammar_would_be() -> None:
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_embeddings_beside_generation(pooling: Pooling, depth: int) -> None:
-    """Chunked, with a prefix that others have cached: a mean reads none of it."""
+    """In chunks, with a prefix that others have cached: a mean does not use it."""
     world = World(replace(ROOMY, max_num_batched_tokens=20), depth)
     text = prompt_of(70)
     world.add(text, params(4, eos=False))
@@ -310,8 +310,8 @@ def test_an_embedding_that_comes_when_its_request_was_displaced(pooling: Pooling
     assert len(urgent.tokens) == 2
 
 
-def test_chunks_of_a_displaced_request_reach_nobody_when_it_was_aborted() -> None:
-    """Its number may have another owner by then."""
+def test_chunks_of_a_displaced_request_are_dropped_when_it_was_aborted() -> None:
+    """Its number may have been used again by then."""
     world = World(replace(ROOMY, max_num_seqs=1, max_num_batched_tokens=16), 2, use_priority=True)
     scored = msgspec.structs.replace(params(2, eos=False), prompt_logprobs=1)
     stream = world.add(prompt_of(60), scored)
@@ -329,8 +329,8 @@ def test_chunks_of_a_displaced_request_reach_nobody_when_it_was_aborted() -> Non
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_rigid_device_that_goes_its_own_way(depth: int) -> None:
-    """Chunks that come to another end than planned lose no prompt token's log-probabilities, and no grammar."""
+def test_a_rigid_device_that_ends_chunks_elsewhere(depth: int) -> None:
+    """Chunks that end elsewhere than planned lose no log-probabilities of prompt tokens, and no grammar."""
     rng = Random(depth)
 
     def progress(start: int, end: int, most: int) -> int:
@@ -353,7 +353,7 @@ def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> No
     world, *_ = deferred()
     step = world.engine.queue.unsampled
     assert step is not None
-    world.engine.queue.unsampled = None  # the fault: the engine forgets
+    world.engine.queue.unsampled = None  # the fault: the engine does not wait
     world.complete()
     with pytest.raises(OracleError, match="step 3 arrived, but step 2 waits for its grammar"):
         world.dispatch()

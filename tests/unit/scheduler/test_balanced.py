@@ -1,4 +1,4 @@
-"""The budgets of `balanced` on the production scheduler, with results in the order of dispatch and no time at all."""
+"""The budgets of `balanced` with the production planner and applier, results in the order of dispatch, no clock."""
 
 from collections import deque
 from random import Random
@@ -55,7 +55,7 @@ class Pipeline:
         self.applier.apply(step, DecodedResult.one_token_each(tokens))
 
     def step(self) -> InflightStep:
-        """The next step, formed as soon as the queue has room and a request can be computed."""
+        """Form the next step as soon as the queue has room and a request can be computed."""
         while len(self.inflight) >= self.depth:
             self.result()
         while (step := self.form()) is None:
@@ -97,14 +97,14 @@ def test_uneven_cohorts_are_even_after_one_round() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_s4_3_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
+def test_microbatches_differ_by_one_decode_after_two_rounds(seed: int) -> None:
     rng = Random(seed)
     stages = rng.choice((2, 3, 4, 8))
     pipeline = Pipeline(limits(stages), depth=rng.choice((stages, stages + 1)))
     cohorts = [rng.randint(1, 40) for _ in range(rng.randint(1, stages))]
     for size in cohorts:
         pipeline.cohort(size)
-    if rng.random() < 0.5:  # everything has drained: all are ready at once
+    if rng.random() < 0.5:  # nothing is in flight: all are ready at once
         while pipeline.inflight:
             pipeline.result()
     for _ in range(2 * stages):
@@ -125,7 +125,7 @@ def test_equal_prompts_fill_equal_microbatches() -> None:
 
 
 def test_what_cannot_be_admitted_does_not_inflate_the_budget() -> None:
-    """125 of 256 prompts fit into the blocks: the first round prefills these and no more."""
+    """125 of 256 prompts fit into the blocks: the first round prefills only these."""
     pipeline = Pipeline(limits(num_blocks=1000))
     for _ in range(256):
         pipeline.add(128)
@@ -140,8 +140,8 @@ def test_seats_bound_the_demand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_s4_7_a_round_of_budgets_covers_the_demand(seed: int) -> None:
-    """With room for all: decodes of running requests, prefill that is left, and prefill of all that waits."""
+def test_a_round_of_budgets_covers_the_demand(seed: int) -> None:
+    """With room for all, the demand is decodes, remaining prefill, and prefill of all waiting requests."""
     rng = Random(seed)
     stages = rng.choice((2, 3, 4, 8))
     pipeline = Pipeline(limits(stages, max_num_batched_tokens=rng.choice((100, 500, 65536))))
@@ -187,7 +187,7 @@ def test_a_few_tokens_of_prefill_are_not_cut_smaller() -> None:
     assert [tokens(pipeline.step()) for _ in range(2)] == [MIN_CHUNK, 100 - MIN_CHUNK]
 
 
-def test_s4_4_every_ready_request_gets_its_turn_while_prompts_stream_in() -> None:
+def test_every_ready_request_gets_its_turn_while_prompts_stream_in() -> None:
     pipeline, last = Pipeline(limits(max_num_batched_tokens=128)), {}
     pipeline.cohort(15)
     pipeline.cohort(15)
@@ -203,11 +203,12 @@ def test_s4_4_every_ready_request_gets_its_turn_while_prompts_stream_in() -> Non
                 longest = max(longest, step.step_id - last.get(slot, step.step_id))
                 last[slot] = step.step_id
     assert len(last) == 30
-    assert longest <= 4 + 5, "the cadence of four steps, and not more than Pd + 1 beyond it"
+    assert longest <= 4 + 5, "four steps of spacing, and at most five more"
 
 
-def test_s4_4_nobody_starves_where_a_step_holds_fewer_than_its_share() -> None:
-    """Four tokens a step, thirty decodes and two stages: the first ones are ready again before the last had a turn."""
+def test_no_request_starves_if_a_step_holds_fewer_than_its_share() -> None:
+    """With four tokens per step, thirty decodes and two stages, the first are ready again before the last were
+    scheduled."""
     pipeline, last, longest = Pipeline(limits(2)), {}, 0
     pipeline.cohort(30)
     pipeline.epoch.limits = limits(2, max_num_batched_tokens=4)
@@ -221,7 +222,7 @@ def test_s4_4_nobody_starves_where_a_step_holds_fewer_than_its_share() -> None:
 
 
 def test_requests_that_end_for_certain_are_no_demand() -> None:
-    """Their last token is in flight: a step that counted them would be too large for the others."""
+    """Their last token is in flight: a step that counts them would be too large for the others."""
     pipeline = Pipeline(limits())
     pipeline.cohort(20, output=1)
     pipeline.cohort(4)
@@ -230,7 +231,7 @@ def test_requests_that_end_for_certain_are_no_demand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_s4_5_budgets_stay_within_their_range(seed: int) -> None:
+def test_budgets_stay_within_their_range(seed: int) -> None:
     rng = Random(seed)
     pipeline = Pipeline(
         limits(
@@ -252,8 +253,8 @@ def test_s4_5_budgets_stay_within_their_range(seed: int) -> None:
             pipeline.result()
 
 
-def test_s4_1_asking_the_policy_changes_nothing() -> None:
-    """Neither queues nor blocks nor columns, whether requests wait, prefill, decode or are in flight."""
+def test_calling_the_policy_changes_nothing() -> None:
+    """Queues, blocks and columns stay the same, whether requests wait, prefill, decode or are in flight."""
     pipeline = Pipeline(limits(num_blocks=200))
     for _ in range(40):
         pipeline.add(128)
@@ -282,7 +283,7 @@ def test_s4_1_asking_the_policy_changes_nothing() -> None:
 
 
 def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> None:
-    """A step costs what it may admit, however many wait."""
+    """The cost of a step depends on what it may admit, not on the number of waiting requests."""
 
     class Watched(KVCacheManager):
         seen: ClassVar[list[Request]] = []
@@ -291,7 +292,7 @@ def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> N
             self.seen.append(request)
             return super().find_prefix(request)
 
-    def looked_at(**changes: int) -> int:
+    def examined(**changes: int) -> int:
         pipeline, seen = Pipeline(limits(**changes), parts=Parts(kv=Watched)), Watched.seen
         for _ in range(400):
             pipeline.add(128)
@@ -299,7 +300,7 @@ def test_the_walk_over_waiting_requests_ends_with_seats_blocks_and_budget() -> N
         pipeline.budget()
         return len(seen)
 
-    assert looked_at() == 400
-    assert looked_at(max_num_seqs=10) <= 11
-    assert looked_at(num_blocks=80) <= 11
-    assert looked_at(max_num_batched_tokens=256) <= 9
+    assert examined() == 400
+    assert examined(max_num_seqs=10) <= 11
+    assert examined(num_blocks=80) <= 11
+    assert examined(max_num_batched_tokens=256) <= 9

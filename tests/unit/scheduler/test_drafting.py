@@ -1,4 +1,4 @@
-"""How many drafts are proposed: by what was accepted and what it took, on a simulated device whose costs are known."""
+"""The number of drafts, chosen by acceptance and time, on a simulated device with known costs."""
 
 import math
 import random
@@ -20,23 +20,23 @@ class Device(NamedTuple):
     rows: int = 8
     acceptance: float = 0.7
     offered: float = 1.0
-    """Share of the rows that a drafter has something for."""
+    """Share of the rows that get drafts."""
     step: float = 2.0
     token: float = 0.05
     draft: float = 0.05
     noise: float = 0.15
     interrupted: float = 0.02
-    """Share of the steps that take five times as long, for reasons of their own."""
+    """Share of the steps that take five times as long."""
 
 
 class Run(NamedTuple):
     rate: float
-    """Tokens per millisecond"""
+    """Tokens per millisecond."""
     chosen: list[int]
 
 
 def run(policy: Drafting, device: Device, steps: int = 1500, seed: int = 0) -> Run:
-    """Two steps in flight: what a step cost is known when the next one was planned."""
+    """Run with two steps in flight: the cost of a step is known after the next one was planned."""
     chance, rows, took, tokens = random.Random(seed), device.rows, 0.0, 0
     chosen, flying, planned = [], [], 0
     ones = np.ones(rows, np.int32)
@@ -75,18 +75,18 @@ def test_nearly_as_good_as_the_best_number_for_the_device(device: Device) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_where_drafts_fail_next_to_nothing_is_lost(rows: int) -> None:
+def test_if_drafts_fail_almost_nothing_is_lost(rows: int) -> None:
     device = Device(rows, acceptance=0.02, token=0.2, draft=0.3)
     assert run(AdaptiveDrafting(MOST), device).rate > 0.95 * run(FixedDrafting(0), device).rate
     assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, (
-        "there was something to lose"
+        "fixed drafts lose"
     )
 
 
 def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
     chosen = run(AdaptiveDrafting(MOST), Device(acceptance=0.0, token=0.2), 3000).chosen
     assert chosen[-1000:].count(0) > 950
-    assert max(chosen[-1500:]) > 0, "what fails now may work later"
+    assert max(chosen[-1500:]) > 0, "drafts are tried again"
 
 
 def test_drafts_that_begin_to_work_are_noticed() -> None:
@@ -95,14 +95,14 @@ def test_drafts_that_begin_to_work_are_noticed() -> None:
     assert np.mean(run(policy, Device(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
 
 
-def test_a_draft_needs_more_chance_where_its_row_costs_more() -> None:
+def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
     chances = []
     for token in (0.01, 0.05, 0.5):
         policy = AdaptiveDrafting(MOST)
         run(policy, Device(token=token, noise=0.02, interrupted=0))
         chances.append(policy.least_chance)
     assert 0 <= chances[0] < chances[1] < chances[2] <= 0.5
-    assert FixedDrafting(MOST).least_chance == 0, "all that are asked for"
+    assert FixedDrafting(MOST).least_chance == 0, "a fixed number proposes all"
 
 
 def test_configured() -> None:
@@ -126,6 +126,6 @@ def test_configured() -> None:
         {"method": "ngram", "num_speculative_tokens": 3, "unheard_of": 1},
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, object]) -> None:
+def test_an_invalid_configuration_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"method|num_speculative_tokens|prompt_lookup_min|unheard_of"):
         SpeculativeConfig.model_validate(given)

@@ -1,4 +1,4 @@
-"""What the engine refuses, and what it forgets: whatever a frontend lets through, the shared loop goes on."""
+"""Admission and bookkeeping of requests: a request that cannot be served ends alone."""
 
 import pytest
 
@@ -80,8 +80,8 @@ def test_an_open_number_cannot_be_used_twice_but_frontends_do_not_share_numbers(
     assert set(core.requests) == {(0, 0), (1, 0)}
 
 
-def test_a_refusal_does_not_forget_an_open_request_of_the_same_number() -> None:
-    """Refused, and accepted on the second try before the refusal was published."""
+def test_publishing_a_refusal_does_not_close_an_open_request_of_the_same_number() -> None:
+    """The number is refused first, and accepted before the refusal was published."""
     core = engine()
     core.add(0, generate([]))
     core.add(0, generate([1]))

@@ -1,4 +1,4 @@
-"""Shapes of a rigid device against the printed examples and against brute force (spec 5(b), 5(e) 1 and 4)."""
+"""Shapes of a rigid device, against worked examples and brute force."""
 
 from itertools import pairwise
 from random import Random
@@ -28,7 +28,7 @@ def chunks(geometry: Geometry, tokens: int) -> list[int]:
 @pytest.mark.parametrize(
     ("tokens", "padding", "lengths"), [(3, 4, [3]), (10, 4, [4, 6]), (13, 0, [8, 5]), (9, 4, [4, 5])]
 )
-def test_the_printed_prompts(tokens: int, padding: int, lengths: list[int]) -> None:
+def test_the_worked_prompts(tokens: int, padding: int, lengths: list[int]) -> None:
     assert SMALL.left_padding(tokens) == padding
     assert chunks(SMALL, tokens) == lengths
 
@@ -77,7 +77,7 @@ def test_tkv_is_the_longest_row_of_the_rectangle() -> None:
         assert SMALL.tkv(np.array(lengths, np.int32)) == rectangle(lengths, 4)
     assert (
         SMALL.tkv(np.array([5, 4], np.int32)) == 8
-    )  # the shorter one ends with a full block: padded by a block
+    )  # the shorter row ends with a full block and is padded by a block
     assert SMALL.tkv(np.array([5, 5], np.int32)) == 5
 
 
@@ -99,20 +99,20 @@ def test_the_rows_that_fit_are_taken_in_turn() -> None:
     assert cut > 200
 
 
-def test_the_printed_volume_waits_until_one_has_finished() -> None:
-    """Four requests at tkv 426: 4 x 426 = 1704 > 1536, but three go together."""
+def test_the_worked_volume_waits_until_one_has_finished() -> None:
+    """Four requests at tkv 426 exceed 1536: 4 x 426 = 1704. Three do not."""
     assert Geometry.peak_volume(426, [426, 426, 426]) == 1704
     assert Geometry.peak_volume(426, [426, 426]) == 1278
 
 
 def brute_force(newcomer: int, decoders: list[int]) -> int:
-    """Largest volume over all lengths to come: whoever ends later than a length is in that step."""
+    """Return the largest volume over all later lengths; a row that ends later than a length is in that step."""
     everybody = [newcomer, *decoders]
     return max(sum(end >= length for end in everybody) * length for length in range(1, newcomer + 1))
 
 
 def test_the_projected_peak_is_that_of_brute_force() -> None:
-    """Up to the newcomer's end, which the projection may not go beyond: later steps were judged before."""
+    """Up to the end of the new request: later steps were checked before."""
     rng = Random(2)
     for _ in range(2000):
         newcomer, decoders = rng.randint(1, 60), [rng.randint(1, 60) for _ in range(rng.randint(0, 6))]

@@ -1,4 +1,4 @@
-"""A policy that fails in every way it can, under the production engine: requests are served all the same."""
+"""A policy that fails in every way, under the production engine: requests are served all the same."""
 
 import logging
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from services.scheduler.policies import (
     BalancedPolicy,
     BatchingPolicy,
     ChunkedPolicy,
+    ConfigurablePolicy,
     GuardedPolicy,
     PhasedPolicy,
     SchedulerView,
@@ -32,7 +33,7 @@ LIMITS = Limits(8, 64, 128, 64, 16, stages=2)
 
 
 class Faulty(ChunkedPolicy):
-    """Answers as `chunked` does, but for what the test replaces."""
+    """`chunked`, with answers that the test replaces."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ FAULTS = {
 
 
 def serve(policy: BatchingPolicy, requests: int = 12) -> tuple[list[FinishReason], list[SchedulerOutput]]:
-    """How the requests ended, and every plan."""
+    """Serve requests; return their finish reasons and every plan."""
     core, plans, ends = EngineCore(LIMITS, policy, 3, 1000), [], []
     for number in range(requests):
         prompt = np.arange(number, number + 40, dtype=np.int32)
@@ -127,13 +128,15 @@ def test_a_sound_policy_is_not_touched(policy: BatchingPolicy, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("name", "kind"), [("chunked", ChunkedPolicy), ("balanced", BalancedPolicy), ("phased", PhasedPolicy)]
 )
-def test_policies_by_name(name: str, kind: type) -> None:
+def test_the_configured_policy_is_guarded_and_plans_as_the_bare_one(
+    name: str, kind: type[ConfigurablePolicy]
+) -> None:
     config = SchedulerConfig.model_validate(
         {"batching_policy": name, "max_num_batched_tokens": 64, "max_model_len": 128}
     )
     policy = make_policy(config, LIMITS)
     assert isinstance(policy, GuardedPolicy)
-    assert isinstance(policy._policy, kind)
+    assert serve(policy) == serve(kind.from_config(config, LIMITS))
 
 
 def test_the_threshold_for_long_prompts_holds_in_balanced_too() -> None:

@@ -1,4 +1,4 @@
-"""BlockPool and KVCacheManager as a state machine against a model that knows every holder and every content."""
+"""BlockPool and KVCacheManager as a state machine, against a model with every holder and every content."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from services.scheduler.core.slots import SlotColumns
 
 NUM_SLOTS, NUM_BLOCKS, SIZE, LONGEST = 6, 11, 3, 24
 Key = tuple[str, tuple[int, ...]]
-"""Salt and every token up to the end of a block."""
+"""(salt, tokens up to the end of the block)"""
 
 
 class KVCacheMachine(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.slots = SlotColumns(NUM_SLOTS, LONGEST)
         self.kv = KVCacheManager(self.slots, BlockPool(NUM_BLOCKS), SIZE)
         self.content: dict[int, Key] = {}
-        """Block -> what was last registered for it; gone when it is given away."""
+        """Block -> content that was registered last; removed when the block is given away."""
         self.arrivals = 0
         self.held: list[list[int]] = []
 
@@ -51,7 +51,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return request
 
     def _check_prefix(self, prefix: list[int], tokens: list[int], salt: str) -> None:
-        """Every hit holds exactly these tokens under this salt, and one more block would be no hit."""
+        """Every hit holds exactly these tokens under this salt, and the next block is not cached."""
         assert len(prefix) * SIZE < len(tokens), "the last token is always recomputed"
         for index, block in enumerate(prefix):
             assert self.content[block] == (salt, tuple(tokens[: (index + 1) * SIZE]))
@@ -102,7 +102,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, NUM_BLOCKS - 1))
     def hold(self, pick: int) -> None:
-        """Somebody else holds a cached block."""
+        """Hold a cached block for another request."""
         blocks = list(self.kv.pool.by_hash.values())
         if blocks:
             held = [blocks[pick % len(blocks)]]

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """A core, a recorder of its events, and a worker that answers when it is told to."""
+    """A core, a recorder of its events, and a worker that answers when the test calls `answer`."""
 
     def __init__(self, depth: int = 2, limits: Limits = LIMITS, use_priority: bool = False) -> None:
         self.recorder = Recorder()
@@ -164,8 +164,8 @@ def test_each_dispatched_step_is_applied_and_each_request_is_followed_to_its_end
     assert all(len(event.counts) == event.step.samples.sum() == len(event.states) for event in applied)
 
 
-def test_the_states_of_a_result_tell_which_rows_were_used() -> None:
-    """One request runs on, one was preempted by a better one with a step in flight, one was aborted."""
+def test_the_states_of_a_result_show_which_rows_were_used() -> None:
+    """One request was aborted, one was preempted by a request of better priority, with a step in flight."""
     engine = Engine(2, Limits(2, 64, 64, 32, 4), use_priority=True)
     engine.generate(0, max_tokens=9)
     engine.generate(1, max_tokens=9, priority=5)
@@ -425,7 +425,7 @@ def test_a_refused_request_was_never_queued() -> None:
     assert engine.finished[0].times == RequestTimes(ended=6.0)
 
 
-def test_an_aborted_request_ends_without_what_did_not_happen() -> None:
+def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:
     engine = Engine(2, Limits(1, 64, 64, 32, 4))
     timed(engine, 1.0, lambda: engine.generate(0, max_tokens=9), engine.dispatch)
     timed(engine, 2.0, lambda: engine.generate(1))

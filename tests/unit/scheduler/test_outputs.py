@@ -1,4 +1,4 @@
-"""Token events grouped by frontend, in order for each request, a finish after its tokens."""
+"""Outputs are grouped by frontend, in order for each request, with a finish behind its tokens."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request
 
 Event = tuple[int, int, int, int]
-"""frontend, number, index, token"""
+"""(frontend, number, index, token)"""
 
 
 def tokens(buffer: OutputBuffer, *events: Event) -> None:

@@ -1,4 +1,4 @@
-"""The phased policy asked directly, and what the engine makes of a runner's reports (spec 5(b))."""
+"""The phased policy under the engine, and reports of a runner's progress."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def plans(engine: EngineCore) -> list[SchedulerOutput]:
 
 
 def answer(plan: SchedulerOutput, **changes: bytes) -> ModelRunnerOutput:
-    """Token 7 for every row that samples."""
+    """Return a result with token 7 for every sampling row."""
     sampled = np.frombuffer(plan.samples, np.bool_)
     slots, generations = (
         np.frombuffer(column, np.int32)[sampled] for column in (plan.slots, plan.generations)
@@ -44,7 +44,7 @@ def answer(plan: SchedulerOutput, **changes: bytes) -> ModelRunnerOutput:
     return ModelRunnerOutput(plan.epoch, plan.step_id, **(fields | changes))
 
 
-# -- what cannot work is refused by name -----------------------------------------------------------------------------
+# -- sizes that cannot work are refused ------------------------------------------------------------------------------
 
 
 def test_a_volume_that_cannot_hold_one_request_is_refused() -> None:
@@ -66,8 +66,8 @@ def test_chunks_that_are_not_whole_blocks_are_refused() -> None:
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
-def test_the_printed_volume_holds_three_and_not_four() -> None:
-    """5(e) 4: requests that reach tkv 426 under a limit of 1536. The fourth enters when one of the others has ended."""
+def test_the_worked_volume_holds_three_and_not_four() -> None:
+    """Requests reach tkv 426 under a limit of 1536. The fourth enters when one of the others has ended."""
     limits = Limits(
         max_num_seqs=4, max_num_batched_tokens=448, max_model_len=448, num_blocks=64, block_size=64
     )
@@ -89,7 +89,7 @@ def test_the_printed_volume_holds_three_and_not_four() -> None:
 
 
 def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
-    """Rules 10 and 11: while that chunk is in flight there is nothing to do, however deep the queue."""
+    """Processed prefill: while that chunk is in flight, no step is formed, however deep the queue."""
     engine = core(depth=3)
     add(engine, 0, 12, 4)
     chunks = plans(engine)
@@ -100,11 +100,11 @@ def test_a_request_decodes_when_its_last_chunk_was_processed() -> None:
     assert [np.frombuffer(plan.starts, np.int32).tolist() for plan in plans(engine)] == [[12], [13], [14]]
 
 
-# -- what a runner may report ----------------------------------------------------------------------------------------
+# -- reports of the runner -------------------------------------------------------------------------------------------
 
 
 def prefilling() -> tuple[EngineCore, list[SchedulerOutput]]:
-    """Chunks 0 to 8 and 8 to 16 of a prompt of 16 are in flight."""
+    """Return an engine with chunks 0 to 8 and 8 to 16 of a prompt of 16 in flight."""
     engine = core()
     add(engine, 0, 16, 4)
     return engine, plans(engine)
@@ -123,7 +123,7 @@ def test_a_report_of_what_was_planned_changes_nothing() -> None:
 
 
 def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
-    """A runner that computed the void row all the same: its token is no one's."""
+    """The runner computed the void row all the same: its token is ignored."""
     engine, (first, second) = prefilling()
     engine.on_result(answer(first, **report(0, 5)))
     (again,) = plans(engine)
@@ -146,7 +146,7 @@ def test_tokens_of_a_generation_that_was_rolled_back_are_ignored() -> None:
         ({"slots": pack([0]), "generations": pack([1]), "counts": pack([0])}, "not those of its plan"),
     ],
 )
-def test_reports_that_cannot_be_true_are_refused(fields: dict[str, bytes], says: str) -> None:
+def test_impossible_reports_are_refused(fields: dict[str, bytes], says: str) -> None:
     engine, (first, _) = prefilling()
     with pytest.raises(UnknownResult, match=says):
         engine.on_result(answer(first, **fields))

@@ -1,4 +1,4 @@
-"""The transition table, keys and the terminal message."""
+"""The transition table, order keys and the terminal message."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def test_only_the_transitions_of_the_table_are_taken(before: RequestStatus, afte
         assert r.status is before
 
 
-def test_a_rank_orders_by_priority_then_arrival_also_below_zero() -> None:
+def test_an_order_key_orders_by_priority_then_arrival_also_below_zero() -> None:
     pairs = [(-(2**20), 9), (-1, 2**41), (0, 1), (0, 2), (1, 0), (2**20, 3)]
     keys = [make_order_key(*pair) for pair in pairs]
     assert keys == sorted(keys)

@@ -1,4 +1,4 @@
-"""A slot's life: assigned with every column reset, retired behind its fence, given away again."""
+"""A slot is assigned with every column reset, retired behind its fence, and assigned again."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_a_retired_request_gets_its_tokens_back() -> None:
     slots.retire(slot, DROP)
     slots.history[slot] = 0
     assert (r.token_ids.tolist(), r.slot, int(slots.state[slot])) == ([1, 2, 3, 8, 9], -1, DROP)
-    assert slots.request(slot) is r, "late rows still find their request"
+    assert slots.request(slot) is r, "late rows belong to their request"
     slots.release(slot)
     assert int(slots.state[slot]) == FREE
     with pytest.raises(KeyError, match="is free"):
@@ -87,7 +87,7 @@ def test_many_stop_tokens_cost_other_steps_nothing_once_their_request_has_left()
 
 
 def test_under_a_grammar_a_stop_token_counts_at_once_whatever_min_tokens_says() -> None:
-    """It is only sampled before `min_tokens` where nothing else may follow, so the text is complete."""
+    """It is sampled before `min_tokens` only if the grammar allows nothing else, so the text is complete."""
     slots = SlotColumns(2, 32)
     free, constrained = (request(number, [1, 2], min_tokens=6, eos_token_ids=(2,)) for number in (1, 2))
     constrained.grammar = Automaton(1, -1, 64, (2,))

@@ -1,4 +1,4 @@
-"""Rows with drafts in the core alone, step by step: what is promised, what is settled, and what never leaves."""
+"""Rows with drafts in the core alone, step by step: placeholders, settling, cutting."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ LIMITS = Limits(
 
 
 class Driver:
-    """Answers plans by hand, one token list per row that samples."""
+    """A core whose results the test provides, one token list per sampling row."""
 
     def __init__(self, depth: int = 1, limits: Limits = LIMITS, policy: BatchingPolicy | None = None) -> None:
         self.core = EngineCore(
@@ -66,7 +66,7 @@ def starts_and_counts(plan: SchedulerOutput) -> list[tuple[int, int, int]]:
 
 
 def test_a_row_promises_its_drafts_and_gives_back_what_was_rejected() -> None:
-    """Spec 2(b) 1 to 3 at depth one: `P = T + H - 1`, and P falls by what was rejected."""
+    """At depth one: `P = T + H - 1`, and P falls by the rejected drafts."""
     driver = Driver()
     driver.generate()
     plan = driver.dispatch()
@@ -82,7 +82,7 @@ def test_a_row_promises_its_drafts_and_gives_back_what_was_rejected() -> None:
 
 
 def test_ahead_the_start_is_an_upper_bound() -> None:
-    """S2-5 at depth two: the next row starts as if every draft were accepted; later ones know better."""
+    """At depth two the next row starts as if every draft were accepted; the result corrects later rows."""
     driver = Driver(depth=2)
     driver.generate()
     plans = list(driver.core.dispatch())
@@ -98,7 +98,7 @@ def test_ahead_the_start_is_an_upper_bound() -> None:
 
 @pytest.mark.parametrize("at", range(K + 1))
 def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
-    """Acceptance test 4 and rule 12: a stop at each position of a row."""
+    """Row cut: a stop at each position of a row."""
     driver = Driver(depth=2)
     driver.generate()
     driver.plans += driver.core.dispatch()  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
     driver.answer([1, 2, 3, 4])  # in flight at the stop: ignored
     assert driver.tokens[0] == [5, *row[: at + 1]]
     assert not driver.core.has_requests
-    assert driver.core.epoch.kv.usage == 0, "blocks left behind the fence"
+    assert driver.core.epoch.kv.usage == 0, "blocks are held behind the fence"
 
 
 @pytest.mark.parametrize("max_tokens", range(2, 6))
@@ -128,7 +128,7 @@ def test_max_tokens_inside_a_row(max_tokens: int) -> None:
 
 
 def test_drafts_end_at_the_context_limit() -> None:
-    """Rule 2: room is what is left of the context; S2-5: no position reaches its end."""
+    """The number of drafts is limited by the rest of the context; no position reaches its end."""
     driver = Driver()
     driver.generate(prompt=28, max_tokens=100)
     driver.dispatch()
@@ -153,7 +153,7 @@ class LeavesOutTheFirst(ChunkedPolicy):
 
 
 def test_drafts_wait_for_a_row_that_is_left_out() -> None:
-    """S2-6: they are those of its latest sampling step, however many steps ago that was."""
+    """They are those of its latest sampling step, however many steps ago that was."""
     policy = LeavesOutTheFirst()
     driver = Driver(policy=policy)
     driver.generate(0)
@@ -171,7 +171,7 @@ def test_drafts_wait_for_a_row_that_is_left_out() -> None:
 
 @pytest.mark.parametrize("row", [[], [5, 6, 7, 8, 9]])
 def test_a_row_with_other_tokens_than_drafts_and_one_is_refused(row: list[int]) -> None:
-    """S2-3"""
+    """Row width."""
     driver = Driver()
     driver.generate()
     driver.dispatch()

@@ -1,4 +1,4 @@
-"""The core's rules for grammars, embeddings and log-probabilities, one event after the other."""
+"""Grammars, embeddings and log-probabilities in the core, event by event."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ COUNTING = StructuredOutputParams(GrammarKind.CHOICE, '["5"]', (7,))
 
 
 class Counting:
-    """A `Grammar` of 5, 6, 7 and so on."""
+    """A `Grammar` of the output 5, 6, 7 and so on."""
 
     def __init__(self) -> None:
         self.next = 5
@@ -73,7 +73,7 @@ def finishes(core: EngineCore) -> list[Finish]:
 
 
 def result(plan: SchedulerOutput, *tokens: int, **more: object) -> ModelRunnerOutput:
-    """`tokens`: of the rows that sample."""
+    """Return a result with `tokens` for the sampling rows."""
     chosen = np.frombuffer(plan.samples, np.bool_)
     slots, generations = unpack(plan.slots)[chosen], unpack(plan.generations)[chosen]
     ones = pack([1] * len(tokens))
@@ -82,7 +82,7 @@ def result(plan: SchedulerOutput, *tokens: int, **more: object) -> ModelRunnerOu
 
 
 def bits(grammar: GrammarOutput) -> dict[int, list[int]]:
-    """Slot -> ids that may be sampled."""
+    """Return slot -> ids that may be sampled."""
     masks = np.frombuffer(grammar.bitmask, np.uint8).reshape(len(grammar.slots) // 4, -1)
     allowed = np.unpackbits(masks, axis=1, bitorder="little", count=VOCAB)
     return {
@@ -111,8 +111,8 @@ def test_it_is_submitted_with_its_ends_and_waits_beside_the_queue() -> None:
     assert bits(grammar) == {0: [5]}
 
 
-def test_its_rank_is_that_of_its_arrival() -> None:
-    """A request that came later does not stay before it."""
+def test_its_order_is_that_of_its_arrival() -> None:
+    """A request that arrived later comes after it."""
     core = engine()
     core.add(0, generate([1], number=0, structured=COUNTING))
     core.add(0, generate([2], number=1))
@@ -130,7 +130,7 @@ def test_what_cannot_be_compiled_is_invalid() -> None:
     assert core.store.counters["invalid"] == 1
 
 
-def test_tokens_delivered_before_move_the_grammar_or_end_the_request() -> None:
+def test_replayed_tokens_advance_the_grammar_or_end_the_request() -> None:
     core = engine(1)
     core.add(0, generate([1, 2, 5, 6], number=0, prompt=2, structured=COUNTING))
     core.add(0, generate([1, 2, 5, 9], number=1, prompt=2, structured=COUNTING))
@@ -172,7 +172,7 @@ def test_the_number_of_an_aborted_one_may_be_used_again_at_once() -> None:
     assert core.has_requests
 
 
-def test_those_that_are_compiled_count_in_the_bounds_of_the_queue() -> None:
+def test_requests_whose_grammar_is_compiled_count_in_the_limits_of_the_queue() -> None:
     core = engine(max_num_queued_reqs=2)
     for number in range(3):
         core.add(0, generate(number=number, structured=COUNTING))
@@ -183,7 +183,7 @@ def test_those_that_are_compiled_count_in_the_bounds_of_the_queue() -> None:
     assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
 
 
-def test_the_end_of_all_workers_is_theirs_too() -> None:
+def test_requests_whose_grammar_is_compiled_fail_with_the_workers() -> None:
     core = engine()
     core.add(0, generate(structured=COUNTING))
     core.fail_all("gone")
@@ -192,7 +192,7 @@ def test_the_end_of_all_workers_is_theirs_too() -> None:
     assert not core.has_requests
 
 
-def test_smaller_workers_do_not_wait_for_a_grammar_to_say_that_it_cannot_fit() -> None:
+def test_a_request_whose_grammar_is_compiled_ends_if_smaller_workers_cannot_hold_it() -> None:
     core = engine()
     core.add(0, generate([1] * 20, structured=COUNTING))
     core.end_epoch()
@@ -203,7 +203,7 @@ def test_smaller_workers_do_not_wait_for_a_grammar_to_say_that_it_cannot_fit() -
     assert list(core.dispatch()) == []
 
 
-# -- what the engine does not have -------------------------------------------------------------------------------
+# -- features that are not served --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_smaller_workers_do_not_wait_for_a_grammar_to_say_that_it_cannot_fit() -
         (generate(allowed_token_ids=pack([-1])), "between 0 and 49"),
     ],
 )
-def test_a_request_that_needs_or_names_it_ends_alone(message: GenerateRequest, says: str) -> None:
+def test_a_request_that_needs_such_a_feature_ends_alone(message: GenerateRequest, says: str) -> None:
     core = engine(compiles=False, hidden_size=0)
     core.add(0, generate(number=9))
     core.add(0, message)
@@ -231,7 +231,7 @@ def test_a_request_that_needs_or_names_it_ends_alone(message: GenerateRequest, s
 
 
 def running(depth: int = 2) -> tuple[EngineCore, Counting, list[SchedulerOutput]]:
-    """A constrained request in slot 0 and another one in slot 1; as many steps in flight as may be."""
+    """Return an engine with a constrained request in slot 0, another one in slot 1, and a full queue."""
     core, grammar = engine(depth), Counting()
     core.add(0, generate(number=0, structured=COUNTING, max_tokens=9))
     core.on_grammar(1, grammar)
@@ -275,7 +275,7 @@ def test_a_token_outside_the_grammar_ends_only_its_request() -> None:
     assert unpack(message.numbers, np.uint32).tolist() == [1]
     mask, *_ = core.dispatch()
     assert isinstance(mask, GrammarOutput)
-    assert bits(mask) == {0: list(range(VOCAB))}, "nobody reads what is sampled for it"
+    assert bits(mask) == {0: list(range(VOCAB))}, "its token will be ignored"
     core.on_result(result(plans[1], 3, 42))
     assert unpack(outputs(core)[0].numbers, np.uint32).tolist() == [1]
 
@@ -313,7 +313,7 @@ def test_a_missing_embedding_ends_only_its_request() -> None:
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 0], [], [-1]])
-def test_embeddings_that_are_none_fail_the_step(slots: list[int]) -> None:
+def test_invalid_embeddings_fail_the_step(slots: list[int]) -> None:
     core, plan = pooling_step()
     wrong = result(plan, 9, 10, embedding_slots=pack(slots), embeddings=bytes(4 * HIDDEN))
     with pytest.raises(UnknownResult, match="are no embeddings"):
@@ -360,7 +360,7 @@ def test_each_frontend_gets_its_own() -> None:
     assert owners == {3: [3, 3], 4: [4]}
 
 
-def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
+def test_log_probabilities_of_an_aborted_request_are_dropped() -> None:
     core = engine(1)
     core.add(0, generate(number=1, logprobs=0))
     core.add(0, generate(number=2, logprobs=0))
@@ -384,7 +384,7 @@ def test_log_probabilities_of_an_aborted_request_reach_nobody() -> None:
         (scored(0, position=-1), "negative"),
     ],
 )
-def test_log_probabilities_that_are_none_fail_the_step(rows: object, says: str) -> None:
+def test_invalid_log_probabilities_fail_the_step(rows: object, says: str) -> None:
     core = engine(1)
     core.add(0, generate(logprobs=0))
     (plan,) = core.dispatch()

@@ -13,7 +13,7 @@ def request(order_key: int, tokens: int = 2) -> Request:
     return Request(0, order_key, np.zeros(tokens, np.int32), tokens, SamplingParams(4), order_key)
 
 
-def test_order_is_by_order_key_and_a_preempted_request_stands_before_later_ones() -> None:
+def test_a_preempted_request_precedes_later_ones() -> None:
     queue = WaitingQueue()
     first, second, third = request(1), request(2), request(3)
     for r in (third, first, second):
@@ -25,7 +25,7 @@ def test_order_is_by_order_key_and_a_preempted_request_stands_before_later_ones(
     assert queue.head() is first
 
 
-def test_a_walk_that_ends_early_loses_nobody() -> None:
+def test_a_walk_that_ends_early_loses_no_request() -> None:
     queue = WaitingQueue()
     requests = [request(order_key) for order_key in range(5)]
     for r in requests:
