@@ -1,4 +1,4 @@
-"""Scheduler and worker as real processes over ipc, and a client that speaks the scheduler's client socket."""
+"""Scheduler and workers as real processes over ipc, and a frontend's client of the scheduler."""
 
 import signal
 import subprocess
@@ -27,13 +27,13 @@ from protocol.transport import Client
 from services.config import SchedulerConfig, WorkerConfig
 
 PATIENCE = 240.0
-"""Seconds without any progress after which a test gives up; kernels may have to be compiled, on a busy machine."""
+"""Seconds without progress after which a test fails. Kernels may have to be compiled, on a busy machine."""
 
 
 def spawn(
     service: str, config: SchedulerConfig | WorkerConfig, log: IO[str] | int = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    """`log`: where its log goes. A pipe must be read, or a service that says much waits for its reader."""
+    """Start a service. `log`: file for its log; a pipe must be read, or a service that logs much blocks."""
     code = (
         "import logging, sys\n"
         f"logging.basicConfig(level='{config.log_level.upper()}', format='%(asctime)s %(name)s %(message)s')\n"
@@ -45,13 +45,13 @@ def spawn(
 
 
 def _advance(state: EngineState) -> tuple[object, ...]:
-    """What of a state changes when the engine comes further."""
+    """Return the fields of a state that change when the engine makes progress."""
     stats = state.stats
     return state.phase, state.detail, state.progress, stats.get("num_workers"), stats.get("steps_total")
 
 
 class EngineClient:
-    """One frontend's side of the client socket."""
+    """One frontend's connection to the scheduler."""
 
     def __init__(self, endpoint: str) -> None:
         self._client = Client(endpoint)
@@ -60,11 +60,11 @@ class EngineClient:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
         self.logprobs: dict[int, dict[int, tuple[int, bytes, bytes]]] = {}
-        """By request and position: rank, ids and log-probabilities as bytes; the first that came."""
+        """Request -> position -> rank, ids and log-probabilities as bytes; the first that arrived."""
         self.embeddings: dict[int, bytes] = {}
         self.state: EngineState | None = None
         self._moved = time.monotonic()
-        """When the engine was last seen to come further, or asked for something."""
+        """Time of the last progress of the engine, or of the last message to it."""
 
     def wait_ready(self) -> EngineState:
         while self.state is None or self.state.phase is not EnginePhase.READY:
@@ -102,7 +102,7 @@ class EngineClient:
         params: SamplingParams,
         structured: StructuredOutputParams | None = None,
     ) -> None:
-        """A request whose first tokens were delivered before."""
+        """Send a request whose first tokens were delivered before."""
         self.tokens[number], self.logprobs[number] = list(delivered), {}
         tokens = pack([*prompt, *delivered])
         self.send(GenerateRequest(number, tokens, len(prompt), params, structured=structured))
@@ -115,7 +115,7 @@ class EngineClient:
         self._client.send(message)
 
     def receive(self) -> RequestOutputs | EngineState:
-        """The next message, applied. Token indices must be contiguous, and nothing may follow a finish."""
+        """Receive and apply the next message. Token indices must be contiguous, and nothing may follow a finish."""
         frame = self._client.receive(PATIENCE)
         assert frame is not None, f"the engine is silent: {self.state}"
         message = self._decoder.decode(frame)
@@ -140,7 +140,7 @@ class EngineClient:
         return message
 
     def _watch(self, state: EngineState) -> None:
-        """A busy engine says every second how it stands, a stuck one too."""
+        """Fail if the engine makes no progress. A busy engine reports its state every second, a stuck one too."""
         if self.state is None or _advance(self.state) != _advance(state):
             self._moved = time.monotonic()
         assert time.monotonic() - self._moved < PATIENCE, f"the engine comes no further: {state}"
@@ -175,7 +175,7 @@ class Engine:
         self.client_endpoint = scheduler.client_endpoint
         self._worker_config = worker
         self._logs: dict[subprocess.Popen[str], Path] = {}
-        """Of every process that was ever started."""
+        """Process -> its log file, of all processes that were started."""
         self.scheduler = self._spawn("scheduler", scheduler)
         self.workers = [self._spawn("worker", worker) for _ in range(num_workers)]
 
@@ -187,22 +187,22 @@ class Engine:
         return process
 
     def log(self, process: subprocess.Popen[str]) -> str:
-        """What it has written so far."""
+        """Return the process's log so far."""
         return self._logs[process].read_text()
 
     @property
     def worker(self) -> subprocess.Popen[str]:
-        """The first one."""
+        """The first worker."""
         return self.workers[0]
 
     def add_worker(self, **changes: object) -> subprocess.Popen[str]:
-        """One more, of the same configuration but for `changes`."""
+        """Start another worker with the same configuration except for `changes`."""
         config = WorkerConfig.model_validate(self._worker_config.model_dump() | changes)
         self.workers.append(self._spawn("worker", config))
         return self.workers[-1]
 
     def stop(self) -> tuple[int, ...]:
-        """Drains and waits. Returns the exit statuses, the scheduler's first."""
+        """Drain and wait. Return the exit statuses, the scheduler's first."""
         self.scheduler.send_signal(signal.SIGTERM)
         return tuple(process.wait(PATIENCE) for process in (self.scheduler, *self.workers))
 
@@ -212,7 +212,7 @@ class Engine:
             process.wait()
 
     def print_logs(self) -> None:
-        """For whoever reads why a test failed."""
+        """Print the logs of all processes."""
         for process, path in self._logs.items():
             print(f"== {path.name}, process {process.pid}, exit status {process.poll()}\n{path.read_text()}")
 
@@ -221,7 +221,7 @@ class Engine:
 def engine(
     directory: Path, scheduler: dict[str, object], worker: dict[str, object], num_workers: int = 1
 ) -> Iterator[Engine]:
-    """A scheduler and workers; whatever happens, no process is left."""
+    """Start a scheduler and workers. No process is left at the end."""
     endpoints = {name: f"ipc://{directory}/{name}" for name in ("w", "c")}
     running = Engine(
         directory,

@@ -1,4 +1,4 @@
-"""Random JSON schemas, small enough for a model that writes at random to finish most of them."""
+"""Random JSON schemas, small enough that a random model finishes most of them."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ class SchemaGenerator:
         self._rng = random.Random(seed)
 
     def schema(self) -> Schema:
-        """One of objects and arrays, often with definitions that it refers to."""
+        """Return a schema of an object or an array, often with definitions that it refers to."""
         names = [f"d{i}" for i in range(self._rng.randint(0, 2))]
         schema = self._rng.choice([self._object, self._object, self._array])(0, names)
         if names:

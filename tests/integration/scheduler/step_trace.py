@@ -1,4 +1,4 @@
-"""Reading the file of `--step-trace`."""
+"""The file of `--step-trace`."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_steps(trace: Path) -> dict[int, dict[str, Any]]:
-    """The steps of the first epoch by step id; all of them, since an orderly end loses none."""
+    """Return the steps of the first epoch by step id. None is missing after an orderly end."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     steps = {line["step_id"]: line for line in lines if line["kind"] == "step"}
     assert sorted(steps) == list(range(1, len(steps) + 1))
@@ -14,14 +14,15 @@ def read_steps(trace: Path) -> dict[int, dict[str, Any]]:
 
 
 def steps_ahead(trace: Path) -> tuple[int, int]:
-    """Steps whose successor was dispatched before their result arrived, and all that have a successor."""
+    """Return the number of steps whose successor was dispatched before their result arrived, and of all with a
+    successor."""
     steps = read_steps(trace)
     pairs = [(steps[step_id], steps[step_id + 1]) for step_id in steps if step_id + 1 in steps]
     return sum(after["dispatched"] < before["result_received"] for before, after in pairs), len(pairs)
 
 
 def in_flight(trace: Path) -> list[int]:
-    """The number of steps in flight after each plan that was sent and each result that arrived, in order of time."""
+    """Return the number of steps in flight after each dispatch and each result, in order of time."""
     moments = []
     for step in read_steps(trace).values():
         moments += [(step["dispatched"], 1), (step["result_received"], -1)]

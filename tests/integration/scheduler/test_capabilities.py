@@ -1,4 +1,4 @@
-"""Every cell of the capability table: it serves with the same answers as any other, or refuses by name."""
+"""Every combination of the capability table serves with the same answers, or is refused with its reason."""
 
 import re
 from dataclasses import replace
@@ -26,8 +26,8 @@ CELLS = {
     if cell.backend in WORKERS
     and (not cell.speculation or (cell.runs_ahead and (reason is None or cell.backend == "sim")))
 }
-"""vLLM has an environment of its own, and its cells are run there: tests/vllm. Drafts in step with the scheduler are in
-test_speculation.py, and what refuses them does so before it looks at the backend."""
+"""vLLM's combinations run in its own environment: tests/vllm. Synchronous drafts are tested in test_speculation.py;
+their refusal does not depend on the backend."""
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 STREAMS = range(8)
@@ -49,7 +49,7 @@ def scheduler(cell: Combination) -> dict[str, object]:
 
 
 def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
-    """Of plain and structured requests together: what the others ask for changes nobody's answer."""
+    """Return the answers of plain and structured requests together: no request changes another's answer."""
     directory.mkdir(exist_ok=True)
     with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
         client = EngineClient(running.client_endpoint)
@@ -69,7 +69,7 @@ def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[int]]]:
-    """By backend, what the plainest cell answers; a rigid device simulates the same model."""
+    """Return backend -> answers of the simplest combination. A rigid device simulates the same model."""
     plain = {
         backend: answers(Combination("chunked", False, False, backend), tmp_path_factory.mktemp("plain"))
         for backend in ("native", "sim")
@@ -94,7 +94,9 @@ def test_cell_that_is_not_refused_serves_the_same_answers(
 @pytest.mark.parametrize(
     "cell", [cell for cell in CELLS if CELLS[cell] is not None and not cell.structured], ids=str
 )
-def test_cell_that_is_refused_says_why_and_the_scheduler_stays(cell: Combination, tmp_path: Path) -> None:
+def test_cell_that_is_refused_names_the_reason_and_the_scheduler_stays(
+    cell: Combination, tmp_path: Path
+) -> None:
     with engine(tmp_path, scheduler(cell), WORKERS[cell.backend]) as running:
         assert running.worker.wait(PATIENCE) == 4
         assert str(refusal(cell)) in running.log(running.worker)
@@ -105,8 +107,8 @@ def test_the_table_covers_every_built_in_policy() -> None:
     assert {cell.batching_policy for cell in CELLS} == set(BUILT_IN)
 
 
-def test_stages_are_balanced_unless_told_otherwise() -> None:
-    """`make bench NAME=balanced_policy`: faster in all rows but one, which loses less than a hundredth."""
+def test_stages_are_balanced_by_default() -> None:
+    """`make bench NAME=balanced_policy`: faster in all rows but one, which loses less than 1 %."""
     assert SchedulerConfig().policy == "chunked"
     assert SchedulerConfig(pipeline_parallel_size=2).policy == "balanced"
     assert SchedulerConfig(pipeline_parallel_size=2, batching_policy="chunked").policy == "chunked"

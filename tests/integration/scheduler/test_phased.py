@@ -1,4 +1,4 @@
-"""The phased policy over real rigid workers: answers are those of any policy, and the scheduler runs ahead (S0-9)."""
+"""The phased policy over real rigid workers: answers are those of other policies, and steps really overlap."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.integration.scheduler.engine import EngineClient, engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000, "threads": 1}
-"""Steps long enough that a busy machine does not blur who came first."""
+"""Steps long enough that the order of events is certain on a busy machine."""
 LIMITS = {"max_model_len": 256, "block_size": 16, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 PHASED = {**LIMITS, "batching_policy": "phased", "phased_max_volume": 512}
 RIGID = {**SIM, "sim_rigid": True, "sim_max_volume": 512}
@@ -19,7 +19,7 @@ RIGID = {**SIM, "sim_rigid": True, "sim_max_volume": 512}
 def answers(
     tmp_path: Path, scheduler: dict[str, object], worker: dict[str, object], workers: int = 1
 ) -> tuple[dict[int, list[int]], Path]:
-    """Twelve requests of one to five chunks on six seats; their tokens, and the step trace."""
+    """Serve twelve requests of one to five chunks on six seats. Return their tokens and the step trace."""
     tmp_path.mkdir()
     trace = tmp_path / "trace.jsonl"
     with engine(tmp_path, {**scheduler, "step_trace": str(trace)}, worker, workers) as running:
@@ -38,7 +38,7 @@ def answers(
 
 @pytest.mark.timeout(300)
 def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path) -> None:
-    """At TP 1, 2 and 4. Only a last chunk may have to be awaited, where nobody else can decode (rule 11)."""
+    """At TP 1, 2 and 4. The scheduler waits only for a last chunk while no other request can decode."""
     expected, _ = answers(tmp_path / "chunked", LIMITS, SIM)
     for ranks in (1, 2, 4):
         scheduler = {**PHASED, "tensor_parallel_size": ranks}
@@ -53,7 +53,7 @@ def test_rigid_ranks_answer_as_others_do_and_are_never_waited_for(tmp_path: Path
 
 @pytest.mark.timeout(300)
 def test_rigid_stages(tmp_path: Path) -> None:
-    """Two stages: all decodes stand in one step, which is correct and leaves a stage idle."""
+    """With two stages all decodes are in one step, which is correct and leaves a stage idle."""
     expected, _ = answers(tmp_path / "chunked", LIMITS, SIM)
     tokens, _ = answers(tmp_path / "pp2", {**PHASED, "pipeline_parallel_size": 2}, RIGID, 2)
     assert tokens == expected

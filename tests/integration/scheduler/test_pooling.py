@@ -1,4 +1,4 @@
-"""Embeddings through real services: right beside generation, under preemption, running ahead; tokens do not notice."""
+"""Embeddings through real services: correct beside generation, under preemption and with steps in flight."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0.0)
 NATIVE = {"backend": "native", "dtype": "float32", "threads": 1}
 LIMITS = {"max_model_len": 256, "block_size": 16, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 TOKENS, POOLED = range(6), range(100, 112)
-"""Numbers of the requests that generate, and of those that are pooled."""
+"""Numbers of the requests that generate, and of pooled requests."""
 
 
 def prompt(number: int) -> list[int]:
@@ -29,7 +29,7 @@ def pooling(number: int) -> Pooling:
 
 
 def run(directory: Path, pooled: bool, **scheduler: object) -> EngineClient:
-    """Pooled prompts join, a few at a time, those that generate; half of the latter sample."""
+    """Pooled prompts join generating requests, a few at a time. Half of the generating requests sample."""
     directory.mkdir()
     with engine(directory, {**LIMITS, **scheduler}, NATIVE) as running:
         client = EngineClient(running.client_endpoint)
@@ -49,14 +49,14 @@ def run(directory: Path, pooled: bool, **scheduler: object) -> EngineClient:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    """What is generated where nothing is pooled, at depth one."""
+    """Return the tokens without pooled requests, at depth one."""
     client = run(tmp_path_factory.mktemp("alone") / "run", pooled=False, batch_queue_depth=1)
     return client.tokens
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[int, np.ndarray]:
-    """transformers' hidden states after the final norm, pooled."""
+    """Return transformers' hidden states after the final norm, pooled."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval().model
     found = {}
     with torch.no_grad():
@@ -86,7 +86,8 @@ def test_pooled_and_generated_under_preemption(
 def test_a_pooled_prompt_that_loses_its_seat_begins_again(
     tmp_path: Path, references: dict[int, np.ndarray]
 ) -> None:
-    """Prompts of ten chunks and more on one seat, each better than the one before, which comes some steps earlier."""
+    """Prompts of ten chunks and more on one seat. Each has better priority than the one before and arrives steps
+    later."""
     limits = {**LIMITS, "max_num_batched_tokens": 16, "max_num_seqs": 2, "scheduling_policy": "priority"}
     with engine(tmp_path, limits, NATIVE) as running:
         client = EngineClient(running.client_endpoint)

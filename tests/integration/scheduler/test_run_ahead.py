@@ -1,4 +1,4 @@
-"""The running services: the scheduler is one step ahead at depth two, never at depth one, and answers are the same."""
+"""Running services: the scheduler is one step ahead at depth two, never at depth one, and answers are the same."""
 
 import signal
 from pathlib import Path
@@ -11,11 +11,11 @@ from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
-"""Steps long enough that a busy machine does not blur who came first."""
+"""Steps long enough that the order of events is certain on a busy machine."""
 
 
 def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -> tuple[EngineClient, Path]:
-    """Sixteen requests of 48 tokens; returns the client that holds their answers, and the step trace."""
+    """Serve sixteen requests of 48 tokens. Return the client with their answers, and the step trace."""
     tmp_path.mkdir(exist_ok=True)
     trace = tmp_path / "trace.jsonl"
     scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512, **limits}
@@ -36,7 +36,7 @@ def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -
 
 
 def share_ahead(trace: Path) -> float:
-    """Share of steps N whose successor was scheduled before N's result arrived."""
+    """Return the share of steps whose successor was dispatched before their result arrived."""
     ahead, steps = steps_ahead(trace)
     return ahead / steps
 
@@ -57,7 +57,7 @@ def test_answers_survive_a_pool_that_preempts(tmp_path: Path, depth: int) -> Non
     assert tight.tokens == ample.tokens
 
 
-def test_draining_scheduler_finishes_what_runs_and_rejects_what_comes(tmp_path: Path) -> None:
+def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()

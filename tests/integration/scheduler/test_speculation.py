@@ -1,4 +1,4 @@
-"""Speculation through real services on the simulator: what clients get is what they get without, at any depth."""
+"""Speculation through real services on the simulator: the same answers as without, at any depth."""
 
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ THREE = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
 def params(number: int) -> SamplingParams:
-    """Greedy and drawn, with what changes the row and without."""
+    """Return parameters of a greedy or sampled request, with and without ones that change the logits."""
     temperature, penalty = float(number % 2), 0.5 * (number % 3 == 0)
     return SamplingParams(
         TOKENS,
@@ -32,7 +32,8 @@ def params(number: int) -> SamplingParams:
 
 
 def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **scheduler: object) -> EngineClient:
-    """The client that holds every answer; `aborts`: two of three others leave while theirs comes."""
+    """Serve requests; return the client with every answer. `aborts`: two of three others are aborted during their
+    answer."""
     sim = {"backend": "sim", "sim_step_ms": 1.0, "sim_draft_acceptance": "request"}
     sizes = {"max_model_len": 256, "max_num_seqs": 24, "settle_seconds": 0}
     with engine(directory, sizes | scheduler, sim, num_workers) as running:
@@ -68,7 +69,7 @@ def counted(client: EngineClient) -> dict[int, tuple[int, int]]:
 
 
 def assert_same_answers(client: EngineClient) -> None:
-    """S2-1: tokens and log-probabilities."""
+    """Tokens and log-probabilities are the same."""
     expected = without_drafts()
     for number in REQUESTS:
         assert client.tokens[number] == expected.tokens[number], number
@@ -78,7 +79,7 @@ def assert_same_answers(client: EngineClient) -> None:
 
 
 def test_depths_give_the_same_answers_and_accept_the_same_drafts(tmp_path: Path) -> None:
-    """S2-1, S2-2: no preemption, no budget that binds."""
+    """Without preemption, and with a budget that limits no row."""
     counts = []
     for depth in (1, 2, 3):
         (tmp_path / str(depth)).mkdir()
@@ -91,7 +92,7 @@ def test_depths_give_the_same_answers_and_accept_the_same_drafts(tmp_path: Path)
 
 
 def test_a_pool_that_preempts_while_others_leave(tmp_path: Path) -> None:
-    """2(e) 2, adaptive: k changes as it is measured."""
+    """With an adaptive number of drafts."""
     sizes: dict[str, object] = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 48}
     client = serve(
         tmp_path, aborts=True, speculative_config=THREE | {"adaptive": True}, batch_queue_depth=3, **sizes
@@ -104,7 +105,7 @@ def test_a_pool_that_preempts_while_others_leave(tmp_path: Path) -> None:
 def test_stages_in_step_with_the_scheduler_and_ahead_of_it(
     tmp_path: Path, policy: str, stages: int, depth: int
 ) -> None:
-    """A pool that preempts and requests that leave, while outcomes are on their way back to the first stage."""
+    """With preemptions and aborts while accepted tokens are on their way to the first stage."""
     sizes: dict[str, object] = {"num_gpu_blocks_override": 32, "max_num_batched_tokens": 48}
     sizes |= {"pipeline_parallel_size": stages, "batching_policy": policy, "batch_queue_depth": depth}
     client = serve(tmp_path, stages, aborts=True, speculative_config=THREE, **sizes)
@@ -113,7 +114,7 @@ def test_stages_in_step_with_the_scheduler_and_ahead_of_it(
 
 
 def test_ranks_that_compare_what_they_accept(tmp_path: Path) -> None:
-    """Two tensor-parallel ranks, a drafter with a shorter context than the sequences (2(e) 3)."""
+    """Two tensor-parallel ranks, a drafter with a shorter context than the sequences."""
     short = THREE | {"max_model_len": 60}
     client = serve(tmp_path, 2, speculative_config=short, tensor_parallel_size=2, batch_queue_depth=2)
     assert_same_answers(client)

@@ -1,4 +1,4 @@
-"""Structured output through real services: answers parse and validate, and nobody waits for another's grammar."""
+"""Structured output through real services: answers validate, and no request waits for another's grammar."""
 
 import json
 import re
@@ -23,7 +23,7 @@ TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 SIM: dict[str, object] = {"backend": "sim", "sim_step_ms": 0.0}
 BLANK = [token for token in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([token]).isspace()]
 COMPACT = {False: (), True: tuple((token, -100.0) for token in BLANK)}
-"""Biases of a model that likes whitespace, and of one that does not."""
+"""Logit biases for and against whitespace."""
 HEX = StructuredOutputParams(GrammarKind.REGEX, "[0-9a-f]{40}")
 
 
@@ -63,10 +63,10 @@ def test_a_thousand_random_schemas_and_every_finished_answer_validates(tmp_path:
 
 
 @pytest.mark.parametrize("policy", ["chunked", "phased"])
-def test_a_slow_compilation_delays_nobody_elses_next_token_by_more_than_one_step(
+def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Spec 5(e) 7: the first structured request after the start, while others decode."""
+    """The first structured request after the start, while others decode."""
     monkeypatch.setenv(FAILPOINT, "3")
     trace, neighbours, newcomer = tmp_path / "trace", range(8), 8
     scheduler = {"batching_policy": policy, "max_model_len": 2048, "step_trace": str(trace)}
@@ -86,8 +86,8 @@ def test_a_slow_compilation_delays_nobody_elses_next_token_by_more_than_one_step
             waiting += not client.tokens[newcomer]
             delivered = set(np.frombuffer(message.numbers, np.uint32).tolist())
             missed = {number: 0 if number in delivered else missed[number] + 1 for number in neighbours}
-            assert max(missed.values()) <= 1, "a neighbour's next token is two steps late"
-        assert waiting > 10, "the compilation was not slow: it shows nothing"
+            assert max(missed.values()) <= 1, "another request's next token is two steps late"
+        assert waiting > 10, "the compilation was not slow"
         assert re.fullmatch("[0-9a-f]{40}", text_of(client.tokens[newcomer]))
         client.abort(*neighbours)
         client.close()
@@ -96,7 +96,7 @@ def test_a_slow_compilation_delays_nobody_elses_next_token_by_more_than_one_step
 
 
 def _assert_steps_went_on(trace: Path, least: int) -> None:
-    """While the newcomer's grammar was compiled, plans and results went on in turn, none in front of its own plan."""
+    """While the new request's grammar was compiled, plans and results alternated, and none waited for it."""
     assert set(in_flight(trace)) == {0, 1, 2}
     assert len(read_steps(trace)) > least
 
@@ -135,7 +135,7 @@ def test_without_a_tokenizer_it_is_refused_by_name_and_everything_else_is_served
 
 
 def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(tmp_path: Path) -> None:
-    """The marker is found in what was emitted; a bias makes it likely."""
+    """The marker is found in the output; a bias makes it likely."""
     marker = 77
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
         client = EngineClient(running.client_endpoint)
@@ -160,7 +160,7 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
 
 
 def test_delivered_tokens_belong_to_the_answer_when_a_request_comes_again(tmp_path: Path) -> None:
-    """A frontend that resubmits after a restart: what was delivered stands, and the rest matches."""
+    """A frontend resubmits after a restart: delivered tokens stay, and the rest matches."""
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
