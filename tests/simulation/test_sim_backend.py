@@ -1,5 +1,7 @@
-"""The permutation matrix of sampling parameters with the production worker: core, session and simulator backend,
-checked against the plain reference sampler."""
+"""Every combination of parameters on the simulator backend: scheduler core, session and runner together.
+
+Their tokens equal those of the plain reference sampler (same tokens; docs/invariants.md).
+"""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,7 @@ from services.worker.sampling.reference import TokenLogprobs
 from services.worker.session import ExecuteStep, Phase, SampleStep, Session
 from tests.simulation.grammar import Automaton, Compilation
 from tests.simulation.parameters import MATRIX, STRUCTURED, with_parameters
-from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, sim_runner
+from tests.unit.worker.plans import BLOCK, CONTEXT, SLOTS, VOCAB, prompt, result_of, sim_runner
 from tests.unit.worker.sim_reference import answer, assert_scored
 
 STORM = Limits(SLOTS // 2, 24, CONTEXT, num_blocks=24, block_size=BLOCK)
@@ -33,13 +35,15 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class Stream:
+class ReceivedText:
+    """A request and the messages that its received has received."""
+
     text: list[int]
     params: SamplingParams
     structured: StructuredOutputParams | None
     tokens: list[int] = field(default_factory=list)
     scores: dict[int, tuple[int, list[int], bytes]] = field(default_factory=dict)
-    """Position -> rank, ids and values that arrived first."""
+    """Position -> token rank, ids and values of the first message for it."""
     finish: Finish | None = None
 
 
@@ -69,16 +73,20 @@ class SimEngine:
         self.session.on(InitializeCache(STORM.num_blocks, CONTEXT))
         self.session.ready()
         self.outputs: deque[Output] = deque()
-        self.streams: list[Stream] = []
+        self.texts: list[ReceivedText] = []
         self.deferred = 0
 
-    def add(self, stream: Stream) -> None:
-        number = len(self.streams)
-        self.streams.append(stream)
+    def add(self, received: ReceivedText) -> None:
+        number = len(self.texts)
+        self.texts.append(received)
         self.core.add(
             0,
             GenerateRequest(
-                number, pack(stream.text), len(stream.text), stream.params, structured=stream.structured
+                number,
+                pack(received.text),
+                len(received.text),
+                received.params,
+                structured=received.structured,
             ),
         )
         for ticket in list(self.compilation.waiting):
@@ -108,42 +116,44 @@ class SimEngine:
         for _, message in self.core.take_outputs():
             columns = (unpack(message.numbers, np.uint32), unpack(message.indices), unpack(message.token_ids))
             for number, index, token in zip(*(column.tolist() for column in columns), strict=True):
-                assert index == len(self.streams[number].tokens)
-                self.streams[number].tokens.append(token)
+                assert index == len(self.texts[number].tokens)
+                self.texts[number].tokens.append(token)
             if message.logprobs is not None:
                 self._score(LogprobRows.from_message(message.logprobs))
             for finish in message.finished:
-                self.streams[finish.number].finish = finish
+                self.texts[finish.number].finish = finish
 
     def _score(self, rows: LogprobRows) -> None:
         at = 0
         for number, position, count, rank in zip(*(column.tolist() for column in rows[:4]), strict=True):
             ids, values = rows.token_ids[at : at + count].tolist(), rows.values[at : at + count].tobytes()
             at += count
-            first = self.streams[number].scores.setdefault(position, (rank, ids, values))
-            assert first == (rank, ids, values), "what came again is not what came first"
+            first = self.texts[number].scores.setdefault(position, (rank, ids, values))
+            assert first == (rank, ids, values), "a repeated entry differs from the first one"
 
 
-def expected(stream: Stream, params: SamplingParams, structured: StructuredOutputParams | None) -> list[int]:
+def expected(
+    received: ReceivedText, params: SamplingParams, structured: StructuredOutputParams | None
+) -> list[int]:
     def mask(output: list[int]) -> np.ndarray:
         assert structured is not None
         grammar = Automaton.from_params(structured, VOCAB, ())
         assert all(map(grammar.accept, output))
         return grammar.mask()
 
-    return answer(stream.text, params, params.max_tokens, mask if structured else None)
+    return answer(received.text, params, params.max_tokens, mask if structured else None)
 
 
-def assert_answered(stream: Stream) -> None:
-    text, params = stream.text, stream.params
-    assert stream.finish is not None
-    assert stream.finish.reason is FinishReason.LENGTH
-    assert stream.tokens == expected(stream, params, stream.structured)
-    everything = text + stream.tokens
+def assert_answered(received: ReceivedText) -> None:
+    text, params = received.text, received.params
+    assert received.finish is not None
+    assert received.finish.reason is FinishReason.LENGTH
+    assert received.tokens == expected(received, params, received.structured)
+    everything = text + received.tokens
     wanted = set() if params.logprobs is None else set(range(len(text), len(everything)))
     wanted |= set() if params.prompt_logprobs is None else set(range(1, len(text)))
-    assert stream.scores.keys() == wanted
-    for position, (rank, ids, values) in stream.scores.items():
+    assert received.scores.keys() == wanted
+    for position, (rank, ids, values) in received.scores.items():
         count = params.logprobs if position >= len(text) else params.prompt_logprobs
         entry = TokenLogprobs(rank, np.array(ids, np.int32), np.frombuffer(values, np.float32))
         assert_scored(entry, everything[:position], everything[position], count or 0)
@@ -152,33 +162,35 @@ def assert_answered(stream: Stream) -> None:
 @pytest.mark.parametrize(("drafts", "depth"), [(0, 1), (0, 2), (0, 3), (1, 2), (3, 1), (3, 3), (5, 2)])
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int, depth: int) -> None:
-    """Requests join and leave in every step, three of four with the parameter, and blocks are short; with drafts and
-    without."""
-    rng, engine = Random(name), Engine(depth, drafts)
+    """Requests join and leave in every step, three of four have the parameter, and blocks are scarce."""
+    rng, engine = Random(name), SimEngine(depth, drafts)
     names = (name, name, name, rng.choice(MATRIX))
-    while len(engine.streams) < 16 or engine.core.requests:
-        for _ in range(min(rng.choice((1, 1, 2)), 16 - len(engine.streams))):
+    while len(engine.texts) < 16 or engine.core.requests:
+        for _ in range(min(rng.choice((1, 1, 2)), 16 - len(engine.texts))):
             seed = rng.choice((None, None, 7))
             base = SamplingParams(
                 max_tokens=rng.randint(6, 18), temperature=0.0 if seed is None else 1.0, seed=seed or 0
             )
-            sampling, structured = with_parameters(names[len(engine.streams) % 4], base, rng, VOCAB)
-            engine.add(Stream(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
-        engine.turn()
+            sampling, structured = with_parameters(names[len(engine.texts) % 4], base, rng, VOCAB)
+            engine.add(ReceivedText(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
+        engine.step()
     engine.runner.shutdown()
     assert engine.core.store.counters["preemptions"] > 0
     assert bool(engine.deferred) == (STRUCTURED in name and depth > 1)
     counters = engine.core.store.counters
     if drafts:
         assert 0 < counters["spec_decode_num_accepted_tokens"] < counters["spec_decode_num_draft_tokens"]
-    for stream in engine.streams:
-        assert_answered(stream)
+    for received in engine.texts:
+        assert_answered(received)
     bare = [
-        (stream, expected(stream, SamplingParams(max_tokens=stream.params.max_tokens, temperature=0.0), None))
-        for i, stream in enumerate(engine.streams)
-        if i % 4 != 3 and not stream.params.temperature
+        (
+            received,
+            expected(received, SamplingParams(max_tokens=received.params.max_tokens, temperature=0.0), None),
+        )
+        for i, received in enumerate(engine.texts)
+        if i % 4 != 3 and not received.params.temperature
     ]
-    changed = [stream for stream, tokens in bare if stream.tokens != tokens]
+    changed = [received for received, tokens in bare if received.tokens != tokens]
     unchanging = name in ("none", "logprobs", "prompt logprobs")
     assert len(bare) > 2
     assert not changed if unchanging else len(changed) > len(bare) // 2
