@@ -225,7 +225,7 @@ def test_a_grammar_is_ready_when_smaller_workers_have_taken_over() -> None:
     assert waits.finish is not None
     assert waits.finish.reason is FinishReason.ERROR
     world.drain()
-    assert world.coverage["grammars: of nobody any more"] == 1
+    assert world.coverage["grammars: of an ended request"] == 1
     assert len(fits.tokens) == 3
 
 
