@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of architectures that vLLM serves, in Hugging Face format with the demo model's tokenizer.
+"""Tiny random checkpoints of architectures that vLLM supports, in Hugging Face format with the demo model's tokenizer.
 
-Weights are wide enough (`initializer_range`) that the likeliest token leads by far more than float32 rounds away.
+The weights are so large (`initializer_range`) that the likeliest token leads by far more than rounding errors.
 """
 
 import json
@@ -29,9 +29,9 @@ from transformers import (
 from services.checkpoint import DEMO_MODEL
 
 VOCAB = 4096
-"""Of the demo model's tokenizer."""
+"""Size of the demo model's vocabulary."""
 CONTEXT = 512
-"""Most tokens of a sequence."""
+"""Context length in tokens."""
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL = {
     "vocab_size": VOCAB,
@@ -44,7 +44,7 @@ SMALL = {
     "initializer_range": 0.2,
     **SPECIAL,
 }
-"""Heads of 32 dimensions are the smallest that vLLM's CPU kernels take."""
+"""vLLM's CPU kernels require heads of at least 32 dimensions."""
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
@@ -67,16 +67,16 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }  # fmt: skip
 INT8 = "llama-int8"
-"""In compressed-tensors' format. vLLM's CPU build has GPTQ with AVX-512 only, and FP8 with AMX only."""
+"""In compressed-tensors' format. vLLM's CPU build supports GPTQ with AVX-512 only, and FP8 with AMX only."""
 ARCHITECTURES = (*MAKERS, INT8)
 
 
 def make(name: str, directory: Path) -> Path:
-    """Writes the checkpoint called `name`, one of `ARCHITECTURES`, to `directory`, which is made. Returns it."""
+    """Write the checkpoint `name`, one of `ARCHITECTURES`, to the new `directory`. Returns the directory."""
     torch.manual_seed(7)
     model = MAKERS[name.removesuffix("-int8")]().eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:  # biases and norms that matter
+        if parameter.ndim == 1:  # biases and norms other than 0 and 1
             mean = 1.0 if "norm" in parameter_name or "ln_" in parameter_name else 0.0
             torch.nn.init.normal_(parameter, mean=mean if parameter_name.endswith("weight") else 0.0, std=0.3)
     if name == INT8:
@@ -89,7 +89,7 @@ def make(name: str, directory: Path) -> Path:
 
 
 def _save_int8(model: PreTrainedModel, directory: Path) -> None:
-    """The layers' matrices in eight bits with a scale per output; activations are quantised as they come."""
+    """Write the layers' matrices in eight bits with one scale per output; activations are quantised at run time."""
     linear = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     linear.discard("lm_head.weight")
     state: dict[str, Tensor] = {}

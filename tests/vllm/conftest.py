@@ -1,4 +1,4 @@
-"""The suite of the vLLM backend; it runs in an environment that has vLLM (`make test-vllm`)."""
+"""Tests of the vLLM backend, in an environment with vLLM (`make test-vllm`)."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM looks into every module that is loaded, and so wakes other people's deprecations; and has numba's."""
+    """Ignore deprecations in other packages: vLLM reads attributes of every loaded module."""
     ignored = (
         "ignore::FutureWarning",
         "ignore::DeprecationWarning",

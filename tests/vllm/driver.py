@@ -1,4 +1,4 @@
-"""The scheduler's core and the vLLM backend in one process: each `Run` is an epoch of its own over the same weights."""
+"""The scheduler's core and the vLLM backend in one process. Each `Run` is one epoch with the same weights."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm import VllmRunner
+from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
 from services.worker.session import ExecuteStep, SampleStep, Session
 from tests.simulation.grammar import Compilation
@@ -34,7 +35,7 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 @dataclass
 class Stream:
-    """What one request asks for, and what came back."""
+    """A request and its answer."""
 
     prompt: list[int]
     params: SamplingParams
@@ -43,15 +44,15 @@ class Stream:
     embedding: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """How many tokens came at a time."""
+    """Number of tokens in each message."""
     scores: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
-    """By position: rank, ids and log-probabilities, as they came first."""
+    """Log-probabilities by position: token rank, ids and values, as first received."""
     finish: Finish | None = None
     aborted: bool = False
 
 
 class Worker:
-    """One `VllmRunner`, which goes from epoch to epoch."""
+    """One `VllmRunner`, and the epochs that it enters."""
 
     def __init__(self, speculation: Speculation | None = None, **config: Any) -> None:
         settings = {"backend": "vllm", "threads": 1, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
@@ -79,7 +80,7 @@ class Worker:
 
 
 class Run:
-    """An epoch. Every message crosses the codec; results are read as late as the depth allows."""
+    """One epoch. Messages pass through the codec; results are read as late as the depth allows."""
 
     def __init__(
         self,
@@ -90,9 +91,9 @@ class Run:
         policy: str = "chunked",
         drafting: Drafting | None = None,
     ) -> None:
-        """`drafting` None: the number of drafts that the worker was started with."""
-        how = worker.speculation
-        drafts = how.num_speculative_tokens if how is not None else 0
+        """`drafting` None: the number of drafts of the worker's assignment."""
+        speculation = worker.speculation
+        drafts = speculation.num_speculative_tokens if speculation is not None else 0
         limits = Limits(
             MAX_SEQS, CHUNK, CONTEXT, num_blocks, BLOCK, prefix_caching, drafts_in_flight=depth * drafts
         )
@@ -114,7 +115,7 @@ class Run:
         )
         self._outputs: deque[Output] = deque()
         self.counts: list[int] = []
-        """Tokens of every row that came back, those of requests that had ended included."""
+        """Number of tokens of every row in the results, including rows of requests that had ended."""
         self.streams: dict[int, Stream] = {}
 
     def __enter__(self) -> Self:
@@ -145,8 +146,8 @@ class Run:
         self.streams.pop(number).aborted = True
         self.core.abort(0, [number])
 
-    def turn(self) -> None:
-        """Fills the queue, and lets the oldest result arrive."""
+    def run_step(self) -> None:
+        """Fill the queue, then apply the oldest result."""
         self.dispatch()
         if self._outputs:
             result = self._outputs.popleft().get()
@@ -168,12 +169,12 @@ class Run:
                     self._runner.release(unpack(release.slots))  # type: ignore[union-attr]
 
     def finish(self) -> dict[int, Stream]:
-        """Until nobody waits any more and every slot is empty."""
+        """Run until all requests have ended; then every slot is empty: the clean drain (docs/invariants.md)."""
         while self.core.requests or self._outputs:
-            self.turn()
+            self.run_step()
         self.dispatch()
-        assert (self._runner._table.generation == -1).all()
-        assert not self._runner._engine.runner.requests  # type: ignore[union-attr]
+        assert (self._runner.table.generation == EMPTY).all()
+        assert not self._runner.engine.runner.requests
         return self.streams
 
     def serve(self, *streams: Stream) -> list[Stream]:

@@ -1,4 +1,4 @@
-"""Processes that have vLLM imported when they begin: that takes longer than anything the tests do with it."""
+"""Processes that start with vLLM imported, which takes longer than most tests."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine and worker are one process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's engine and worker in one process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -18,9 +18,9 @@ ENVIRONMENT = {
 
 @contextmanager
 def processes() -> Iterator[ProcessPoolExecutor]:
-    """Runs two functions at a time, each in a process of its own with one compute thread."""
+    """A pool that runs two functions at a time, each in a new process with one compute thread."""
     before = dict(os.environ)
-    os.environ |= ENVIRONMENT  # the server of forks takes them with it
+    os.environ |= ENVIRONMENT  # the fork server inherits it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.vllm.reference", "tests.vllm.driver", "vllm.v1.worker.cpu_worker"])
     try:

@@ -1,4 +1,4 @@
-"""vLLM's own `LLM.generate`, the reference; each engine in a process of its own."""
+"""The reference: vLLM's own `LLM.generate`, each engine in a process of its own."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.metrics.reader import Counter
 
 
-class Ask(msgspec.Struct):
+class VllmRequest(msgspec.Struct):
     """One request."""
 
     prompt: list[int]
     params: dict[str, Any]
     """Fields of vLLM's SamplingParams."""
     beyond: dict[str, Any] = {}
-    """The same, set afterwards: what vLLM's frontend takes as text only."""
+    """The same, set afterwards, because vLLM's frontend takes them as text only."""
 
     def sampling_params(self) -> SamplingParams:
         params = SamplingParams(**self.params)
@@ -27,21 +27,23 @@ Score = tuple[int, dict[int, float]]
 """The token's rank, and log-probabilities by token, its own among them."""
 
 
-class Answers(msgspec.Struct):
+class VllmAnswers(msgspec.Struct):
     tokens: list[list[list[int]]]
     """Token ids of each request of each batch."""
     scores: list[list[dict[int, Score]]]
-    """By position, where log-probabilities are asked for; of each request of each batch."""
+    """Log-probabilities by position, of each request of each batch."""
     preemptions: int
-    """How often a request was preempted, all batches together."""
+    """Number of preemptions in all batches."""
     cached_tokens: int
-    """Prompt tokens that the prefix cache had, all batches together."""
+    """Prompt tokens found in the prefix cache, in all batches."""
 
 
-def answers(model: str, batches: list[list[Ask]], **engine: Any) -> Answers:
-    """What vLLM says to each batch, one after the other. `engine`: fields of EngineArgs.
+def generate(model: str, batches: list[list[VllmRequest]], **engine: Any) -> VllmAnswers:
+    """Return vLLM's answers to each batch, one batch after the other. The process must end afterwards, because vLLM
+    cannot be created twice.
 
-    vLLM is built in this process, which ought to end afterwards.
+    Args:
+        engine: fields of EngineArgs
     """
     llm = LLM(
         **{
@@ -59,21 +61,21 @@ def answers(model: str, batches: list[list[Ask]], **engine: Any) -> Answers:
     tokens, scores = [], []
     for batch in batches:
         outputs = llm.generate(
-            [{"prompt_token_ids": ask.prompt} for ask in batch],
-            [ask.sampling_params() for ask in batch],
+            [{"prompt_token_ids": request.prompt} for request in batch],
+            [request.sampling_params() for request in batch],
             use_tqdm=False,
         )
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
         scores.append([_scores(output) for output in outputs])
     counts = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
-    return Answers(tokens, scores, counts["vllm:num_preemptions"], counts["vllm:prefix_cache_hits"])
+    return VllmAnswers(tokens, scores, counts["vllm:num_preemptions"], counts["vllm:prefix_cache_hits"])
 
 
 def _scores(output: RequestOutput) -> dict[int, Score]:
-    """vLLM keeps them by token: what is asked for stands there once, however often it was named."""
-    prompt, said = output.prompt_token_ids or [], output.outputs[0]
-    tokens = [*prompt, *said.token_ids]
-    rows = [*(output.prompt_logprobs or [None] * len(prompt)), *(said.logprobs or [])]
+    """Return log-probabilities by position. vLLM stores them by token id, so a token occurs once per position."""
+    prompt, completion = output.prompt_token_ids or [], output.outputs[0]
+    tokens = [*prompt, *completion.token_ids]
+    rows = [*(output.prompt_logprobs or [None] * len(prompt)), *(completion.logprobs or [])]
     return {
         at: (row[tokens[at]].rank or 0, {token: score.logprob for token, score in row.items()})
         for at, row in enumerate(rows)

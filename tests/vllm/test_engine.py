@@ -1,4 +1,4 @@
-"""vLLM under the scheduler: steps ahead, preemption, aborts and every parameter change no answer (spec S1)."""
+"""vLLM under the scheduler: neither depth nor preemption nor aborts nor other requests change an answer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,18 @@ from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
 from tests.simulation.grammar import Automaton
-from tests.vllm.asked import ASKED, DEPTHS, DRAWN, FEW, GRAMMAR, GREEDY, assert_equal, everything, text
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
+from tests.vllm.parameter_cases import (
+    DEPTHS,
+    DRAWN,
+    FEW_BLOCKS,
+    GRAMMAR,
+    GREEDY,
+    PARAMETER_CASES,
+    all_streams,
+    assert_equal,
+    prompt_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +40,8 @@ def worker() -> Iterator[Worker]:
 
 @pytest.fixture(scope="module")
 def alone(worker: Worker) -> dict[str, Stream]:
-    """The answers of requests that nobody runs beside, one step at a time."""
-    streams = dict(zip(ASKED, everything(), strict=True))
+    """Answers of requests that run alone at depth one."""
+    streams = dict(zip(PARAMETER_CASES, all_streams(), strict=True))
     for stream in streams.values():
         with Run(worker, 1, prefix_caching=False) as run:
             run.serve(stream)
@@ -40,20 +50,20 @@ def alone(worker: Worker) -> dict[str, Stream]:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_answers_are_those_of_requests_alone(
+def test_answers_equal_those_of_requests_alone(
     depth: int, prefix_caching: bool, worker: Worker, alone: dict[str, Stream]
 ) -> None:
     with Run(worker, depth, prefix_caching=prefix_caching) as run:
-        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] == 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
-    """What a preempted request said stays output: penalties, noise, and log-probabilities go on where they were."""
-    with Run(worker, depth, num_blocks=FEW) as run:
-        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+    """The tokens of a preempted request stay output: penalties, random numbers and log-probabilities continue."""
+    with Run(worker, depth, num_blocks=FEW_BLOCKS) as run:
+        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
 
@@ -63,25 +73,25 @@ CELLS = {
     for cell, reason in table()
     if cell.backend == "vllm" and not cell.structured and not cell.speculation
 }
-"""Structured output is among what is asked for in each; those with drafts are in test_speculation.py."""
+"""Each cell is tested with structured output too. Cells with drafts are in test_speculation.py."""
 
 
 @pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
-def test_cell_that_is_not_refused_serves_the_same_answers(
+def test_supported_cell_gives_the_same_answers(
     cell: Combination, worker: Worker, alone: dict[str, Stream]
 ) -> None:
     assert refusal(replace(cell, structured=True)) is None
     with Run(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
-        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
 
 
-def test_stages_are_refused_in_every_cell() -> None:
+def test_pipeline_stages_are_refused_in_every_cell() -> None:
     for cell, reason in CELLS.items():
         assert (reason is not None) == cell.pipeline, str(cell)
 
 
-def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
+def test_answers_obey_their_parameters(alone: dict[str, Stream]) -> None:
     stopped = alone["min_tokens"]
     assert stopped.finish is not None
     assert stopped.finish.reason is FinishReason.STOP
@@ -111,19 +121,19 @@ def test_answers_are_what_was_asked_for(alone: dict[str, Stream]) -> None:
         "repetition_penalty",
     ],
 )
-def test_parameter_alone_makes_another_answer(name: str, worker: Worker) -> None:
-    params, _ = ASKED[name]
+def test_parameter_alone_changes_the_answer(name: str, worker: Worker) -> None:
+    params, _ = PARAMETER_CASES[name]
     base = DRAWN if params.temperature else GREEDY
     if name in ("top_k", "top_p", "min_p"):
-        base = ASKED["temperature"][0]
+        base = PARAMETER_CASES["temperature"][0]
     if name == "min_tokens":
         base = msgspec.structs.replace(params, min_tokens=0)
     with Run(worker, 2) as run:
-        plain, changed = run.serve(Stream(text(6), base), Stream(text(6), params))
+        plain, changed = run.serve(Stream(prompt_of(6), base), Stream(prompt_of(6), params))
     assert plain.tokens != changed.tokens
 
 
-def test_logprobs_are_of_the_models_own_row(alone: dict[str, Stream]) -> None:
+def test_logprobs_are_of_the_likeliest_tokens(alone: dict[str, Stream]) -> None:
     stream = alone["logprobs"]
     first = len(stream.prompt)
     assert sorted(stream.scores) == list(range(first, first + len(stream.tokens)))
@@ -133,8 +143,8 @@ def test_logprobs_are_of_the_models_own_row(alone: dict[str, Stream]) -> None:
         assert values[0] == values[1] > values[2] >= values[3]
 
 
-def test_prompt_logprobs_stand_at_every_token_but_the_first(alone: dict[str, Stream]) -> None:
-    """The prompt comes in several chunks; vLLM returns the whole at its end."""
+def test_prompt_logprobs_are_at_every_token_but_the_first(alone: dict[str, Stream]) -> None:
+    """The prompt has several chunks; vLLM returns all log-probabilities at its end."""
     stream = alone["prompt_logprobs"]
     assert len(stream.prompt) > CHUNK
     assert sorted(stream.scores) == list(range(1, len(stream.prompt) + len(stream.tokens)))
@@ -149,11 +159,11 @@ def test_prompt_logprobs_stand_at_every_token_but_the_first(alone: dict[str, Str
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def test_embedding_is_the_state_that_the_next_token_is_made_of(worker: Worker) -> None:
-    prompts = [text(number, 20 + 30 * number) for number in range(4)]
+def test_embedding_is_the_state_that_the_next_token_is_computed_from(worker: Worker) -> None:
+    prompts = [prompt_of(number, 20 + 30 * number) for number in range(4)]
     with Run(worker, 2) as run:
         states = run.serve(*(Stream(prompt, ONE, pooling=Pooling.LAST) for prompt in prompts))
-        model = worker.runner._engine.runner.model  # type: ignore[union-attr]
+        model = worker.runner.engine.runner.model
         with torch.inference_mode():
             logits = model.compute_logits(torch.tensor([stream.embedding for stream in states]))
     with Run(worker, 1) as run:
@@ -162,18 +172,18 @@ def test_embedding_is_the_state_that_the_next_token_is_made_of(worker: Worker) -
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_mean_is_that_of_all_tokens_states_in_chunks_and_beside_generation(
+def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
     depth: int, worker: Worker
 ) -> None:
-    prompt = text(3, 6)
-    long = text(1, 200)
+    prompt = prompt_of(3, 6)
+    long = prompt_of(1, 200)
     with Run(worker, depth) as run:
         prefixes = run.serve(*(Stream(prompt[: i + 1], ONE, pooling=Pooling.LAST) for i in range(6)))
     expected = np.mean([stream.embedding for stream in prefixes], axis=0)
     with Run(worker, 1) as run:
         [alone] = run.serve(Stream(long, ONE, pooling=Pooling.MEAN))
     with Run(worker, depth) as run:
-        mixed = [Stream(text(n, 50), DRAWN) for n in range(4)]
+        mixed = [Stream(prompt_of(n, 50), DRAWN) for n in range(4)]
         means = [Stream(prompt, ONE, pooling=Pooling.MEAN), Stream(long, ONE, pooling=Pooling.MEAN)]
         short, chunked = run.serve(*mixed[:2], *means, *mixed[2:])[2:4]
     assert len(long) > 3 * CHUNK
@@ -187,11 +197,11 @@ def test_mean_is_that_of_all_tokens_states_in_chunks_and_beside_generation(
 def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
     names = ("greedy", "drawn", "another seed")
     with Run(worker, depth, prefix_caching=False) as run:
-        streams = [run.add(n, s) for n, s in enumerate(everything()[:3])]
-        victim = run.add(9, Stream(text(3, 250), GREEDY))
+        streams = [run.add(n, s) for n, s in enumerate(all_streams()[:3])]
+        victim = run.add(9, Stream(prompt_of(3, 250), GREEDY))
         while victim.tokens == [] and not len(run.core.epoch.running) > 3:
-            run.turn()
-        run.turn()
+            run.run_step()
+        run.run_step()
         assert victim.tokens == []
         run.abort(9)
         run.finish()
@@ -200,37 +210,39 @@ def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_number_used_again_while_steps_of_the_first_are_in_flight(
+def test_number_reused_while_steps_of_the_first_request_are_in_flight(
     depth: int, worker: Worker, alone: dict[str, Stream]
 ) -> None:
-    """Spec S2: a late row is matched by slot and generation, never taken for its successor's."""
+    """Identity matching: a late row is never taken for a row of the slot's next request."""
     with Run(worker, depth) as run:
         for turns in (2, 3, 5):
-            first = run.add(1, Stream(text(2, 70), DRAWN))
+            first = run.add(1, Stream(prompt_of(2, 70), DRAWN))
             for _ in range(turns):
-                run.turn()
+                run.run_step()
             run.dispatch()
             run.abort(1)
             assert first.aborted
-            again = run.add(1, everything()[0])
+            again = run.add(1, all_streams()[0])
             run.finish()
             assert_equal(again, alone["greedy"])
 
 
-def test_more_requests_than_slots_reuse_them(worker: Worker) -> None:
+def test_more_requests_than_slots(worker: Worker) -> None:
     with Run(worker, 1) as run:
         expected = [
-            s.tokens for s in run.serve(*(Stream(text(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
+            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
         ]
     with Run(worker, 3) as run:
-        got = [s.tokens for s in run.serve(*(Stream(text(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))]
+        got = [
+            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
+        ]
     assert got == expected
 
 
 @pytest.mark.parametrize("name", ["greedy", "drawn", "repetition_penalty", "grammar, drawn, penalties"])
-def test_request_goes_on_in_the_next_epoch(name: str, worker: Worker, alone: dict[str, Stream]) -> None:
-    """Other workers know nothing of it but its tokens: what was delivered stays output, and its noise goes on."""
-    stream = everything()[list(ASKED).index(name)]
+def test_request_continues_in_the_next_epoch(name: str, worker: Worker, alone: dict[str, Stream]) -> None:
+    """Another worker receives only its tokens: they stay output, and its random numbers continue."""
+    stream = all_streams()[list(PARAMETER_CASES).index(name)]
     expected = alone[name]
     stream.tokens = expected.tokens[:10]
     with Run(worker, 2) as run:
@@ -245,32 +257,32 @@ def test_request_goes_on_in_the_next_epoch(name: str, worker: Worker, alone: dic
 def test_epoch_that_ends_between_forward_pass_and_sampling_leaves_nothing(
     worker: Worker, alone: dict[str, Stream]
 ) -> None:
-    engine = worker.runner._engine
+    loads = worker.loads
     with Run(worker, 2) as run:
-        for number, stream in enumerate(everything()[:6]):
+        for number, stream in enumerate(all_streams()[:6]):
             run.add(number, stream)
-        run.turn()
+        run.run_step()
         sample, worker.runner.sample_tokens = worker.runner.sample_tokens, partial(_fail)  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="lost here"):
-            run.turn()
+            run.run_step()
         worker.runner.sample_tokens = sample  # type: ignore[method-assign]
     with Run(worker, 2) as run:
-        for got, expected in zip(run.serve(*everything()), alone.values(), strict=True):
+        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
-    assert worker.runner._engine is engine, "the weights are read once"
+    assert worker.loads == loads, "the weights are read once"
 
 
 def _fail(grammar: object) -> None:
     raise RuntimeError("lost here")
 
 
-def test_block_size_that_attention_does_not_take_is_refused() -> None:
+def test_block_size_that_does_not_fit_attention_is_refused() -> None:
     runner = VllmRunner(WorkerConfig(backend="vllm"))
     with pytest.raises(LoadError, match=r"--block-size 48 is not a multiple of 32.*--block-size 64"):
         runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
 
 
-def test_model_is_not_compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     runner = VllmRunner(WorkerConfig(backend="vllm"))
     with pytest.raises(LoadError, match=r"there is no no-such-compiler: install it or use --enforce-eager"):
@@ -283,21 +295,19 @@ def test_context_longer_than_the_models_is_refused() -> None:
         runner.load(Assignment(1, 0, 1, BLOCK, 8, 64, 10**6), lambda phase, fraction: None)
 
 
-def test_memory_for_no_block_is_refused(worker: Worker) -> None:
-    """One block is vLLM's own."""
-    config = worker.runner._config
-    worker.runner._config = config.model_copy(update={"kv_cache_memory_bytes": 131072})
-    try:
-        with pytest.raises(LoadError, match="raise --kv-cache-memory-bytes to 262144"):
-            worker.enter(1)
-    finally:
-        worker.runner._config = config
-
-
-def test_what_is_loaded_says_what_it_holds(worker: Worker) -> None:
+def test_loaded_model_reports_its_sizes(worker: Worker) -> None:
     with Run(worker, 1):
         loaded = worker.loaded
     assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
     assert loaded.hidden_size == 192
     assert torch.get_num_threads() == 1, "--threads"
+
+
+def test_memory_for_no_block_is_refused(worker: Worker) -> None:
+    """vLLM reserves one block. The last test, because a process has one vLLM at a time."""
+    worker.runner.shutdown()
+    small = Worker(kv_cache_memory_bytes=131072)
+    with pytest.raises(LoadError, match="raise --kv-cache-memory-bytes to 262144"):
+        small.enter(1)
+    small.runner.shutdown()

@@ -1,4 +1,4 @@
-"""Every parameter: tokens and log-probabilities are those of vLLM's own `LLM.generate`, with drafts and without."""
+"""Every parameter: tokens and log-probabilities equal those of vLLM's `LLM.generate`, with drafts and without."""
 
 from typing import Any
 
@@ -10,25 +10,25 @@ from protocol.codec import unpack
 from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
-from tests.vllm.asked import ASKED, everything
 from tests.vllm.driver import CONTEXT, Run, Stream, Worker
+from tests.vllm.parameter_cases import PARAMETER_CASES, all_streams
 from tests.vllm.preloaded import processes
-from tests.vllm.reference import Answers, Ask, answers
+from tests.vllm.reference import VllmAnswers, VllmRequest, generate
 
-NAMES = [name for name, (_, grammar) in ASKED.items() if grammar is None]
-"""vLLM has no grammar like the one of these tests."""
-GREEDY = [name for name in NAMES if ASKED[name][0].temperature == 0.0]
-REFUSED = ("logit_bias", "min_p")
-"""vLLM itself does not serve them with drafts."""
+NAMES = [name for name, (_, grammar) in PARAMETER_CASES.items() if grammar is None]
+"""Cases without a grammar: vLLM has no grammar like the one of these tests."""
+GREEDY = [name for name in NAMES if PARAMETER_CASES[name][0].temperature == 0.0]
+UNSUPPORTED = ("logit_bias", "min_p")
+"""vLLM refuses them with drafts."""
 DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 
 
 def streams() -> dict[str, Stream]:
-    return {name: s for name, s in zip(ASKED, everything(), strict=True) if name in NAMES}
+    return {name: s for name, s in zip(PARAMETER_CASES, all_streams(), strict=True) if name in NAMES}
 
 
-def ask(stream: Stream) -> Ask:
-    """In vLLM's words; everything that is not asked for is vLLM's own default."""
+def vllm_request(stream: Stream) -> VllmRequest:
+    """Return the request for vLLM; what is not set keeps vLLM's own default."""
     params = {
         name: getattr(stream.params, name)
         for name, default in zip(SamplingParams.__struct_fields__[1:], SamplingParams.__struct_defaults__, strict=True)
@@ -46,38 +46,38 @@ def ask(stream: Stream) -> Ask:
     params |= {
         "max_tokens": stream.params.max_tokens,
         "ignore_eos": True,
-    }  # ours names no tokens that end the text
-    return Ask(stream.prompt, params, beyond)
+    }  # the streams have no end tokens
+    return VllmRequest(stream.prompt, params, beyond)
 
 
-class Ours(msgspec.Struct):
+class Answers(msgspec.Struct):
     tokens: dict[str, list[int]]
     scores: dict[str, dict[int, tuple[int, list[int], list[float]]]]
     accepted: int
 
 
-def ours(speculation: Speculation | None) -> Ours:
-    """All at once, two steps ahead. Takes a process of its own: vLLM is built in it."""
+def answer(speculation: Speculation | None) -> Answers:
+    """Answer all requests together, at depth three. Needs a new process, because it creates vLLM."""
     with Run(Worker(speculation), 3) as run:
-        asked = streams()
-        run.serve(*asked.values())
+        requests = streams()
+        run.serve(*requests.values())
         accepted = run.core.stats().get("spec_decode_num_accepted_tokens", 0)
-    tokens = {name: stream.tokens for name, stream in asked.items()}
-    return Ours(tokens, {name: stream.scores for name, stream in asked.items()}, int(accepted))
+    tokens = {name: stream.tokens for name, stream in requests.items()}
+    return Answers(tokens, {name: stream.scores for name, stream in requests.items()}, int(accepted))
 
 
-class Both(msgspec.Struct):
-    plain: Ours
-    drafting: Ours
-    theirs: Answers
-    theirs_drafting: Answers
-    """The greedy ones that vLLM serves with drafts."""
+class Comparison(msgspec.Struct):
+    plain: Answers
+    drafting: Answers
+    reference: VllmAnswers
+    reference_drafting: VllmAnswers
+    """Answers to the greedy requests that vLLM supports with drafts."""
 
 
 @pytest.fixture(scope="module")
-def both() -> Both:
-    asked = {name: ask(stream) for name, stream in streams().items()}
-    drafted = [asked[name] for name in GREEDY if name not in REFUSED]
+def both() -> Comparison:
+    requests = {name: vllm_request(stream) for name, stream in streams().items()}
+    drafted = [requests[name] for name in GREEDY if name not in UNSUPPORTED]
     drafts = {
         "method": DRAFTS.method,
         "num_speculative_tokens": DRAFTS.num_speculative_tokens,
@@ -87,46 +87,46 @@ def both() -> Both:
     engine = {"max_model_len": CONTEXT}
     with processes() as pool:
         running = (
-            pool.submit(ours, None),
-            pool.submit(answers, str(DEMO_MODEL), [list(asked.values())], **engine),
-            pool.submit(ours, DRAFTS),
-            pool.submit(answers, str(DEMO_MODEL), [drafted], **engine, speculative_config=drafts),
+            pool.submit(answer, None),
+            pool.submit(generate, str(DEMO_MODEL), [list(requests.values())], **engine),
+            pool.submit(answer, DRAFTS),
+            pool.submit(generate, str(DEMO_MODEL), [drafted], **engine, speculative_config=drafts),
         )
-        plain, theirs, drafting, theirs_drafting = (future.result() for future in running)
-    return Both(plain, drafting, theirs, theirs_drafting)
+        plain, reference, drafting, reference_drafting = (future.result() for future in running)
+    return Comparison(plain, drafting, reference, reference_drafting)
 
 
-def test_each_says_something_else(both: Both) -> None:
-    """So that what is compared below was asked for at all."""
-    said = {name: tuple(tokens) for name, tokens in zip(NAMES, both.theirs.tokens[0], strict=True)}
+def test_parameters_change_the_answer(both: Comparison) -> None:
+    """Otherwise the comparisons below prove nothing."""
+    answers = {name: tuple(tokens) for name, tokens in zip(NAMES, both.reference.tokens[0], strict=True)}
     alike = {"logprobs", "prompt_logprobs"}
-    assert len({said[name] for name in NAMES if name not in alike}) == len(NAMES) - len(alike)
+    assert len({answers[name] for name in NAMES if name not in alike}) == len(NAMES) - len(alike)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_vllms(name: str, both: Both) -> None:
-    expected = both.theirs.tokens[0][NAMES.index(name)]
+def test_tokens_equal_vllms(name: str, both: Comparison) -> None:
+    expected = both.reference.tokens[0][NAMES.index(name)]
     assert both.plain.tokens[name] == expected
-    assert both.drafting.tokens[name] == expected, "with drafts, drawn ones too"
+    assert both.drafting.tokens[name] == expected, "with drafts, sampled requests too"
 
 
-def test_vllm_with_drafts_says_the_same_to_greedy_requests(both: Both) -> None:
-    served = [name for name in GREEDY if name not in REFUSED]
-    for name, tokens in zip(served, both.theirs_drafting.tokens[0], strict=True):
+def test_vllm_with_drafts_gives_greedy_requests_the_same_tokens(both: Comparison) -> None:
+    served = [name for name in GREEDY if name not in UNSUPPORTED]
+    for name, tokens in zip(served, both.reference_drafting.tokens[0], strict=True):
         assert tokens == both.plain.tokens[name], name
     assert both.drafting.accepted > 0
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("kind", ["plain", "drafting"])
-def test_log_probabilities_are_vllms(name: str, kind: str, both: Both) -> None:
-    """The same ids and ranks. Values within 1e-4: both sum in float32, but in batches and chunks of other shapes, and
-    logits of some 20 then differ by some 1e-5."""
-    mine, expected = getattr(both, kind).scores[name], both.theirs.scores[0][NAMES.index(name)]
+def test_log_probabilities_equal_vllms(name: str, kind: str, both: Comparison) -> None:
+    """Ids and token ranks are equal; values differ by less than 1e-4. Both sum in float32, but batches and chunks have
+    other shapes, so logits of about 20 differ by about 1e-5."""
+    mine, expected = getattr(both, kind).scores[name], both.reference.scores[0][NAMES.index(name)]
     assert mine.keys() == expected.keys()
     for position, (rank, ids, values) in mine.items():
         wanted_rank, wanted = expected[position]
         assert (rank, set(ids)) == (wanted_rank, set(wanted)), position
         assert values == pytest.approx([wanted[token] for token in ids], abs=1e-4)
     spread = np.ptp([values[0] for _, _, values in mine.values()])
-    assert spread > 0.1, "far more than what is let pass"
+    assert spread > 0.1, "far more than the tolerance"

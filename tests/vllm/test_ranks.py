@@ -1,4 +1,4 @@
-"""Scheduler and workers as processes: one rank and two give the same answers, also when a rank is lost."""
+"""Scheduler and workers as processes: one rank and two give the same answers, even if a rank is lost."""
 
 import multiprocessing
 import os
@@ -37,7 +37,7 @@ EMBEDDED = 50
 
 
 def work(config: str, scratch: str) -> None:
-    """A worker, in a process that has vLLM imported when it begins; its temporary files are in `scratch`."""
+    """Run a worker in a process that starts with vLLM imported. Its temporary files are in `scratch`."""
     from services.worker.service import run
 
     os.environ.pop("XDG_RUNTIME_DIR", None)
@@ -45,11 +45,11 @@ def work(config: str, scratch: str) -> None:
     sys.exit(run(WorkerConfig.model_validate_json(config)))
 
 
-class Engine:
+class Cluster:
     """A scheduler and its workers."""
 
     scratch = ""
-    """Of all workers."""
+    """Folder for the temporary files of all workers."""
 
     def __init__(self, directory: Path, **scheduler: object) -> None:
         self._directory = directory
@@ -73,7 +73,7 @@ class Engine:
         return EngineClient(self._at("c"))
 
     def end(self) -> list[int | None]:
-        """The scheduler says goodbye. Returns the exit statuses of the workers that are left."""
+        """Stop the scheduler, which stops its workers. Returns the exit statuses of all workers."""
         self.scheduler.terminate()
         assert self.scheduler.wait(PATIENCE) == 0
         for process in self.workers:
@@ -92,14 +92,14 @@ class Engine:
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded() -> None:
-    """Importing vLLM takes longer than anything that is done with it here."""
+    """Importing vLLM takes longer than these tests."""
     modules = ["tests.vllm.test_ranks", "services.worker.backends.vllm", "vllm.v1.worker.cpu_worker"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def before() -> set[str]:
-    """Names in /dev/shm before the groups of these tests, with two that a killed worker left."""
+    """Names in /dev/shm before these tests. Two names are added as a killed worker leaves them."""
     names = set(os.listdir(DIRECTORY))
     (DIRECTORY / f"{PREFIX}leftover").mkdir(mode=0o700)
     (DIRECTORY / f"{PREFIX}leftover-tp:0-[0-1]-cpushm_0").touch(mode=0o600)
@@ -108,17 +108,17 @@ def before() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def scratch() -> Iterator[Path]:
-    """Short enough for sockets, which pytest's own are not."""
+    """A folder whose path is short enough for sockets, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as directory:
-        Engine.scratch = directory
+        Cluster.scratch = directory
         yield Path(directory)
 
 
 @contextmanager
-def engine(directory: Path, workers: int, **scheduler: object) -> Iterator[Engine]:
-    """Whatever happens, no process is left."""
+def cluster(directory: Path, workers: int, **scheduler: object) -> Iterator[Cluster]:
+    """A scheduler and its workers; all processes are ended in any case."""
     directory.mkdir(exist_ok=True)
-    running = Engine(directory, **scheduler)
+    running = Cluster(directory, **scheduler)
     with ExitStack() as stack:
         stack.callback(running.kill)
         for _ in range(workers):
@@ -126,8 +126,8 @@ def engine(directory: Path, workers: int, **scheduler: object) -> Iterator[Engin
         yield running
 
 
-def ask(client: EngineClient, first: int = 0) -> list[int]:
-    """Plain, drawn and structured requests; returns their numbers."""
+def submit(client: EngineClient, first: int = 0) -> list[int]:
+    """Submit greedy, sampled and structured requests. Returns their numbers."""
     for number in NUMBERS:
         prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 17 * number)]
         params = SamplingParams(
@@ -166,38 +166,38 @@ def answers(client: EngineClient, numbers: list[int]) -> Tokens:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, EngineClient]:
-    """Of one rank, one step at a time; and the client that was answered."""
-    with engine(tmp_path_factory.mktemp("one"), 1, batch_queue_depth=1) as running:
+    """Answers of one rank at depth one, and the client that received them."""
+    with cluster(tmp_path_factory.mktemp("one"), 1, batch_queue_depth=1) as running:
         client = running.client()
         client.wait_ready()
-        tokens = answers(client, ask(client))
+        tokens = answers(client, submit(client))
         embedding(client)
         client.close()
         assert running.end() == [0]
     return tokens, client
 
 
-def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
+def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
     expected: tuple[Tokens, EngineClient], tmp_path: Path
 ) -> None:
-    """Each rank samples for itself, with the same noise; only the output rank reports. A lost rank is replaced: what
-    was said stays said, and the answers stay the same."""
+    """Each rank samples for itself with the same random numbers; only the output rank reports. After a lost rank was
+    replaced, delivered tokens stay and the answers are the same."""
     tokens, one = expected
-    with engine(tmp_path / "two", 2, tensor_parallel_size=2, batch_queue_depth=2) as running:
+    with cluster(tmp_path / "two", 2, tensor_parallel_size=2, batch_queue_depth=2) as running:
         client = running.client()
         state = client.wait_ready()
         assert state.info["backend"] == "vllm"
-        assert answers(client, ask(client)) == tokens
+        assert answers(client, submit(client)) == tokens
         assert embedding(client) == pytest.approx(embedding(one), abs=1e-4)
         assert client.logprobs[2].keys() == one.logprobs[2].keys()
         assert client.logprobs[6].keys() == one.logprobs[6].keys()
 
-        numbers = ask(client, 100)
+        numbers = submit(client, 100)
         while not client.tokens[numbers[0]]:
             client.receive()
         running.workers[1].kill()
         running.add_worker()
-        running.add_worker()  # the rank that is left may wait in memory shared with the lost one: then it ends too
+        running.add_worker()  # the other rank may wait in memory shared with the lost one: then it ends too
         assert answers(client, numbers) == tokens
         assert embedding(client, 100) == pytest.approx(embedding(one), abs=1e-4)
         client.close()
@@ -205,24 +205,24 @@ def test_two_ranks_answer_as_one_does_and_again_after_one_was_lost(
         assert (left in (0, EXIT_STUCK), killed, added) == (True, -signal.SIGKILL, [0, 0])
 
 
-def test_two_ranks_with_drafts_answer_as_one_does_without(
+def test_two_ranks_with_drafts_answer_like_one_without(
     expected: tuple[Tokens, EngineClient], tmp_path: Path
 ) -> None:
-    """Each rank proposes for itself, and comes to the same."""
+    """Each rank proposes for itself; all ranks propose the same drafts."""
     tokens, _ = expected
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    with engine(tmp_path / "drafts", 2, tensor_parallel_size=2, speculative_config=drafts) as running:
+    with cluster(tmp_path / "drafts", 2, tensor_parallel_size=2, speculative_config=drafts) as running:
         client = running.client()
         client.wait_ready()
-        numbers = ask(client)
+        numbers = submit(client)
         assert answers(client, numbers) == tokens
         assert sum(client.finished[number].num_accepted_tokens for number in numbers) > 0
         client.close()
         assert running.end() == [0, 0]
 
 
-def test_stages_are_refused_by_name(tmp_path: Path) -> None:
-    with engine(tmp_path / "stages", 1, pipeline_parallel_size=2) as running:
+def test_pipeline_stages_are_refused_by_name(tmp_path: Path) -> None:
+    with cluster(tmp_path / "stages", 1, pipeline_parallel_size=2) as running:
         running.workers[0].join(PATIENCE)
         assert running.workers[0].exitcode == EXIT_REFUSED
         assert running.scheduler.poll() is None
@@ -245,8 +245,8 @@ def shared_pages(process: BaseProcess) -> dict[str, int]:
 
 
 def test_epoch_that_ends_frees_its_shared_memory(tmp_path: Path, before: set[str]) -> None:
-    """The worker that is left goes on in the next epoch. vLLM shares memory with AVX-512 only."""
-    with engine(tmp_path / "epochs", 2, tensor_parallel_size=2) as running:
+    """The remaining worker continues in the next epoch. vLLM shares memory with AVX-512 only."""
+    with cluster(tmp_path / "epochs", 2, tensor_parallel_size=2) as running:
         client = running.client()
         client.wait_ready()
         first = shared_pages(running.workers[0])
@@ -276,7 +276,7 @@ def created(before: set[str]) -> set[str]:
 
 
 def test_no_shared_memory_is_left(before: set[str]) -> None:
-    """Neither of the groups above, whose ranks were killed too, nor of a worker that was killed before."""
+    """Neither by the groups above, some of whose ranks were killed, nor by a worker that was killed before them."""
     assert not created(before)
 
 

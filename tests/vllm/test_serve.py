@@ -1,4 +1,4 @@
-"""`runahead serve --backend vllm` as a user starts it: the answers of vLLM, and an end that leaves nothing."""
+"""`runahead serve --backend vllm` as a user starts it: the same answers as vLLM, and a clean end."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from services.checkpoint import DEMO_MODEL
 from tests.e2e.server import Server, serving
 from tests.vllm.driver import BLOCK
 from tests.vllm.preloaded import processes
-from tests.vllm.reference import Ask, answers
+from tests.vllm.reference import VllmRequest, generate
 
 OUTPUT = 32
 PROMPTS = ("The os module provides", "A list is", "Open a file with")
@@ -44,14 +44,17 @@ def model(client: OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-def test_streamed_text_is_vllms(client: OpenAI, model: str) -> None:
+def test_streamed_text_equals_vllms(client: OpenAI, model: str) -> None:
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     settings = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}]
-    asked = [(tokenizer.encode(prompt).ids, setting) for prompt in PROMPTS for setting in settings]
-    batch = [Ask(prompt, {"max_tokens": OUTPUT, "ignore_eos": True, **setting}) for prompt, setting in asked]
+    requests = [(tokenizer.encode(prompt).ids, setting) for prompt in PROMPTS for setting in settings]
+    batch = [
+        VllmRequest(prompt, {"max_tokens": OUTPUT, "ignore_eos": True, **setting})
+        for prompt, setting in requests
+    ]
     with processes() as pool:
-        reference = pool.submit(answers, str(DEMO_MODEL), [batch]).result()
-    for (prompt, setting), expected in zip(asked, reference.tokens[0], strict=True):
+        reference = pool.submit(generate, str(DEMO_MODEL), [batch]).result()
+    for (prompt, setting), expected in zip(requests, reference.tokens[0], strict=True):
         stream = client.completions.create(
             model=model,
             prompt=prompt,

@@ -1,4 +1,4 @@
-"""Shared memory of ranks: names last while groups form, pages while their epoch lasts, whatever ends a process."""
+"""Shared memory of ranks: names exist while the groups form, pages while the epoch lasts; also if ranks are killed."""
 
 import multiprocessing
 import os
@@ -23,24 +23,24 @@ SIZE = 1 << 16
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in /dev/shm that takes its place."""
+    """A folder in /dev/shm that is used in its place."""
     with tempfile.TemporaryDirectory(dir=shared_memory.DIRECTORY) as path:
         monkeypatch.setattr(shared_memory, "DIRECTORY", Path(path))
         yield Path(path)
 
 
 def form(name: Connection, end: Connection) -> None:
-    """A first rank whose groups form until something arrives at `end`."""
+    """Run a first rank whose groups form until a message arrives at `end`."""
     memory = SharedMemory()
     shared = memory.agree(distributed.HashStore(), 0)
     os.close(create(shared_memory.DIRECTORY, shared, 0))
     name.send(shared)
     end.poll(None)
-    memory.release()
+    memory.free()
 
 
 def forming() -> tuple[BaseProcess, str, Connection]:
-    """Such a process, the name that it shares, and what ends it."""
+    """Start a process that runs `form`. Returns it, the name that it shares, and the connection that ends it."""
     context = multiprocessing.get_context("fork")  # vLLM is imported already
     (name, name_of_child), (end_of_child, end) = context.Pipe(duplex=False), context.Pipe(duplex=False)
     process = context.Process(target=form, args=(name_of_child, end_of_child))
@@ -49,7 +49,7 @@ def forming() -> tuple[BaseProcess, str, Connection]:
 
 
 def create(directory: Path, name: str, rank: int) -> int:
-    """The file of a rank as vLLM creates it, all of it in use. Returns an open descriptor."""
+    """Create the file of a rank as vLLM does, and write all of it. Returns an open descriptor."""
     file = os.open(directory / f"{name}-tp:0-[0-1]-cpushm_{rank}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.write(file, b"x" * SIZE)
     return file
@@ -66,13 +66,13 @@ def test_names_go_when_the_groups_are_formed_and_pages_when_the_epoch_ends(direc
     files = [create(directory, shared[0], rank) for rank in range(2)]
     assert len(names(directory)) == 3
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda memory: memory.formed(barrier.wait), ranks))
+        list(pool.map(lambda memory: memory.unlink(barrier.wait), ranks))
     assert names(directory) == set()
     assert [os.fstat(file).st_blocks * 512 for file in files] == [SIZE, SIZE]
-    ranks[1].release()
+    ranks[1].free()
     assert [os.fstat(file).st_blocks for file in files] == [0, 0]
-    assert os.pread(files[0], 1, 0) == b"\0", "a rank that still reads gets zeros; it is not killed"
-    ranks[0].release()
+    assert os.pread(files[0], 1, 0) == b"\0", "a rank that still reads gets zeros, and is not killed"
+    ranks[0].free()
     for file in files:
         os.close(file)
 
@@ -82,14 +82,14 @@ def test_rank_on_another_machine_shares_nothing(directory: Path, monkeypatch: py
     name = first.agree(store, 0)
     monkeypatch.setattr(shared_memory, "machine", lambda: "another")
     assert second.agree(store, 1) != name
-    second.formed(lambda: None)
+    second.unlink(lambda: None)
     assert names(directory) == {name}
-    first.release()
+    first.free()
     assert names(directory) == set()
 
 
 def test_killed_process_is_swept_and_a_living_one_stays(directory: Path) -> None:
-    """Also what others keep there stays, such as Python's own shared memory."""
+    """Files of other programs stay too, such as Python's own shared memory."""
     others = {"psm_0a1b2c3d", "4711.0-tp:0-[0-1]-cpushm_0", "runahead-serve-abcdefgh"}
     for other in others:
         (directory / other).touch()
@@ -109,18 +109,18 @@ def test_killed_process_is_swept_and_a_living_one_stays(directory: Path) -> None
 
 
 def test_rank_whose_first_rank_was_killed_removes_its_own_file(directory: Path) -> None:
-    """Its file may be younger than the sweep that removed the directory of the first rank."""
+    """It may create its file after the sweep that removed the directory of the first rank."""
     store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
     name = first.agree(store, 0)
     assert second.agree(store, 1) == name
-    first.release()
+    first.free()
     os.close(create(directory, name, 1))
-    second.release()
+    second.free()
     assert names(directory) == set()
 
 
 def test_file_without_a_directory_is_swept(directory: Path) -> None:
-    """Its process was killed after the directory had gone."""
+    """Its process was killed after the directory was removed."""
     os.close(create(directory, f"{PREFIX}abcdefgh", 1))
     sweep_shared_memory()
     assert names(directory) == set()

@@ -1,4 +1,4 @@
-"""Both directions of the translation, field by field; nothing is computed."""
+"""Translation of plans and results in both directions, field by field; no model is computed."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from protocol.codec import pack, unpack
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
-from services.worker.backends.vllm import names
-from services.worker.backends.vllm.parameters import Generator, translated
-from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans, Translated
-from services.worker.backends.vllm.result import Asked, Result
+from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
 from services.worker.batch.slots import NONE, PlanError, SlotTable
 
 VOCAB = 100
@@ -44,33 +44,33 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "logprobs": (4, {"logprobs": 4}),
     "prompt_logprobs": (0, {"prompt_logprobs": 0}),
 }
-"""Of each field a value that is not its default, and what vLLM's sampler then reads."""
-READ = sorted({name for _, expected in CHANGED.values() for name in expected})
+"""For each field a value other than its default, and what vLLM's sampler reads then."""
+VLLM_FIELDS = sorted({name for _, expected in CHANGED.values() for name in expected})
 
 
 @pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
 def test_each_field_arrives_and_changes_nothing_else(field: str) -> None:
     value, expected = CHANGED[field]
     default, changed = SamplingParams(max_tokens=16), SamplingParams(**{"max_tokens": 16, field: value})
-    before, after = translated(default, VOCAB), translated(changed, VOCAB)
-    for name in READ:
+    before, after = to_vllm_params(default, VOCAB), to_vllm_params(changed, VOCAB)
+    for name in VLLM_FIELDS:
         wanted = expected.get(name, getattr(before, name))
         assert getattr(after, name) == wanted, name
         assert name not in expected or getattr(before, name) != wanted
 
 
-def test_values_that_only_the_frontend_of_vllm_refuses_reach_its_sampler() -> None:
-    params = translated(SamplingParams(max_tokens=2, temperature=50.0, min_tokens=9), VOCAB)
+def test_values_that_only_vllms_frontend_refuses_reach_its_sampler() -> None:
+    params = to_vllm_params(SamplingParams(max_tokens=2, temperature=50.0, min_tokens=9), VOCAB)
     assert (params.temperature, params.min_tokens) == (50.0, 9)
 
 
 def test_allowed_ids_outside_the_vocabulary_leave_the_lowest_token() -> None:
-    params = translated(SamplingParams(max_tokens=2, allowed_token_ids=pack([VOCAB])), VOCAB)
+    params = to_vllm_params(SamplingParams(max_tokens=2, allowed_token_ids=pack([VOCAB])), VOCAB)
     assert params.allowed_token_ids == [0]
 
 
-def test_no_more_alternatives_than_tokens() -> None:
-    params = translated(SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=20), 5)
+def test_number_of_logprobs_is_limited_by_the_vocabulary() -> None:
+    params = to_vllm_params(SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=20), 5)
     assert (params.logprobs, params.prompt_logprobs) == (5, 5)
 
 
@@ -78,14 +78,14 @@ def draws(generator: torch.Generator, count: int) -> list[int]:
     return [int(torch.randint(0, 2**31, (1,), generator=generator)) for _ in range(count)]
 
 
-def test_noise_goes_on_after_the_tokens_a_request_brings() -> None:
-    whole = draws(Generator.after(2**64 - 1, 0), 9)
-    assert draws(Generator.after(2**64 - 1, 4), 5) == whole[4:]
+def test_random_numbers_continue_after_the_output_of_a_request() -> None:
+    whole = draws(RequestGenerator.after_draws(2**64 - 1, 0), 9)
+    assert draws(RequestGenerator.after_draws(2**64 - 1, 4), 5) == whole[4:]
 
 
-def test_a_draw_for_an_incomplete_prompt_is_taken_back() -> None:
-    expected = draws(Generator.after(3, 2), 2)
-    generator = Generator.after(3, 2)
+def test_draw_for_an_incomplete_prompt_is_taken_back() -> None:
+    expected = draws(RequestGenerator.after_draws(3, 2), 2)
+    generator = RequestGenerator.after_draws(3, 2)
     for _ in range(3):
         draws(generator, 1)
         generator.set_offset(generator.get_offset() - 4)  # as vLLM does
@@ -96,21 +96,21 @@ def test_a_draw_for_an_incomplete_prompt_is_taken_back() -> None:
 
 
 class World:
-    """A slot table and what vLLM would keep."""
+    """A slot table, a translator, and the states that vLLM keeps."""
 
-    def __init__(self, most_drafts: int = 0) -> None:
+    def __init__(self, max_drafts: int = 0) -> None:
         self.table = SlotTable(4, BLOCK, 20, 256)
         self.requests: dict[str, Any] = {}
         self.prompt_logprobs: dict[str, int] = {}
-        self.plans = Plans(self.table, VOCAB, self.requests, self.prompt_logprobs, most_drafts)
+        self.translator = PlanTranslator(self.table, VOCAB, self.requests, self.prompt_logprobs, max_drafts)
 
     def propose(self, drafts: dict[str, list[int]]) -> None:
-        self.plans.drafts.propose(names.DraftTokenIds(list(drafts), list(drafts.values())))
+        self.translator.drafts.store(vllm_api.DraftTokenIds(list(drafts), list(drafts.values())))
 
-    def step(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> names.SchedulerOutput:
+    def step(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> vllm_api.SchedulerOutput:
         return self.plan(rows, **columns).step
 
-    def plan(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> Translated:
+    def plan(self, rows: list[tuple[int, int, int, int, bool]], **columns: Any) -> TranslatedPlan:
         """`rows` are (slot, generation, start, count, samples)."""
         slots, generations, starts, counts, samples = zip(*rows, strict=True) if rows else ((),) * 5
         columns = {
@@ -119,7 +119,7 @@ class World:
         plan = SchedulerOutput(
             1, 1, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), **columns
         )
-        return self.plans.translated(plan, self.table.apply(plan))
+        return self.translator.translate(plan, self.table.apply(plan))
 
 
 def new(
@@ -147,7 +147,7 @@ def test_new_request_enters_with_its_prompt_and_blocks() -> None:
     assert (step.finished_req_ids, step.scheduled_new_reqs) == (set(), [])
 
 
-def test_prefix_hit_starts_behind_what_is_cached() -> None:
+def test_prefix_hit_starts_after_the_cached_blocks() -> None:
     world = World()
     step = world.step([(0, 1, 32, 8, True)], new=[new(0, 1, range(40), [3, 8])])
     assert world.requests["0.1"].num_computed_tokens == 32
@@ -155,7 +155,7 @@ def test_prefix_hit_starts_behind_what_is_cached() -> None:
 
 
 def test_steps_ahead_count_promised_tokens_as_output() -> None:
-    """Spec S1: scheduled is not committed; the worker sampled, in order, all that the scheduler was promised."""
+    """vLLM has sampled every promised token when the plan that counts it is translated."""
     world = World()
     world.step([(0, 1, 0, 31, True)], new=[new(0, 1, range(31), [3])])
     ahead = world.step([(0, 1, 31, 1, True)])
@@ -175,7 +175,7 @@ def test_chunk_of_a_prompt_has_no_output() -> None:
     assert step.scheduled_cached_reqs.num_computed_tokens == [16]
 
 
-def test_blocks_of_a_slot_that_is_skipped_are_told_with_its_next_row() -> None:
+def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
     world = World()
     world.step(
         [(0, 1, 0, 20, True), (1, 1, 0, 4, True)], new=[new(0, 1, range(20), [3]), new(1, 1, range(4), [4])]
@@ -187,19 +187,19 @@ def test_blocks_of_a_slot_that_is_skipped_are_told_with_its_next_row() -> None:
     assert back.scheduled_cached_reqs.resumed_req_ids == set()
 
 
-def test_preempted_request_comes_back_with_all_it_had() -> None:
-    """As another generation, in any slot: prompt and output stay apart, and its noise is where it was."""
+def test_preempted_request_resumes_with_its_output() -> None:
+    """In any slot, as another generation: prompt and output stay apart, and its random numbers continue."""
     world = World()
     world.step([(0, 1, 0, 3, True)], new=[new(0, 1, range(3), [3], params=DRAWN)])
     step = world.step([(1, 4, 0, 5, True)], released=[0], new=[new(1, 4, range(5), [6], 3, DRAWN)])
     assert step.finished_req_ids == {"0.1"}
     state = world.requests["1.4"]
     assert (state.prompt_token_ids, state.output_token_ids) == ([0, 1, 2], [3, 4])
-    assert draws(state.generator, 1) == draws(Generator.after(7, 2), 1)
+    assert draws(state.generator, 1) == draws(RequestGenerator.after_draws(7, 2), 1)
     assert step.scheduled_cached_reqs.num_output_tokens == [2]
 
 
-def test_slot_given_away_in_the_same_step_is_another_request() -> None:
+def test_slot_reused_in_the_same_step_has_another_request_id() -> None:
     world = World()
     world.step([(0, 1, 0, 40, True)], new=[new(0, 1, range(40), [3, 4])])
     step = world.step([(0, 2, 0, 2, True)], released=[0], new=[new(0, 2, range(2), [5])])
@@ -215,26 +215,28 @@ def test_request_released_before_its_first_row_never_enters() -> None:
     assert set(world.requests) == {"1.1"}
 
 
-def test_release_without_a_step_names_who_left() -> None:
+def test_release_without_a_step_removes_the_request() -> None:
     world = World()
     world.step([(3, 1, 0, 2, True)], new=[new(3, 1, range(2), [3])])
     world.table.release(np.array([3], np.int32))
-    step = world.plans.released(np.array([3], np.int32))
+    step = world.translator.translate_release(np.array([3], np.int32))
     assert (step.finished_req_ids, step.total_num_scheduled_tokens) == ({"3.1"}, 0)
 
 
-def test_prompt_logprobs_are_asked_for_by_request() -> None:
+def test_prompt_logprobs_are_requested_by_request_id() -> None:
     world = World()
     params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
     world.step([(0, 1, 0, 4, True)], new=[new(0, 1, range(4), [3], params=params)])
     assert world.prompt_logprobs == {"0.1": 2}
 
 
-def test_grammar_rows_keep_their_order_and_bits() -> None:
+def test_bitmasks_keep_their_order_and_bits() -> None:
     world = World()
     _, rows, _ = world.plan([(slot, 1, 0, 2, True) for slot in (0, 1, 2)], new=new_ones(0, 1, 2))
     mask = np.arange(8, dtype=np.int32).reshape(2, 4)
-    grammar, acceptable = world.plans.grammar(GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()), rows)
+    grammar, acceptable = world.translator.translate_grammar(
+        GrammarOutput(1, 1, pack([2, 0]), mask.tobytes()), rows
+    )
     assert grammar.structured_output_request_ids == ["2.1", "0.1"]
     assert (grammar.grammar_bitmask == mask).all()
     assert acceptable.tolist() == [0, 0, 0]
@@ -248,8 +250,8 @@ def new_ones(*slots: int) -> list[NewRequest]:
 
 
 def drafting(*slots: int) -> World:
-    """Requests that sampled their first token; three drafts are proposed for each, but for the last."""
-    world = World(most_drafts=3)
+    """Requests that have sampled their first token; each but the last has three proposed drafts."""
+    world = World(max_drafts=3)
     world.step([(slot, 1, 0, 2, True) for slot in slots], new=new_ones(*slots))
     for slot in slots:
         world.requests[f"{slot}.1"].output_token_ids.append(50 + slot)
@@ -257,7 +259,7 @@ def drafting(*slots: int) -> World:
     return world
 
 
-def test_drafts_come_from_the_step_before_and_shorten_the_row_where_there_are_fewer() -> None:
+def test_drafts_are_those_of_the_step_before_and_missing_ones_shorten_the_row() -> None:
     world = drafting(0, 1, 2)
     plan = [(0, 1, 2, 4, True), (1, 1, 2, 3, True), (2, 1, 2, 4, True)]
     step, rows, ids = world.plan(plan, drafts=[3, 2, 3], num_speculative_tokens=2)
@@ -269,11 +271,11 @@ def test_drafts_come_from_the_step_before_and_shorten_the_row_where_there_are_fe
     assert step.num_spec_tokens_to_schedule == 2
 
 
-def test_row_planned_ahead_is_computed_where_its_request_stands() -> None:
-    """Spec 2(b) 5: the plan takes every draft for accepted."""
+def test_row_planned_ahead_is_computed_at_the_true_position() -> None:
+    """The true position: the plan counts every draft in flight as accepted."""
     world = drafting(0, 1)
     world.plan([(0, 1, 2, 4, True)], drafts=[3])
-    world.requests["0.1"].output_token_ids += [10, 70]  # one of three was
+    world.requests["0.1"].output_token_ids += [10, 70]  # one of three was accepted
     world.propose({"0.1": [20]})
     step, rows, _ = world.plan([(0, 1, 6, 4, True)], drafts=[3], block_slots=[0], block_ids=[9])
     assert (rows.starts.tolist(), rows.counts.tolist(), rows.drafts.tolist()) == ([4], [2], [1])
@@ -281,25 +283,25 @@ def test_row_planned_ahead_is_computed_where_its_request_stands() -> None:
     assert (cached.num_computed_tokens, cached.num_output_tokens) == ([4], [3])
 
 
-def test_drafts_of_a_request_that_skipped_a_step_are_gone() -> None:
-    """Spec S2-6."""
+def test_drafts_of_a_request_without_a_row_in_the_step_before_are_dropped() -> None:
+    """Latest drafts."""
     world = drafting(0, 1, 2)
     world.plan([(1, 1, 2, 1, True)], drafts=[0])
     step, rows, _ = world.plan([(0, 1, 2, 4, True)], drafts=[3])
     assert (step.scheduled_spec_decode_tokens, rows.counts.tolist()) == ({}, [1])
 
 
-def test_row_planned_before_its_request_is_refused() -> None:
-    """Spec S2-5."""
+def test_row_planned_before_the_known_tokens_is_refused() -> None:
+    """The position bound."""
     world = drafting(0, 1)
     world.requests["0.1"].output_token_ids += [7, 7]
-    with pytest.raises(PlanError, match="token 3 is to be sampled, but it has 5 already"):
+    with pytest.raises(PlanError, match="the plan samples token 3, but 5 tokens are known already"):
         world.plan([(0, 1, 2, 1, True)], drafts=[0])
 
 
-def test_request_that_has_filled_the_context_samples_nothing() -> None:
-    """It is planned on until the scheduler knows; vLLM fails on a token more (spec S2-5)."""
-    world = World(most_drafts=3)
+def test_request_that_has_filled_the_context_samples_no_logprobs() -> None:
+    """It is planned until the scheduler has processed its end; vLLM fails on one token more (position bound)."""
+    world = World(max_drafts=3)
     world.step([(0, 1, 0, 250, True)], new=[new(0, 1, range(250), list(range(8)))])
     output = world.requests["0.1"].output_token_ids
     output += [1]
@@ -316,37 +318,38 @@ def test_request_that_has_filled_the_context_samples_nothing() -> None:
     assert rows.ends[0] < world.requests["0.1"].num_tokens, "as of a prompt that is not complete"
 
 
-def test_drafts_that_nobody_makes_are_refused() -> None:
+def test_drafts_without_a_drafter_are_refused() -> None:
     world = World()
     world.step([(0, 1, 0, 2, True)], new=new_ones(0))
-    with pytest.raises(PlanError, match="was not told how they are proposed"):
+    with pytest.raises(PlanError, match="assignment has no drafter"):
         world.plan([(0, 1, 2, 2, True)], drafts=[1])
 
 
-def test_masks_are_as_many_as_vllm_wants_and_drafts_without_one_are_not_accepted() -> None:
-    """Spec 2(b) 14: of three drafts the grammar knows one, of two it knows more than there are; one row has left."""
+def test_missing_masks_are_filled_and_drafts_without_a_mask_are_not_accepted() -> None:
+    """Acceptable drafts: one row has masks for one of three drafts, one has more masks than drafts, and one mask is for
+    a slot that has no row."""
     world = drafting(0, 1, 2)
     plan = [(1, 1, 2, 3, True), (0, 1, 2, 4, True), (2, 1, 2, 1, True)]
     _, rows, _ = world.plan(plan, drafts=[2, 3, 0])
     mask = np.arange(28, dtype=np.int32).reshape(7, 4)
     masks = GrammarOutput(1, 1, pack([0, 1, 3]), mask.tobytes(), pack([2, 4, 1]))
-    grammar, acceptable = world.plans.grammar(masks, rows)
+    grammar, acceptable = world.translator.translate_grammar(masks, rows)
     assert grammar.structured_output_request_ids == ["0.1", "1.1"]
     free = np.full((2, 4), -1, np.int32)
     assert (grammar.grammar_bitmask == np.concatenate([mask[:2], free, mask[2:5]])).all()
     assert acceptable.tolist() == [2, 1, 0]
 
 
-def test_proposed_drafts_are_told_by_row_where_a_grammar_looks_at_them() -> None:
+def test_proposed_drafts_are_returned_by_row_for_grammars() -> None:
     world = drafting(0, 1)
-    assert world.plans.drafts.column(["1.1", "0.1"], 2).tolist() == [[NO_DRAFT, NO_DRAFT], [10, 11]]
+    assert world.translator.drafts.column(["1.1", "0.1"], 2).tolist() == [[NO_DRAFT, NO_DRAFT], [10, 11]]
 
 
 # -- results -----------------------------------------------------------------------------------------------------
 
 
 class Lists:
-    """vLLM's log-probabilities of a batch of three rows, two alternatives wide."""
+    """vLLM's log-probabilities of a batch of three rows with two alternatives each."""
 
     logprob_token_ids = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
     logprobs = -logprob_token_ids / np.float32(10)
@@ -354,7 +357,9 @@ class Lists:
     cu_num_generated_tokens: list[int] | None = None
 
 
-def result(rows: list[tuple[int, int, int, int, bool]], theirs: Any, asked: Asked) -> Any:
+def result(
+    rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: RequestedLogprobs
+) -> Any:
     """`rows` as of `World.step`; vLLM's row of a slot is the slot's id."""
     world = World()
     new_ones = [
@@ -365,38 +370,42 @@ def result(rows: list[tuple[int, int, int, int, bool]], theirs: Any, asked: Aske
         3, 9, pack(slots), pack(generations), pack(starts), pack(counts), bytes(samples), new_ones
     )
     applied = world.table.apply(plan)
-    world.plans.translated(plan, applied)
-    return Result(plan, applied, world.plans.ids(applied.slots), asked, theirs, TIMES).get()
+    world.translator.translate(plan, applied)
+    return VllmOutput(
+        plan, applied, world.translator.request_ids(applied.slots), requested, vllm_output, TIMES
+    ).get()
 
 
-def output(order: list[str], tokens: list[list[int]], **more: Any) -> names.ModelRunnerOutput:
-    return names.ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens, **more)
+def output(order: list[str], tokens: list[list[int]], **more: Any) -> vllm_api.ModelRunnerOutput:
+    return vllm_api.ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens, **more)
 
 
-def nothing(count: int) -> Asked:
+def no_logprobs(count: int) -> RequestedLogprobs:
     none = np.full(count, NONE, np.int32)
-    return Asked(none, none)
+    return RequestedLogprobs(none, none)
 
 
 def test_tokens_come_in_the_plans_order_without_rows_that_do_not_sample() -> None:
-    theirs = output(["3.1", "0.1", "1.1"], [[33], [], [11]])
-    ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], theirs, nothing(3))
-    rows = ResultRows.from_message(ours)
+    vllm_output = output(["3.1", "0.1", "1.1"], [[33], [], [11]])
+    message = result(
+        [(1, 1, 0, 4, True), (0, 1, 0, 2, False), (3, 1, 2, 1, True)], vllm_output, no_logprobs(3)
+    )
+    rows = ResultRows.from_message(message)
     assert (rows.slots.tolist(), rows.generations.tolist()) == ([1, 3], [1, 1])
     assert (rows.counts.tolist(), rows.token_ids.tolist()) == ([1, 1], [11, 33])
-    assert (ours.epoch, ours.step_id, ours.times, ours.logprobs) == (3, 9, TIMES, None)
+    assert (message.epoch, message.step_id, message.times, message.logprobs) == (3, 9, TIMES, None)
 
 
-def test_a_step_that_samples_nothing_has_no_rows() -> None:
-    ours = result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), nothing(1))
-    assert (ours.slots, ours.counts, ours.token_ids) == (b"", b"", b"")
+def test_step_that_samples_nothing_has_no_rows() -> None:
+    message = result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), no_logprobs(1))
+    assert (message.slots, message.counts, message.token_ids) == (b"", b"", b"")
 
 
-def test_logprobs_are_those_asked_for_at_absolute_positions() -> None:
-    theirs = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
-    asked = Asked(np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32))
-    ours = result([(1, 1, 0, 4, True), (0, 1, 0, 2, True), (2, 1, 0, 3, True)], theirs, asked)
-    rows = LogprobRows.from_message(ours.logprobs)
+def test_requested_logprobs_are_at_absolute_positions() -> None:
+    vllm_output = output(["0.1", "2.1", "1.1"], [[10], [20], [30]], logprobs=Lists())
+    requested = RequestedLogprobs(np.array([2, 0, NONE], np.int32), np.full(3, NONE, np.int32))
+    message = result([(1, 1, 0, 4, True), (0, 1, 0, 2, True), (2, 1, 0, 3, True)], vllm_output, requested)
+    rows = LogprobRows.from_message(message.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 0], [4, 2])
     assert (rows.counts.tolist(), rows.token_ranks.tolist()) == ([3, 1], [3, 1])
     assert rows.token_ids.tolist() == [30, 31, 32, 10]
@@ -411,59 +420,67 @@ class Tensors:
     selected_token_ranks = torch.tensor([4, 3])
 
 
-def test_prompt_logprobs_begin_with_the_second_token() -> None:
-    theirs = output(["0.1", "1.1"], [[10], [20]], prompt_logprobs_dict={"1.1": Tensors()})
-    asked = Asked(np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32))
-    ours = result([(0, 1, 0, 4, True), (1, 1, 0, 3, True)], theirs, asked)
-    rows = LogprobRows.from_message(ours.logprobs)
+def test_prompt_logprobs_begin_at_the_second_token() -> None:
+    vllm_output = output(["0.1", "1.1"], [[10], [20]], prompt_logprobs_dict={"1.1": Tensors()})
+    requested = RequestedLogprobs(np.full(2, NONE, np.int32), np.array([NONE, 1], np.int32))
+    message = result([(0, 1, 0, 4, True), (1, 1, 0, 3, True)], vllm_output, requested)
+    rows = LogprobRows.from_message(message.logprobs)
     assert (rows.owners.tolist(), rows.positions.tolist()) == ([1, 1], [1, 2])
     assert (rows.token_ranks.tolist(), rows.token_ids.tolist()) == ([4, 3], [1, 5, 2, 6])
     assert rows.values.tolist() == [-1.0, -0.5, -2.0, -0.25]
 
 
-def test_prompt_that_is_not_complete_has_no_logprobs_yet() -> None:
-    asked = Asked(np.array([NONE], np.int32), np.array([1], np.int32))
-    assert result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), asked).logprobs is None
+def test_incomplete_prompt_has_no_logprobs() -> None:
+    requested = RequestedLogprobs(np.array([NONE], np.int32), np.array([1], np.int32))
+    assert result([(0, 1, 0, 2, False)], output(["0.1"], [[]]), requested).logprobs is None
 
 
-def test_result_is_untouched_by_what_follows() -> None:
-    """Spec S3-1: a result depends on nothing that a later step may change."""
+def test_result_is_unchanged_by_the_next_step() -> None:
+    """The immutable result."""
     world = World()
     plan = SchedulerOutput(
         1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])]
     )
     applied = world.table.apply(plan)
-    world.plans.translated(plan, applied)
-    kept = Result(
-        plan, applied, world.plans.ids(applied.slots), nothing(1), output(["0.1"], [[42]]), 1.0, 2.0
+    world.translator.translate(plan, applied)
+    kept = VllmOutput(
+        plan,
+        applied,
+        world.translator.request_ids(applied.slots),
+        no_logprobs(1),
+        output(["0.1"], [[42]]),
+        TIMES,
     )
     world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
     late = kept.get()
     assert (unpack(late.generations).tolist(), unpack(late.token_ids).tolist()) == ([1], [42])
 
 
-def test_rows_have_as_many_tokens_as_were_accepted_and_one() -> None:
-    """Of three drafts two were accepted; a grammar kept one of the last row's two from being one."""
-    theirs = output(["2.1", "1.1", "0.1"], [[20], [11, 12, 13], [7, 8]], logprobs=RaggedLists())
+def test_rows_have_the_accepted_drafts_and_one_token() -> None:
+    """Of three drafts two were accepted; in slot 0 the grammar allowed one of two drafts."""
+    vllm_output = output(["2.1", "1.1", "0.1"], [[20], [11, 12, 13], [7, 8]], logprobs=RaggedLists())
     world = drafting(0, 1, 2)
     plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]
     translated = world.plan(plan, drafts=[2, 3, 0])
-    rows, asked = translated.rows, Asked(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32))
-    ours = Result(
-        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, asked, theirs, 1.0, 2.0, None,
+    rows, requested = (
+        translated.rows,
+        RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)),
+    )
+    message = VllmOutput(
+        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, vllm_output, 1.0, 2.0, None,
         np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
     ).get()  # fmt: skip
-    got = ResultRows.from_message(ours)
+    got = ResultRows.from_message(message)
     assert (got.counts.tolist(), got.token_ids.tolist()) == ([2, 3, 1], [7, 8, 11, 12, 13, 20])
     assert got.drafted.tolist() == [1, 3, 0]
-    assert unpack(ours.draft_token_ids).tolist() == [5, -1, 6, 7, -1, -1]
-    scores = LogprobRows.from_message(ours.logprobs)
+    assert unpack(message.draft_token_ids).tolist() == [5, -1, 6, 7, -1, -1]
+    scores = LogprobRows.from_message(message.logprobs)
     assert (scores.owners.tolist(), scores.positions.tolist()) == ([1, 1, 1, 2], [3, 4, 5, 3])
     assert scores.token_ids.tolist() == [11, 1, 12, 1, 13, 1, 20]
 
 
 class RaggedLists:
-    """vLLM's log-probabilities of rows with one, three and two tokens, one alternative wide."""
+    """vLLM's log-probabilities of rows with one, three and two tokens, with one alternative each."""
 
     logprob_token_ids = np.array([[20, 1], [11, 1], [12, 1], [13, 1], [7, 1], [8, 1]], np.int32)
     logprobs = -logprob_token_ids / np.float32(10)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself before vLLM has read it."""
+"""Properties of a checkpoint that can be read before vLLM loads it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,45 +11,50 @@ from services.worker.weights import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Data types of activations that vLLM computes in."""
-CHOICES = DTYPES[:2]
-"""Those that --dtype takes."""
+DTYPE_CHOICES = DTYPES[:2]
+"""Values of --dtype, beside `auto`."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckpointInfo:
+    """What a worker registers with."""
+
     digest: str
-    """As the native backend makes it: of config.json and every tensor's name, shape and type."""
+    """Digest of config.json and of every tensor's name, shape and dtype; equal on the native backend."""
     dtype: str
     tensor_parallel_sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, directory: Path, worker: WorkerConfig) -> "Facts":
-        """Raises: LoadError"""
+    def read(cls, directory: Path, worker: WorkerConfig) -> "CheckpointInfo":
+        """Raises: LoadError, if config.json or a header of the weights cannot be read, or its dtype is unknown."""
         path = directory / "config.json"
         try:
             config, content = read_json(path), path.read_bytes()
         except (CheckpointError, OSError) as error:
             raise LoadError(f"{path} cannot be read: {error}; download the model again") from error
         model = config.get("text_config", config)
-        return cls(Checkpoint(directory).digest(content), _dtype(worker, model), _sizes(model))
+        return cls(
+            Checkpoint(directory).digest(content), _dtype(worker, model), _tensor_parallel_sizes(model)
+        )
 
 
 def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:
-    """The user's, the demo model's, or the checkpoint's own."""
+    """Return the dtype of --dtype, of the demo model, or of the checkpoint, in this order."""
     if worker.dtype != "auto":
         return worker.dtype
     own = str(model.get("dtype") or model.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = default_dtype(worker.model) or own
     if dtype not in DTYPES:
         raise LoadError(
-            f"config.json names the dtype {dtype}; choose one of {' or '.join(CHOICES)} with --dtype"
+            f"config.json has the dtype {dtype}, which is not supported; "
+            f"use --dtype {' or --dtype '.join(DTYPE_CHOICES)}"
         )
     return dtype
 
 
-def _sizes(model: dict[str, Any]) -> tuple[int, ...]:
-    """Ranks that the heads of attention can be shared among, in ascending order; vLLM pads the vocabulary and looks at
-    the rest when it loads."""
+def _tensor_parallel_sizes(model: dict[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of ranks that the attention heads can be divided among, in ascending order. vLLM pads the
+    vocabulary, and checks the other dimensions when it loads."""
     heads = model.get("num_attention_heads") or model.get("n_head")
     if not isinstance(heads, int) or heads < 1:
         return (1,)

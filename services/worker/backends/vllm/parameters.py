@@ -1,16 +1,19 @@
-"""What a request asks of the sampler, in vLLM's words."""
+"""Sampling parameters of a request as vLLM's, and the random numbers of a request."""
 
 import numpy as np
 import torch
 
 from protocol.sampling import SamplingParams
-from services.worker.backends.vllm import names
+from services.worker.backends.vllm import vllm_api
 
 
-def translated(params: SamplingParams, vocab_size: int) -> names.SamplingParams:
-    """Every field of ours, but `eos_token_ids` where no `min_tokens` need them and `max_tokens`: when a request ends
-    is the scheduler's to say. Ids outside the vocabulary are nobody's; vLLM would fail on them."""
-    theirs = names.SamplingParams(
+def to_vllm_params(params: SamplingParams, vocab_size: int) -> vllm_api.SamplingParams:
+    """Return vLLM's parameters of equal meaning.
+
+    The scheduler decides when a request ends, so end tokens are passed only for `min_tokens`, which suppresses them.
+    Ids outside the vocabulary have no effect, and vLLM would fail on them, so they are left out.
+    """
+    result = vllm_api.SamplingParams(
         temperature=min(params.temperature, 1.0),
         top_p=params.top_p,
         top_k=params.top_k,
@@ -19,58 +22,60 @@ def translated(params: SamplingParams, vocab_size: int) -> names.SamplingParams:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        stop_token_ids=_known(params.eos_token_ids + params.stop_token_ids, vocab_size),
+        stop_token_ids=_in_vocabulary(params.eos_token_ids + params.stop_token_ids, vocab_size),
         logit_bias={token: bias for token, bias in params.logit_bias if token < vocab_size} or None,
-        allowed_token_ids=_allowed(params, vocab_size),
-        logprobs=_at_most(params.logprobs, vocab_size),
-        prompt_logprobs=_at_most(params.prompt_logprobs, vocab_size),
+        allowed_token_ids=_allowed_token_ids(params, vocab_size),
+        logprobs=_limited(params.logprobs, vocab_size),
+        prompt_logprobs=_limited(params.prompt_logprobs, vocab_size),
         max_tokens=params.max_tokens,
         detokenize=False,
         skip_clone=True,
     )
-    # What follows is set afterwards: vLLM's frontend refuses it, its sampler serves it.
+    # The rest is set afterwards, because vLLM's sampler supports these values but its constructor refuses them.
     if params.temperature > 1.0:
-        theirs.temperature = params.temperature
-    theirs.min_tokens = params.min_tokens
+        result.temperature = params.temperature
+    result.min_tokens = params.min_tokens
     words = [list(word) for word in params.bad_words if max(word) < vocab_size]
-    theirs._bad_words_token_ids = words or None
+    result._bad_words_token_ids = words or None
     if params.min_tokens:
-        # This alone makes stop tokens come back where a grammar leaves nothing else; the grammar itself is ours.
-        theirs.structured_outputs = names.StructuredOutputsParams(json_object=True)
-    return theirs
+        # With a grammar, vLLM allows stop tokens where nothing else is allowed. Any grammar sets this; it is not used.
+        result.structured_outputs = vllm_api.StructuredOutputsParams(json_object=True)
+    return result
 
 
-def _known(token_ids: tuple[int, ...], vocab_size: int) -> list[int]:
+def _in_vocabulary(token_ids: tuple[int, ...], vocab_size: int) -> list[int]:
     return [token for token in token_ids if token < vocab_size]
 
 
-def _allowed(params: SamplingParams, vocab_size: int) -> list[int] | None:
-    """Where nothing is left, id 0, as everywhere in this project."""
+def _allowed_token_ids(params: SamplingParams, vocab_size: int) -> list[int] | None:
+    """Return the allowed ids, or None for all. If none of them is in the vocabulary, id 0 is allowed, as on every
+    backend."""
     if not params.allowed_token_ids:
         return None
     allowed = np.frombuffer(params.allowed_token_ids, np.int32)
     return allowed[allowed < vocab_size].tolist() or [0]
 
 
-def _at_most(wanted: int | None, vocab_size: int) -> int | None:
-    return None if wanted is None else min(wanted, vocab_size)
+def _limited(count: int | None, vocab_size: int) -> int | None:
+    return None if count is None else min(count, vocab_size)
 
 
-class Generator(torch.Generator):
-    """vLLM's source of noise for one request: to each output token belongs one draw.
+class RequestGenerator(torch.Generator):
+    """Random numbers of one request for vLLM's sampler: one draw for each output token.
 
-    vLLM draws for every row, and takes the draw back where a prompt is not yet complete. That is written for CUDA, by
-    offset; here it leads back to where the request entered, as nothing else was drawn by then.
+    vLLM draws for every row, and takes the draw back if the row's prompt is not complete. It does so by the generator's
+    offset, which only CUDA has. Nothing was drawn before the prompt is complete, so here every offset means the state
+    at which the request entered.
     """
 
     _entered: torch.Tensor
 
     @classmethod
-    def after(cls, seed: int, num_drawn: int) -> "Generator":
-        """As it is after `num_drawn` output tokens."""
+    def after_draws(cls, seed: int, num_draws: int) -> "RequestGenerator":
+        """Return the generator of a request that has `num_draws` output tokens."""
         generator = cls()
         generator.manual_seed(seed)
-        for _ in range(num_drawn):
+        for _ in range(num_draws):
             torch.randint(0, 2**31, (1,), generator=generator)
         generator._entered = generator.get_state()
         return generator

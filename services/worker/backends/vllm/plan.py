@@ -1,8 +1,8 @@
-"""From a plan to vLLM's `SchedulerOutput`: slots to request ids, columns to rows.
+"""Translation of plans to vLLM's `SchedulerOutput`: slots to request ids, columns to rows.
 
-The plan goes through `SlotTable` first, which checks it; what is said to vLLM is read from there. A request enters
-vLLM's batch by its state: that is how vLLM itself takes back one that was preempted, and a new one is the same without
-output. So tokens that were sampled before, by whichever worker, stay output, and its noise goes on where it was.
+A plan is checked and applied by `SlotTable` first; what vLLM receives is read from the table. Every request enters
+vLLM's batch as vLLM resumes a preempted request: by its state; a new request is one without output. So tokens that were
+sampled before, on any worker, count as output, and the request's random numbers continue after them.
 """
 
 from typing import Any, NamedTuple
@@ -13,33 +13,33 @@ from numpy.typing import NDArray
 from protocol.codec import unpack
 from protocol.rows import GrammarRows
 from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
-from services.worker.backends.vllm import names
-from services.worker.backends.vllm.drafts import Drafts
-from services.worker.backends.vllm.parameters import Generator, translated
+from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
+from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.sampling.reference import GREEDY_BELOW
 
 RESERVED_BLOCKS = 1
-"""vLLM keeps its first block for itself, so each of ours is one further."""
-ANYTHING = -1
-"""A word of a mask that forbids nothing."""
+"""vLLM reserves its first block, so its block ids are one higher than the plan's."""
+ALL_ALLOWED = -1
+"""A word of a bitmask that allows every token."""
 
 
-class Translated(NamedTuple):
-    step: names.SchedulerOutput
+class TranslatedPlan(NamedTuple):
+    step: vllm_api.SchedulerOutput
     rows: Rows
-    """The plan's, where they really stand."""
+    """Rows of the plan at their true positions."""
     ids: list[str]
     """vLLM's request id of each row."""
 
 
-class Plans:
-    """What vLLM was told of each slot, so that a step says only what changed.
+class PlanTranslator:
+    """What vLLM has received of each slot, so that a step contains only changes.
 
     Args:
-        requests: vLLM's own states by request id, where those that enter are put
-        prompt_logprobs: vLLM's own: by request id, how many are asked for at each prompt token
-        most_drafts: of a row; 0: no speculation
+        requests: vLLM's own states by request id; states of requests that enter are added
+        prompt_logprobs: vLLM's own number of log-probabilities per prompt token, by request id
+        max_drafts: of a row; 0: no speculation
     """
 
     def __init__(
@@ -48,35 +48,37 @@ class Plans:
         vocab_size: int,
         requests: dict[str, Any],
         prompt_logprobs: dict[str, int],
-        most_drafts: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
-        self.drafts = Drafts(most_drafts, table.max_model_len, requests)
+        self.drafts = ProposedDrafts(max_drafts, table.max_model_len, requests)
         self._requests, self._prompt_logprobs = requests, prompt_logprobs
         self._entering: dict[int, NewRequest] = {}
-        """By slot, until its first row."""
+        """New requests by slot, until their first row."""
         self._ids = [""] * table.num_slots
-        """Of the request in each slot. It carries the generation: the slot's next request must be another one."""
-        self._told = np.zeros(table.num_slots, np.int32)
-        """Blocks of each slot that vLLM knows."""
+        """Request id of each slot. It contains the generation, so the slot's next request has another id."""
+        self._known_blocks = np.zeros(table.num_slots, np.int32)
+        """Number of blocks of each slot that vLLM has received."""
 
-    def ids(self, slots: NDArray[np.int32]) -> list[str]:
-        """vLLM's request ids of what is in `slots`."""
+    def request_ids(self, slots: NDArray[np.int32]) -> list[str]:
         return [self._ids[slot] for slot in slots.tolist()]
 
-    def translated(self, step: SchedulerOutput, planned: Rows) -> Translated:
-        """`planned` are the rows of `step`, which the table has applied. Raises: PlanError"""
-        finished = self._left(unpack(step.released))
+    def translate(self, step: SchedulerOutput, planned: Rows) -> TranslatedPlan:
+        """Translate `step`, whose rows are `planned`, after the table has applied it.
+
+        Raises: PlanError
+        """
+        finished = self._remove(unpack(step.released))
         for request in step.new:
             self._entering[request.slot] = request
             self._ids[request.slot] = f"{request.slot}.{request.generation}"
-        ids, table = self.ids(planned.slots), self._table
-        rows, drafts = self.drafts.settle(planned, ids)
-        entered = set(self.ids(self._enter(rows)))
+        ids, table = self.request_ids(planned.slots), self._table
+        rows, drafts = self.drafts.settle_rows(planned, ids)
+        entered = set(self.request_ids(self._enter(rows)))
         known = np.where(rows.samples, rows.ends - rows.drafts, table.num_tokens[rows.slots])
-        theirs = names.SchedulerOutput(
+        vllm_step = vllm_api.SchedulerOutput(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=names.CachedRequestData(
+            scheduled_cached_reqs=vllm_api.CachedRequestData(
                 req_ids=ids,
                 resumed_req_ids=entered,
                 new_token_ids=[],
@@ -93,47 +95,56 @@ class Plans:
             free_encoder_mm_hashes=[],
             num_spec_tokens_to_schedule=step.num_speculative_tokens,
         )
-        return Translated(theirs, rows, ids)
+        return TranslatedPlan(vllm_step, rows, ids)
 
-    def released(self, slots: NDArray[np.int32]) -> names.SchedulerOutput:
-        """A step of no rows; the table has released the slots."""
-        empty = names.SchedulerOutput.make_empty()
-        empty.finished_req_ids = self._left(slots)
+    def translate_release(self, slots: NDArray[np.int32]) -> vllm_api.SchedulerOutput:
+        """Return a step without rows that removes the requests in `slots`."""
+        empty = vllm_api.SchedulerOutput.make_empty()
+        empty.finished_req_ids = self._remove(slots)
         return empty
 
-    def grammar(self, grammar: GrammarOutput, rows: Rows) -> tuple[names.GrammarOutput, NDArray[np.int32]]:
-        """vLLM wants a mask for every draft of a row and one more. Where there are fewer, the drafts behind them may
-        not be accepted (spec 2(b) 14).
+    def translate_grammar(
+        self, grammar: GrammarOutput, rows: Rows
+    ) -> tuple[vllm_api.GrammarOutput, NDArray[np.int32]]:
+        """Translate the bitmasks of a step.
+
+        vLLM expects one mask for every draft of a row and one more. Missing masks are filled with masks that allow
+        every token, and the drafts behind them are not accepted: acceptable drafts (docs/invariants.md).
 
         Args:
-            rows: of the step, as `translated` returned them
+            rows: of the step, as `translate` returned them
 
-        Returns: what vLLM is told; int32[rows], how many drafts of each may be accepted.
+        Returns: vLLM's masks, and int32[rows] with the largest number of drafts to accept.
 
         Raises: ProtocolError
         """
-        said = GrammarRows.from_message(grammar, self._vocab_size)
+        masked = GrammarRows.from_message(grammar, self._vocab_size)
         row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
-        here, masks, acceptable = [], [], rows.drafts.copy()
-        for slot, count, end in zip(said.slots.tolist(), said.counts, np.cumsum(said.counts), strict=True):
+        slots, masks, acceptable = [], [], rows.drafts.copy()
+        for slot, count, end in zip(
+            masked.slots.tolist(), masked.counts, np.cumsum(masked.counts), strict=True
+        ):
             if (row := row_of.get(slot)) is None:
                 continue
-            own = said.masks[end - count : end]
-            most = int(rows.drafts[row]) + 1
-            acceptable[row] = min(most, count) - 1
-            here.append(slot)
-            masks += [own[:most], np.full((max(0, most - count), own.shape[1]), ANYTHING, np.int32)]
-        # A copy: torch wants what it reads to be writable.
-        every = np.concatenate(masks) if masks else said.masks[:0].copy()
-        return names.GrammarOutput([self._ids[slot] for slot in here], every), acceptable
+            own = masked.masks[end - count : end]
+            wanted = int(rows.drafts[row]) + 1
+            acceptable[row] = min(wanted, count) - 1
+            slots.append(slot)
+            masks += [
+                own[:wanted],
+                np.full((max(0, wanted - count), own.shape[1]), ALL_ALLOWED, np.int32),
+            ]
+        # A copy, because torch requires writable memory.
+        bitmask = np.concatenate(masks) if masks else masked.masks[:0].copy()
+        return vllm_api.GrammarOutput([self._ids[slot] for slot in slots], bitmask), acceptable
 
-    def _left(self, slots: NDArray[np.int32]) -> set[str]:
+    def _remove(self, slots: NDArray[np.int32]) -> set[str]:
         for slot in slots.tolist():
             self._entering.pop(slot, None)
-        return set(self.ids(slots))
+        return set(self.request_ids(slots))
 
     def _enter(self, rows: Rows) -> NDArray[np.int32]:
-        """The slots among `rows` that have their first row; vLLM is given their states."""
+        """Add the states of requests that have their first row. Returns their slots."""
         if not self._entering:
             return rows.slots[:0]
         first = np.isin(rows.slots, list(self._entering))
@@ -141,32 +152,32 @@ class Plans:
             request = self._entering.pop(slot)
             state = self._state(request, start)
             self._requests[state.req_id] = state
-            if (wanted := state.sampling_params.prompt_logprobs) is not None:
-                self._prompt_logprobs[state.req_id] = wanted
-            self._told[slot] = 0
+            if (count := state.sampling_params.prompt_logprobs) is not None:
+                self._prompt_logprobs[state.req_id] = count
+            self._known_blocks[slot] = 0
         return rows.slots[first]
 
-    def _state(self, request: NewRequest, start: int) -> names.CachedRequestState:
+    def _state(self, request: NewRequest, start: int) -> vllm_api.CachedRequestState:
         tokens, num_prompt = unpack(request.token_ids).tolist(), request.num_prompt_tokens
         params, output = request.params, tokens[num_prompt:]
-        draws = params.temperature >= GREEDY_BELOW
-        return names.CachedRequestState(
+        is_sampled = params.temperature >= GREEDY_BELOW
+        return vllm_api.CachedRequestState(
             req_id=self._ids[request.slot],
             prompt_token_ids=tokens[:num_prompt],
             mm_features=[],
-            sampling_params=translated(params, self._vocab_size),
-            generator=Generator.after(params.seed, len(output)) if draws else None,
+            sampling_params=to_vllm_params(params, self._vocab_size),
+            generator=RequestGenerator.after_draws(params.seed, len(output)) if is_sampled else None,
             block_ids=([],),
             num_computed_tokens=start,
             output_token_ids=output,
         )
 
     def _new_blocks(self, slots: NDArray[np.int32]) -> list[tuple[list[int]] | None]:
-        """Of each slot in turn, in the one group there is; None where nothing is new."""
-        table, told, blocks = self._table, self._told[slots], self._table.num_blocks[slots]
+        """Return for each slot its blocks that vLLM has not received, in the only cache group, or None."""
+        table, known, blocks = self._table, self._known_blocks[slots], self._table.num_blocks[slots]
         new: list[tuple[list[int]] | None] = [None] * len(slots)
-        for row in np.flatnonzero(blocks > told).tolist():
-            ids = table.block_table[slots[row], told[row] : blocks[row]] + RESERVED_BLOCKS
+        for row in np.flatnonzero(blocks > known).tolist():
+            ids = table.block_table[slots[row], known[row] : blocks[row]] + RESERVED_BLOCKS
             new[row] = (ids.tolist(),)
-        self._told[slots] = blocks
+        self._known_blocks[slots] = blocks
         return new

@@ -1,7 +1,7 @@
-"""The vLLM backend: vLLM's own worker of one rank computes what the scheduler plans.
+"""The vLLM backend: vLLM's own worker of one rank executes the scheduler's plans.
 
-On the CPU vLLM computes a step before it returns, and remembers the tokens that it sampled. So steps that were planned
-ahead find them there, however many are on their way, and the worker is told of a request's tokens once.
+On the CPU, vLLM's call returns when the step is computed, and vLLM stores the tokens that it sampled. So a step that
+was planned ahead finds them there at any depth, and vLLM receives the tokens of a request once.
 """
 
 import socket
@@ -18,11 +18,12 @@ from services.config import WorkerConfig
 from services.worker.backends.kv_blocks import num_kv_blocks
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import PooledRows, Pooler
-from services.worker.backends.vllm.checkpoint import Facts
-from services.worker.backends.vllm.engine import Engine, Options
-from services.worker.backends.vllm.group import Group
-from services.worker.backends.vllm.plan import RESERVED_BLOCKS, Plans
-from services.worker.backends.vllm.result import Asked, Result
+from services.worker.backends.vllm.checkpoint import CheckpointInfo
+from services.worker.backends.vllm.engine import VllmEngine
+from services.worker.backends.vllm.engine_config import EngineOptions
+from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator
+from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.runner import ForwardDone, Identity, LoadError, Output, Progress
 from services.worker.weights import located
@@ -35,42 +36,44 @@ class _ExecutedStep:
     step: SchedulerOutput
     rows: Rows
     ids: list[str]
-    asked: Asked
+    requested: RequestedLogprobs
     pooled: PooledRows | None
-    """None where no hidden state is asked for, and where another rank reports."""
+    """None if no row needs a hidden state, or if another rank reports the step."""
     times: StepTimes
-    """Up to the end of the forward pass."""
+    """Times until the end of the forward pass."""
 
 
 class VllmRunner:
-    """A `ModelRunner`. Models of vLLM that are one group of full attention, on its CPU build."""
+    """A `ModelRunner` for models of vLLM with one group of full attention, on its CPU build."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self._facts: Facts | None = None
-        self._engine: Engine | None = None
-        self._group: Group | None = None
+        self._checkpoint: CheckpointInfo | None = None
+        self._engine: VllmEngine | None = None
+        self._groups: ProcessGroups | None = None
         self._pending = PendingStep[_ExecutedStep]()
 
     def identify(self) -> Identity:
-        """As it was when first asked: what is in memory stays what was registered."""
-        if self._facts is None:
-            self._facts = Facts.of(located(self._config), self._config)
-        return Identity(self._facts.digest, self._facts.dtype, self._facts.tensor_parallel_sizes)
+        """Return the properties of the checkpoint, read at the first call: those of the weights in memory."""
+        if self._checkpoint is None:
+            self._checkpoint = CheckpointInfo.read(located(self._config), self._config)
+        return Identity(
+            self._checkpoint.digest, self._checkpoint.dtype, self._checkpoint.tensor_parallel_sizes
+        )
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """A group of one keeps its weights from epoch to epoch; of more ranks they are read again, since vLLM's layers
-        hold on to the groups that they were made with."""
+        """Load the weights. A single rank keeps them from epoch to epoch. Several ranks read them again, because vLLM's
+        layers keep references to their process groups."""
         self._assignment = assignment
         digest, options = self.identify().model_hash, self._options(assignment)
         if self._engine is None or self._engine.options != options:
             self._close()
             progress("weights", 0.0)
-            self._group = Group(assignment, listener)
-            with self._group.watched():
-                self._engine = Engine(options, assignment, self._group)
+            self._groups = ProcessGroups(assignment, listener)
+            with self._groups.detect_lost_ranks():
+                self._engine = VllmEngine(options, assignment, self._groups)
         elif listener is not None:
             listener.close()
         progress("weights", 1.0)
@@ -86,49 +89,59 @@ class VllmRunner:
             hidden_size=engine.hidden_size,
         )
 
-    def _options(self, assignment: Assignment) -> Options:
+    def _options(self, assignment: Assignment) -> EngineOptions:
         directory = located(self._config)
-        if Facts.of(directory, self._config) != self._facts:
+        if CheckpointInfo.read(directory, self._config) != self._checkpoint:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
-        return Options.of(directory, self.identify().dtype, self._config, assignment)
+        return EngineOptions.from_config(directory, self.identify().dtype, self._config, assignment)
 
     def init_kv_cache(self, init: InitializeCache) -> None:
-        (engine, group), assignment = self._parts(), self._assignment
-        with group.watched():
+        (engine, groups), assignment = self._parts(), self._assignment
+        with groups.detect_lost_ranks():
             engine.allocate(init.num_blocks + RESERVED_BLOCKS)
         self._table = SlotTable(
             assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
         )
         batch = engine.runner
         self._pooler = Pooler(assignment.num_slots, engine.hidden_size)
-        how = assignment.speculation
-        self._plans = Plans(
+        speculation = assignment.speculation
+        self._translator = PlanTranslator(
             self._table,
             engine.vocab_size,
             batch.requests,
             batch.num_prompt_logprobs,
-            how.num_speculative_tokens if how else 0,
+            speculation.num_speculative_tokens if speculation else 0,
         )
         self._pending = PendingStep()
 
-    def _parts(self) -> tuple[Engine, Group]:
-        if self._engine is None or self._group is None:
+    @property
+    def engine(self) -> VllmEngine:
+        """Raises: RuntimeError, if no model is loaded."""
+        return self._parts()[0]
+
+    @property
+    def table(self) -> SlotTable:
+        """Columns of the epoch's slots."""
+        return self._table
+
+    def _parts(self) -> tuple[VllmEngine, ProcessGroups]:
+        if self._engine is None or self._groups is None:
             raise RuntimeError("no model is loaded in this epoch")
-        return self._engine, self._group
+        return self._engine, self._groups
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._pending.require_none()
-        (engine, group), table = self._parts(), self._table
-        theirs, rows, ids = self._plans.translated(step, table.apply(step))
-        asked = Asked(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
+        (engine, groups), table = self._parts(), self._table
+        vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
+        requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
         pooled = self._pooler.rows(step, rows, table) if self._reports else None
         prepared = time.monotonic()
-        with group.watched():
-            engine.execute(theirs)
+        with groups.detect_lost_ranks():
+            engine.execute(vllm_step)
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
-        self._pending.put(_ExecutedStep(step, rows, ids, asked, pooled, times))
+        self._pending.put(_ExecutedStep(step, rows, ids, requested, pooled, times))
 
     @property
     def _reports(self) -> bool:
@@ -137,43 +150,45 @@ class VllmRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         p = self._pending.take()
         step, grammar = p.step, own_grammar(p.step, grammar)
-        (engine, group), plans = self._parts(), self._plans
-        masks, acceptable = plans.grammar(grammar, p.rows) if grammar is not None else (None, None)
-        with group.watched():
-            theirs = engine.sample(masks, p.ids, acceptable)
-        plans.drafts.propose(engine.drafts())
+        (engine, groups), translator = self._parts(), self._translator
+        masks, acceptable = (
+            translator.translate_grammar(grammar, p.rows) if grammar is not None else (None, None)
+        )
+        with groups.detect_lost_ranks():
+            output = engine.sample(masks, p.ids, acceptable)
+        translator.drafts.store(engine.take_drafts())
         times = replace(p.times, sampled=time.monotonic())
         if not self._reports:
             return ForwardDone(times)
-        looked_at = step.num_speculative_tokens and step.has_structured_output_requests
-        proposed = plans.drafts.column(p.ids, step.num_speculative_tokens) if looked_at else None
-        return Result(step, p.rows, p.ids, p.asked, theirs, times, p.pooled, acceptable, proposed)
+        needs_drafts = step.num_speculative_tokens and step.has_structured_output_requests
+        proposed = translator.drafts.column(p.ids, step.num_speculative_tokens) if needs_drafts else None
+        return VllmOutput(step, p.rows, p.ids, p.requested, output, times, p.pooled, acceptable, proposed)
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._table.release(slots)
-        self._parts()[0].execute(self._plans.released(slots))
+        self.engine.execute(self._translator.translate_release(slots))
 
     def leave(self) -> None:
         self._pending = PendingStep()
-        if self._group is not None and self._group.is_of_several:
+        if self._groups is not None and self._groups.has_several_ranks:
             self._close()
         elif self._engine is not None:
-            self._engine.forget()
-        for name in ("_table", "_plans", "_pooler"):
+            self._engine.drop_cache()
+        for name in ("_table", "_translator", "_pooler"):
             self.__dict__.pop(name, None)
 
     def _close(self) -> None:
-        """Weights, cache, batch and groups are gone."""
-        engine, group, self._engine, self._group = self._engine, self._group, None, None
+        """Free weights, cache and batch, and leave the groups."""
+        engine, groups, self._engine, self._groups = self._engine, self._groups, None, None
         if engine is not None:
             engine.close()
-        if group is not None:
-            group.leave()
+        if groups is not None:
+            groups.leave()
 
     def abort(self) -> None:
-        group = self._group
-        if group is not None:
-            group.abort()
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
 
     def shutdown(self) -> None:
         self._close()

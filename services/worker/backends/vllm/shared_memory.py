@@ -52,7 +52,7 @@ class SharedMemory:
             self._name = name if first == here else ""
         return self._name or f"{here}-{os.getpid()}"
 
-    def formed(self, barrier: Callable[[], object]) -> None:
+    def unlink(self, barrier: Callable[[], object]) -> None:
         """Remove the names. Call when this rank's groups are formed; `barrier` waits until all ranks call it."""
         barrier()
         for path in self._files():
@@ -61,7 +61,7 @@ class SharedMemory:
         barrier()
         self._remove_names()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the pages, which vLLM keeps mapped, and what is left of the names. No rank computes any more."""
         for pages in self._pages:
             pages.madvise(mmap.MADV_REMOVE)

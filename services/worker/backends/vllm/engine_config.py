@@ -1,0 +1,134 @@
+"""vLLM's configuration of one rank, and the checks of what this backend and this machine can do."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.membership import Assignment, Speculation
+from services.config import WorkerConfig
+from services.worker.backends.vllm import vllm_api
+from services.worker.runner import LoadError
+
+CPU_BLOCK = 32
+"""Tokens. vLLM's attention on the CPU requires a multiple of it as the size of a block."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of vLLM that do not depend on the rank. A worker keeps its weights as long as they are equal."""
+
+    directory: Path
+    dtype: str
+    threads: int
+    """0: this machine's cores, divided among the group's ranks on it."""
+    block_size: int
+    num_slots: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    """0: the context length of the checkpoint."""
+    quantization: str | None
+    load_format: str
+    enforce_eager: bool
+    speculation: Speculation | None
+
+    @classmethod
+    def from_config(
+        cls, directory: Path, dtype: str, config: WorkerConfig, assignment: Assignment
+    ) -> "EngineOptions":
+        return cls(
+            directory=directory,
+            dtype=dtype,
+            threads=config.threads,
+            block_size=assignment.block_size,
+            num_slots=assignment.num_slots,
+            max_num_batched_tokens=assignment.max_num_batched_tokens,
+            max_model_len=assignment.max_model_len,
+            quantization=config.quantization,
+            load_format=config.load_format,
+            enforce_eager=config.enforce_eager,
+            speculation=assignment.speculation,
+        )
+
+
+def create_engine_config(options: EngineOptions, assignment: Assignment) -> Any:
+    """Return vLLM's `VllmConfig`.
+
+    Raises: LoadError, if vLLM, this backend or this machine cannot serve the model.
+    """
+    arguments = vllm_api.EngineArgs(
+        model=str(options.directory),
+        skip_tokenizer_init=True,  # requests and results are token ids
+        dtype=options.dtype,
+        max_model_len=options.max_model_len or None,
+        block_size=options.block_size,
+        max_num_seqs=min(options.num_slots, options.max_num_batched_tokens),  # rows of a step
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        tensor_parallel_size=assignment.tensor_parallel_size,
+        pipeline_parallel_size=assignment.pipeline_parallel_size,
+        quantization=options.quantization,
+        load_format=options.load_format,
+        enforce_eager=options.enforce_eager,
+        kv_cache_memory_bytes=1,  # any value: `VllmEngine.allocate` sets the number of blocks
+        enable_prefix_caching=False,  # the scheduler has a prefix cache
+        disable_hybrid_kv_cache_manager=True,  # layers with a window keep all of their blocks
+        disable_log_stats=True,
+        speculative_config=_drafter_config(options.speculation),
+    )
+    try:
+        config = arguments.create_engine_config()
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise LoadError(f"vLLM cannot serve this model: {' '.join(str(error).split())}") from error
+    _check(config, options)
+    return config
+
+
+def _drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
+    """Raises: LoadError, for every drafter but the n-gram drafter."""
+    if speculation is None:
+        return None
+    if speculation.method != "ngram":
+        raise LoadError(
+            f'"method": "{speculation.method}" is not supported with --backend vllm, only "ngram" is; '
+            "use --backend native"
+        )
+    return {
+        "method": speculation.method,
+        "num_speculative_tokens": speculation.num_speculative_tokens,
+        "prompt_lookup_min": speculation.prompt_lookup_min,
+        "prompt_lookup_max": speculation.prompt_lookup_max,
+    }
+
+
+def _check(config: Any, options: EngineOptions) -> None:
+    """Raises: LoadError, for what this backend or this machine cannot do."""
+    model = config.model_config
+    if model.runner_type != "generate":
+        raise LoadError(
+            f"this is a model for {model.runner_type}; --backend vllm serves models that generate text"
+        )
+    if model.is_multimodal_model:
+        raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
+    if config.use_v2_model_runner:
+        raise LoadError("vLLM's second model runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
+    _check_block_size(options.block_size, config.cache_config.block_size, model.use_mla)
+    compiler = os.environ.get("CXX", "g++")
+    if not options.enforce_eager and shutil.which(compiler) is None:
+        raise LoadError(
+            f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager"
+        )
+
+
+def _check_block_size(block_size: int, vllm_block_size: int, latent_attention: bool) -> None:
+    """vLLM replaces the size for latent attention, and only warns of other sizes that do not fit."""
+    if block_size != vllm_block_size:
+        raise LoadError(
+            f"--block-size {block_size} does not fit the attention of this model; start the scheduler with "
+            f"--block-size {vllm_block_size}"
+        )
+    if block_size % CPU_BLOCK and not latent_attention:
+        raise LoadError(
+            f"--block-size {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the CPU requires; "
+            f"start the scheduler with --block-size {-(-block_size // CPU_BLOCK) * CPU_BLOCK}"
+        )

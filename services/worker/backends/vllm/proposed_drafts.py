@@ -1,0 +1,79 @@
+"""Drafts that vLLM's drafter proposed for the next step, and the true position of each request.
+
+A plan counts every draft in flight as accepted: optimistic drafts (docs/invariants.md). When a plan is translated on
+the CPU, vLLM has already sampled the step before, so its own states show the true positions. Rows are moved there once,
+and filled with the drafts that exist. To vLLM, the scheduler looks synchronous.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.steps import NO_DRAFT
+from services.worker.backends.vllm import vllm_api
+from services.worker.batch.slots import PlanError, Rows
+
+I32 = NDArray[np.int32]
+
+
+class ProposedDrafts:
+    """Drafts by vLLM's request id.
+
+    Args:
+        max_drafts: of a row; 0: there is no speculation, and the positions of a plan are the true ones
+        max_model_len: tokens of a request; vLLM fails on one more
+        requests: vLLM's own states
+    """
+
+    def __init__(self, max_drafts: int, max_model_len: int, requests: Mapping[str, Any]) -> None:
+        self._max_drafts, self._max_model_len, self._requests = max_drafts, max_model_len, requests
+        self._proposed: dict[str, list[int]] = {}
+        """Drafts of the latest step. Requests that were not in that step have none: latest drafts."""
+
+    def settle_rows(self, rows: Rows, ids: list[str]) -> tuple[Rows, dict[str, list[int]]]:
+        """Return the rows at their true positions, with as many drafts as exist, and these drafts by request id.
+
+        Args:
+            ids: request id of each row
+
+        Raises: PlanError, if a row is planned before its request's position (position bound), or has drafts although
+            there is no speculation.
+        """
+        if not self._max_drafts:
+            if rows.drafts.any():
+                raise PlanError("the plan has drafts, but this group's assignment has no drafter")
+            return rows, {}
+        states, firsts = map(self._requests.get, ids), rows.ends - rows.drafts
+        known = np.array([-1 if s is None else s.num_tokens for s in states], np.int32)
+        known = np.where(known < 0, firsts, known)  # a request that enters is where the plan says
+        if (early := rows.samples & (firsts < known)).any():
+            i = int(early.argmax())
+            raise PlanError(
+                f"slot {rows.slots[i]}: the plan samples token {firsts[i]}, but {known[i]} tokens are known already"
+            )
+        # A request that has filled the context is planned until the scheduler has processed its end. It computes its
+        # last token but one again, which vLLM takes for a part of a prompt, so nothing is sampled.
+        starts = np.minimum(np.minimum(rows.starts, known - 1), self._max_model_len - 2)
+        room = np.minimum(rows.drafts, self._max_model_len - 1 - known)
+        drafts, tokens = np.zeros_like(rows.drafts), {}
+        for row in np.flatnonzero(room > 0).tolist():
+            request_id = ids[row]
+            if proposed := self._proposed.get(request_id, [])[: room[row]]:
+                drafts[row], tokens[request_id] = len(proposed), proposed
+        self._proposed = {}
+        counts = rows.counts - rows.drafts + drafts
+        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts), tokens
+
+    def store(self, drafts: vllm_api.DraftTokenIds | None) -> None:
+        """Store the drafts that vLLM proposed after the step that was just sampled."""
+        self._proposed = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)) if drafts else {}
+
+    def column(self, ids: list[str], width: int) -> I32:
+        """Return int32[ids, width]: the proposed drafts of each request, padded with NO_DRAFT."""
+        column = np.full((len(ids), width), NO_DRAFT, np.int32)
+        for row, request_id in enumerate(ids):
+            tokens = self._proposed.get(request_id, [])[:width]
+            column[row, : len(tokens)] = tokens
+        return column
