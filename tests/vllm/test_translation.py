@@ -467,7 +467,7 @@ def test_rows_have_the_accepted_drafts_and_one_token() -> None:
         RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)),
     )
     message = VllmOutput(
-        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, vllm_output, 1.0, 2.0, None,
+        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, vllm_output, TIMES, None,
         np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
     ).get()  # fmt: skip
     got = ResultRows.from_message(message)
