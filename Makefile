@@ -10,8 +10,9 @@ STAMP := $(VENV)/.installed
 EXTRAS := frontend,scheduler,native,dev
 VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
+NATIVE_SUITES := tests/unit/native tests/integration/native
 
-.PHONY: setup serve images test test-docker setup-vllm test-vllm check bench soak clean
+.PHONY: setup serve images test test-avx2 test-docker setup-vllm test-vllm check bench soak clean
 
 setup: $(STAMP)
 
@@ -35,6 +36,10 @@ images:
 # ARGS="-n 0".
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
+
+# Runs the native backend's tests as on a processor with AVX2 only; `make test` uses all that this processor has.
+test-avx2: $(STAMP)
+	env $$(cat tests/avx2.env) $(BIN)/python -m pytest @tests/parallel.args $(NATIVE_SUITES) $(ARGS)
 
 # Builds and tests the images and the stack of docker-compose.yml. As root on Debian it installs Docker if it is missing.
 test-docker: $(STAMP)
