@@ -12,7 +12,7 @@ DEPTHS = (1, 2, 3)
 FEW_BLOCKS = 14
 """Number of blocks that four of the longer requests fill."""
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
-DRAWN = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=11)
 
 
 def prompt_of(number: int, length: int = 0) -> list[int]:
@@ -24,12 +24,12 @@ PARAMETER_CASES: dict[str, tuple[SamplingParams, StructuredOutputParams | None]]
     name: (msgspec.structs.replace(base, **changes), grammar)
     for name, base, changes, grammar in (
         ("greedy", GREEDY, {}, None),
-        ("drawn", DRAWN, {}, None),
-        ("another seed", DRAWN, {"seed": 2**64 - 1}, None),
-        ("temperature", DRAWN, {"temperature": 2.0}, None),
-        ("top_k", DRAWN, {"temperature": 2.0, "top_k": 2}, None),
-        ("top_p", DRAWN, {"temperature": 2.0, "top_p": 0.2}, None),
-        ("min_p", DRAWN, {"temperature": 2.0, "min_p": 0.3}, None),
+        ("sampled", SAMPLED, {}, None),
+        ("another seed", SAMPLED, {"seed": 2**64 - 1}, None),
+        ("temperature", SAMPLED, {"temperature": 2.0}, None),
+        ("top_k", SAMPLED, {"temperature": 2.0, "top_k": 2}, None),
+        ("top_p", SAMPLED, {"temperature": 2.0, "top_p": 0.2}, None),
+        ("min_p", SAMPLED, {"temperature": 2.0, "min_p": 0.3}, None),
         ("presence_penalty", GREEDY, {"presence_penalty": 2.0}, None),
         ("frequency_penalty", GREEDY, {"frequency_penalty": 2.0}, None),
         ("repetition_penalty", GREEDY, {"repetition_penalty": 2.0}, None),
@@ -38,9 +38,9 @@ PARAMETER_CASES: dict[str, tuple[SamplingParams, StructuredOutputParams | None]]
         ("allowed_token_ids", GREEDY, {"allowed_token_ids": pack(range(100, 200))}, None),
         ("min_tokens", GREEDY, {"min_tokens": 12, "stop_token_ids": tuple(range(16, 1024))}, None),
         ("logprobs", GREEDY, {"logprobs": 3}, None),
-        ("prompt_logprobs", DRAWN, {"prompt_logprobs": 2, "logprobs": 0}, None),
+        ("prompt_logprobs", SAMPLED, {"prompt_logprobs": 2, "logprobs": 0}, None),
         ("grammar", GREEDY, {}, GRAMMAR),
-        ("grammar, drawn, penalties", DRAWN, {"repetition_penalty": 1.5, "logprobs": 1}, GRAMMAR),
+        ("grammar, sampled, penalties", SAMPLED, {"repetition_penalty": 1.5, "logprobs": 1}, GRAMMAR),
     )
 }
 

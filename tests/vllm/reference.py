@@ -13,12 +13,12 @@ class VllmRequest(msgspec.Struct):
     prompt: list[int]
     params: dict[str, Any]
     """Fields of vLLM's SamplingParams."""
-    beyond: dict[str, Any] = {}
+    set_afterwards: dict[str, Any] = {}
     """The same, set afterwards, because vLLM's frontend takes them as text only."""
 
     def sampling_params(self) -> SamplingParams:
         params = SamplingParams(**self.params)
-        for name, value in self.beyond.items():
+        for name, value in self.set_afterwards.items():
             setattr(params, name, value)
         return params
 

@@ -20,7 +20,7 @@ from tests.simulation.grammar import Automaton
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
 from tests.vllm.parameter_cases import (
     DEPTHS,
-    DRAWN,
+    SAMPLED,
     FEW_BLOCKS,
     GRAMMAR,
     GREEDY,
@@ -103,7 +103,7 @@ def test_answers_obey_their_parameters(alone: dict[str, Stream]) -> None:
     assert set(alone["allowed_token_ids"].tokens) <= set(range(100, 200))
     assert set(alone["logit_bias"].tokens) <= {77, 78}
     assert len(set(alone["frequency_penalty"].tokens)) > len(set(alone["greedy"].tokens))
-    for name in ("grammar", "grammar, drawn, penalties"):
+    for name in ("grammar", "grammar, sampled, penalties"):
         automaton = Automaton.from_params(GRAMMAR, VOCAB, ())
         assert all(map(automaton.accept, alone[name].tokens)), name
 
@@ -123,7 +123,7 @@ def test_answers_obey_their_parameters(alone: dict[str, Stream]) -> None:
 )
 def test_parameter_alone_changes_the_answer(name: str, worker: Worker) -> None:
     params, _ = PARAMETER_CASES[name]
-    base = DRAWN if params.temperature else GREEDY
+    base = SAMPLED if params.temperature else GREEDY
     if name in ("top_k", "top_p", "min_p"):
         base = PARAMETER_CASES["temperature"][0]
     if name == "min_tokens":
@@ -183,7 +183,7 @@ def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
     with Run(worker, 1) as run:
         [alone] = run.serve(Stream(long, ONE, pooling=Pooling.MEAN))
     with Run(worker, depth) as run:
-        mixed = [Stream(prompt_of(n, 50), DRAWN) for n in range(4)]
+        mixed = [Stream(prompt_of(n, 50), SAMPLED) for n in range(4)]
         means = [Stream(prompt, ONE, pooling=Pooling.MEAN), Stream(long, ONE, pooling=Pooling.MEAN)]
         short, chunked = run.serve(*mixed[:2], *means, *mixed[2:])[2:4]
     assert len(long) > 3 * CHUNK
@@ -195,7 +195,7 @@ def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
-    names = ("greedy", "drawn", "another seed")
+    names = ("greedy", "sampled", "another seed")
     with Run(worker, depth, prefix_caching=False) as run:
         streams = [run.add(n, s) for n, s in enumerate(all_streams()[:3])]
         victim = run.add(9, Stream(prompt_of(3, 250), GREEDY))
@@ -216,7 +216,7 @@ def test_number_reused_while_steps_of_the_first_request_are_in_flight(
     """Identity matching: a late row is never taken for a row of the slot's next request."""
     with Run(worker, depth) as run:
         for turns in (2, 3, 5):
-            first = run.add(1, Stream(prompt_of(2, 70), DRAWN))
+            first = run.add(1, Stream(prompt_of(2, 70), SAMPLED))
             for _ in range(turns):
                 run.run_step()
             run.dispatch()
@@ -230,16 +230,16 @@ def test_number_reused_while_steps_of_the_first_request_are_in_flight(
 def test_more_requests_than_slots(worker: Worker) -> None:
     with Run(worker, 1) as run:
         expected = [
-            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
+            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
         ]
     with Run(worker, 3) as run:
         got = [
-            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), DRAWN) for n in range(3 * MAX_SEQS)))
+            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
         ]
     assert got == expected
 
 
-@pytest.mark.parametrize("name", ["greedy", "drawn", "repetition_penalty", "grammar, drawn, penalties"])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "repetition_penalty", "grammar, sampled, penalties"])
 def test_request_continues_in_the_next_epoch(name: str, worker: Worker, alone: dict[str, Stream]) -> None:
     """Another worker receives only its tokens: they stay output, and its random numbers continue."""
     stream = all_streams()[list(PARAMETER_CASES).index(name)]

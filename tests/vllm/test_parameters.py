@@ -34,9 +34,9 @@ def vllm_request(stream: Stream) -> VllmRequest:
         for name, default in zip(SamplingParams.__struct_fields__[1:], SamplingParams.__struct_defaults__, strict=True)
         if getattr(stream.params, name) != default
     }  # fmt: skip
-    beyond: dict[str, Any] = {}
+    set_afterwards: dict[str, Any] = {}
     if words := params.pop("bad_words", None):
-        beyond["_bad_words_token_ids"] = [list(word) for word in words]
+        set_afterwards["_bad_words_token_ids"] = [list(word) for word in words]
     if biases := params.pop("logit_bias", None):
         params["logit_bias"] = dict(biases)
     if allowed := params.pop("allowed_token_ids", None):
@@ -47,7 +47,7 @@ def vllm_request(stream: Stream) -> VllmRequest:
         "max_tokens": stream.params.max_tokens,
         "ignore_eos": True,
     }  # the streams have no end tokens
-    return VllmRequest(stream.prompt, params, beyond)
+    return VllmRequest(stream.prompt, params, set_afterwards)
 
 
 class Answers(msgspec.Struct):

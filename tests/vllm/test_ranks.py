@@ -101,7 +101,7 @@ def preloaded() -> None:
 def before() -> set[str]:
     """Names in /dev/shm before these tests. Two names are added as a killed worker leaves them."""
     names = set(os.listdir(DIRECTORY))
-    (DIRECTORY / f"{PREFIX}leftover").mkdir(mode=0o700)
+    (DIRECTORY / f"{PREFIX}leftover").mkdir(mode=0o700, exist_ok=True)
     (DIRECTORY / f"{PREFIX}leftover-tp:0-[0-1]-cpushm_0").touch(mode=0o600)
     return names
 

@@ -36,7 +36,7 @@ def form(name: Connection, end: Connection) -> None:
     os.close(create(shared_memory.DIRECTORY, shared, 0))
     name.send(shared)
     end.poll(None)
-    memory.free()
+    memory.remove_names()
 
 
 def forming() -> tuple[BaseProcess, str, Connection]:
@@ -84,7 +84,7 @@ def test_rank_on_another_machine_shares_nothing(directory: Path, monkeypatch: py
     assert second.agree(store, 1) != name
     second.unlink(lambda: None)
     assert names(directory) == {name}
-    first.free()
+    first.remove_names()
     assert names(directory) == set()
 
 
@@ -113,9 +113,9 @@ def test_rank_whose_first_rank_was_killed_removes_its_own_file(directory: Path) 
     store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
     name = first.agree(store, 0)
     assert second.agree(store, 1) == name
-    first.free()
+    first.remove_names()
     os.close(create(directory, name, 1))
-    second.free()
+    second.remove_names()
     assert names(directory) == set()
 
 

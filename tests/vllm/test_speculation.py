@@ -19,7 +19,7 @@ from services.worker.runner import LoadError
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, Run, Stream, Worker
 from tests.vllm.parameter_cases import (
     DEPTHS,
-    DRAWN,
+    SAMPLED,
     FEW_BLOCKS,
     GREEDY,
     PARAMETER_CASES,
@@ -33,7 +33,7 @@ DRAFTS = Speculation("ngram", K, prompt_lookup_min=1, prompt_lookup_max=3)
 PHRASE = prompt_of(1, 6)
 REPEATED = PHRASE * 4
 """A prompt that repeats itself."""
-ONLY = msgspec.structs.replace(DRAWN, allowed_token_ids=pack([77]))
+ONLY = msgspec.structs.replace(SAMPLED, allowed_token_ids=pack([77]))
 """Parameters that allow one token, so every draft is right."""
 
 
@@ -51,7 +51,7 @@ def filling() -> list[Stream]:
     length = CONTEXT - 16
     near = [Stream((PHRASE * 40)[:length], msgspec.structs.replace(GREEDY, max_tokens=16))]
     near.append(Stream(prompt_of(5, length), msgspec.structs.replace(ONLY, max_tokens=16)))
-    return [*near, Stream(REPEATED, GREEDY), Stream(prompt_of(4), DRAWN)]
+    return [*near, Stream(REPEATED, GREEDY), Stream(prompt_of(4), SAMPLED)]
 
 
 def stopping() -> list[Stream]:
@@ -179,7 +179,8 @@ def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
 def test_more_requests_than_slots(worker: Worker) -> None:
     def streams() -> list[Stream]:
         return [
-            Stream((prompt_of(n, 3 + n % 4) * 8)[:40], DRAWN if n % 2 else ONLY) for n in range(3 * MAX_SEQS)
+            Stream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY)
+            for n in range(3 * MAX_SEQS)
         ]
 
     with Run(worker, 1) as run:
@@ -189,7 +190,9 @@ def test_more_requests_than_slots(worker: Worker) -> None:
         assert accepted(run) > 0
 
 
-@pytest.mark.parametrize("name", ["drawn", "repetition_penalty", "min_tokens", "grammar, drawn, penalties"])
+@pytest.mark.parametrize(
+    "name", ["sampled", "repetition_penalty", "min_tokens", "grammar, sampled, penalties"]
+)
 def test_request_continues_in_the_next_epoch(name: str, worker: Worker, plain: Plain) -> None:
     """Another worker receives its tokens, and not how many of them were drafts."""
     stream, expected = all_streams()[list(PARAMETER_CASES).index(name)], plain.everything[name]

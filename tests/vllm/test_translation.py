@@ -21,7 +21,7 @@ VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-DRAWN = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
+SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
 
 # -- parameters --------------------------------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
 def test_preempted_request_resumes_with_its_output() -> None:
     """In any slot, as another generation: prompt and output stay apart, and its random numbers continue."""
     world = World()
-    world.step([(0, 1, 0, 3, True)], new=[new(0, 1, range(3), [3], params=DRAWN)])
-    step = world.step([(1, 4, 0, 5, True)], released=[0], new=[new(1, 4, range(5), [6], 3, DRAWN)])
+    world.step([(0, 1, 0, 3, True)], new=[new(0, 1, range(3), [3], params=SAMPLED)])
+    step = world.step([(1, 4, 0, 5, True)], released=[0], new=[new(1, 4, range(5), [6], 3, SAMPLED)])
     assert step.finished_req_ids == {"0.1"}
     state = world.requests["1.4"]
     assert (state.prompt_token_ids, state.output_token_ids) == ([0, 1, 2], [3, 4])

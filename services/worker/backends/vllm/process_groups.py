@@ -101,10 +101,14 @@ class ProcessGroups:
             shut_down(sockets() - self._other_sockets)
 
     def leave(self) -> None:
-        """Destroy the groups without waiting for other ranks."""
+        """Destroy the groups without waiting for other ranks. The process may end afterwards."""
         with suppress(RuntimeError):
             vllm_api.destroy_model_parallel()
             vllm_api.destroy_distributed_environment()
         # Ranks share memory if vLLM has numbered their groups alike, and a new worker starts at 0.
         vllm_api.group_name_counter.clear()
+        self._memory.remove_names()
+
+    def free_shared_memory(self) -> None:
+        """Free the memory that this rank has shared. Call after `leave`, when the epoch has ended for all ranks."""
         self._memory.free()

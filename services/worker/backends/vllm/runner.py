@@ -170,8 +170,9 @@ class VllmRunner:
 
     def leave(self) -> None:
         self._pending = PendingStep()
-        if self._groups is not None and self._groups.has_several_ranks:
+        if (groups := self._groups) is not None and groups.has_several_ranks:
             self._close()
+            groups.free_shared_memory()
         elif self._engine is not None:
             self._engine.drop_cache()
         for name in ("_table", "_translator", "_pooler"):

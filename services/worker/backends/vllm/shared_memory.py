@@ -59,17 +59,18 @@ class SharedMemory:
             with path.open("r+b") as file:
                 self._pages.append(mmap.mmap(file.fileno(), 0))
         barrier()
-        self._remove_names()
+        self.remove_names()
 
     def free(self) -> None:
-        """Free the pages, which vLLM keeps mapped, and what is left of the names. No rank computes any more."""
+        """Free the pages, which vLLM keeps mapped until its process ends. Call when the results of all ranks are void: a
+        rank that still computes reads zeros."""
         for pages in self._pages:
             pages.madvise(mmap.MADV_REMOVE)
             pages.close()
         self._pages.clear()
-        self._remove_names()
 
-    def _remove_names(self) -> None:
+    def remove_names(self) -> None:
+        """Remove names that exist because the groups were never formed."""
         for path in self._files():
             path.unlink(missing_ok=True)  # every rank of the machine removes them
         self._directory.close()
