@@ -20,11 +20,11 @@ from tests.simulation.grammar import Automaton
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
 from tests.vllm.parameter_cases import (
     DEPTHS,
-    SAMPLED,
     FEW_BLOCKS,
     GRAMMAR,
     GREEDY,
     PARAMETER_CASES,
+    SAMPLED,
     all_streams,
     assert_equal,
     prompt_of,

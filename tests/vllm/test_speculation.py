@@ -19,10 +19,10 @@ from services.worker.runner import LoadError
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, Run, Stream, Worker
 from tests.vllm.parameter_cases import (
     DEPTHS,
-    SAMPLED,
     FEW_BLOCKS,
     GREEDY,
     PARAMETER_CASES,
+    SAMPLED,
     all_streams,
     assert_equal,
     prompt_of,

@@ -62,8 +62,8 @@ class SharedMemory:
         self.remove_names()
 
     def free(self) -> None:
-        """Free the pages, which vLLM keeps mapped until its process ends. Call when the results of all ranks are void: a
-        rank that still computes reads zeros."""
+        """Free the pages, which vLLM keeps mapped until its process ends. Call when the results of all ranks are void,
+        because a rank that still computes reads zeros."""
         for pages in self._pages:
             pages.madvise(mmap.MADV_REMOVE)
             pages.close()
