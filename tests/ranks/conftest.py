@@ -1,4 +1,4 @@
-"""Rank processes that outlive a test, and tiny checkpoints with enough layers and heads to be cut."""
+"""Rank processes that last as long as the session, and tiny checkpoints that can be cut into ranks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,10 +8,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.integration.native.conftest import SMALL, Family, save
-from tests.ranks.group import Group, GroupDriver, Process
+from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
+from tests.ranks.sim_group import group_fixture  # noqa: F401  the fixture `make_group`
 
 DEEP = {**SMALL, "num_hidden_layers": 5}
-"""Stages of it are unequal; 211 token ids do not divide evenly; two KV heads are fewer than four ranks."""
+"""Its stages are unequal, 211 token ids do not divide evenly, and two KV heads are fewer than four ranks."""
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "tied": lambda: LlamaForCausalLM(LlamaConfig(**DEEP, tie_word_embeddings=True)),
     "untied-biased": lambda: LlamaForCausalLM(
@@ -23,33 +24,33 @@ LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 """Tensor-parallel ranks x pipeline stages."""
 
 
-class Pool:
-    """Processes for as many ranks as are asked for; dead ones are replaced."""
+class RankPool:
+    """Processes for any number of ranks; dead ones are replaced."""
 
     def __init__(self) -> None:
-        self._processes: list[Process] = []
+        self._processes: list[NativeRankProcess] = []
 
-    def take(self, number: int) -> list[Process]:
+    def take(self, number: int) -> list[NativeRankProcess]:
         self._processes = [process for process in self._processes if process.alive]
         while len(self._processes) < number:
-            self._processes.append(Process())
+            self._processes.append(NativeRankProcess())
         return self._processes[:number]
 
-    def discard(self, process: Process) -> None:
+    def discard(self, process: NativeRankProcess) -> None:
         self._processes.remove(process)
 
     def close(self) -> list[int]:
-        """Exit statuses."""
+        """End all processes and return their exit statuses."""
         for process in self._processes:
             process.end()
         return [process.wait() for process in self._processes]
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
+def pool() -> Iterator[RankPool]:
+    pool = RankPool()
     yield pool
-    assert not any(pool.close()), "a rank did not end well"
+    assert not any(pool.close()), "a rank exited with an error"
 
 
 @pytest.fixture(scope="session")
@@ -71,10 +72,10 @@ def tied(make_model: Callable[[str], Family]) -> Family:
 
 
 @pytest.fixture
-def start(pool: Pool) -> Callable[..., GroupDriver]:
-    """start(model, tp, pp): a group that has joined and loaded."""
+def start(pool: RankPool) -> Callable[..., GroupDriver]:
+    """Return start(model, tp, pp), which returns the driver of a group that has joined and loaded."""
 
     def start(model: Path, tp: int, pp: int, **options: object) -> GroupDriver:
-        return GroupDriver(Group(pool.take(tp * pp), model, tp, pp, **options), model)
+        return GroupDriver(RankGroup(pool.take(tp * pp), model, tp, pp, **options), model)
 
     return start

@@ -1,4 +1,4 @@
-"""A group of real rank processes behind the interface of one `ModelRunner`: every rank gets every plan."""
+"""A group of real rank processes with the methods of one `ModelRunner`: every rank gets every plan."""
 
 import signal
 import subprocess
@@ -17,38 +17,34 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.integration.native.driver import Driver
+from tests.ranks.failures import RankFailure
 from tests.ranks.process import read, write
 
 encode = msgspec.msgpack.encode
 
 
-class RankError(Exception):
-    """What a rank raised: the name of its class, and its text."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind = kind
-
-
-class Process:
-    """One rank's process; commands are answered in order."""
+class NativeRankProcess:
+    """A rank in a process; its answers come in the order of commands."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.ranks.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # so that `select` tells whether an answer is there
+            bufsize=0,  # so that `select` sees every answer
         )
 
     def send(self, name: str, payload: object = None) -> None:
         write(self._process.stdin, [name, payload])
 
     def receive(self) -> Any:
-        """The next answer. Raises: RankError, EOFError"""
+        """Return the next answer.
+
+        Raises: RankFailure, EOFError
+        """
         ok, *rest = read(self._process.stdout)
         if not ok:
-            raise RankError(*rest)
+            raise RankFailure(*rest)
         return rest[0]
 
     def call(self, name: str, payload: object = None) -> Any:
@@ -67,13 +63,13 @@ class Process:
         return self._process.poll() is None
 
     def end(self) -> None:
-        """Tells the process to end, stopped or hanging ones too."""
+        """Make the process end, also a stopped or hanging one."""
         self.signal(signal.SIGCONT)
         for stream in (self._process.stdin, self._process.stdout):
             stream.close()
 
     def wait(self) -> int:
-        """The exit status, after `end`."""
+        """Return the exit status, after `end`."""
         try:
             return self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -88,47 +84,49 @@ class Process:
 
 
 @dataclass
-class Answer:
-    """What the ranks answered to one command, once that was read."""
+class RankAnswers:
+    """The answers of all ranks to one command, once they were read."""
 
-    of: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
 
 
-class Group:
-    """`processes` as one group of `tp` x `pp` ranks; a `ModelRunner` as far as `Driver` needs one."""
+class RankGroup:
+    """`processes` as one group of `tp` x `pp` ranks, with the methods of `ModelRunner` that `Driver` uses."""
 
-    def __init__(self, processes: list[Process], model: Path, tp: int, pp: int, **config: object) -> None:
+    def __init__(
+        self, processes: list[NativeRankProcess], model: Path, tp: int, pp: int, **config: object
+    ) -> None:
         assert len(processes) == tp * pp
         self.ranks, self.tp, self.pp, self.epoch = processes, tp, pp, 0
         self.loaded: list[Loaded] = []
-        """Of each rank."""
+        """The answer of each rank to `load`."""
         self.progress: list[int] = []
-        """How often each rank reported progress when it loaded."""
+        """Number of progress reports of each rank while loading."""
         self.config = {"model": str(model), "threads": 1, "dtype": "float32", **config}
-        self._unread: deque[Answer] = deque()
+        self._unread: deque[RankAnswers] = deque()
         self.call("open", self.config)
 
     @property
     def output(self) -> int:
         return (self.pp - 1) * self.tp
 
-    def post(self, name: str, payload: object = None) -> Answer:
+    def post(self, name: str, payload: object = None) -> RankAnswers:
         for rank in self.ranks:
             rank.send(name, payload)
-        self._unread.append(Answer())
+        self._unread.append(RankAnswers())
         return self._unread[-1]
 
     def call(self, name: str, payload: object = None) -> list[Any]:
         return self.wait(self.post(name, payload))
 
-    def wait(self, answer: Answer) -> list[Any]:
-        """Reads answers up to this one."""
-        while not answer.of:
-            self._unread.popleft().of[:] = [rank.receive() for rank in self.ranks]
-        return answer.of
+    def wait(self, answer: RankAnswers) -> list[Any]:
+        """Read answers up to this one, and return it."""
+        while not answer.values:
+            self._unread.popleft().values[:] = [rank.receive() for rank in self.ranks]
+        return answer.values
 
-    def forget(self) -> None:
-        """Answers that were posted for are not waited for: a test has read them."""
+    def drop_unread(self) -> None:
+        """Wait for no posted answer: the test has read them."""
         self._unread.clear()
 
     def identify(self) -> list[object]:
@@ -156,12 +154,12 @@ class Group:
     def init_kv_cache(self, init: InitializeCache) -> None:
         self.call("cache", encode(init))
 
-    def execute_model(self, step: SchedulerOutput) -> Answer:
+    def execute_model(self, step: SchedulerOutput) -> RankAnswers:
         self._executed = self.post("execute", encode(step))
         return self._executed
 
     def logits(self) -> Callable[[], torch.Tensor]:
-        """float32[rows, vocab] of the step executed last, once it is read."""
+        """Return a function that returns float32[rows, vocab] of the step executed last, once it is read."""
         answer = self._executed
 
         def get() -> torch.Tensor:
@@ -179,22 +177,22 @@ class Group:
 
 @dataclass(frozen=True)
 class Handle:
-    group: Group
-    answer: Answer
+    group: RankGroup
+    answer: RankAnswers
 
     def get(self) -> ModelRunnerOutput:
-        """The output rank's result; the others must have none."""
+        """Return the output rank's result; the other ranks have none."""
         answers = self.group.wait(self.answer)
         assert [i for i, answer in enumerate(answers) if answer is not None] == [self.group.output]
         return msgspec.msgpack.decode(answers[self.group.output], type=ModelRunnerOutput)
 
 
 class GroupDriver(Driver):
-    """A `Driver` of a whole group."""
+    """A driver of a whole group."""
 
-    runner: Group
+    runner: RankGroup
 
-    def __init__(self, group: Group, model: Path, **options: Any) -> None:
+    def __init__(self, group: RankGroup, model: Path, **options: Any) -> None:
         super().__init__(model, runner=group, **options)
 
     def pending_logits(self) -> Callable[[], torch.Tensor]:

@@ -1,8 +1,8 @@
-"""One rank in a process of its own: a `NativeRunner` behind a pipe. Run by `tests.ranks.group`.
+"""A rank in a process of its own: a `NativeRunner` behind a pipe. `tests.ranks.group` starts it.
 
 Each frame on stdin is a command, each frame on stdout its answer, in order: length (4 bytes), then msgpack of
-[name, payload] and of [True, payload] or [False, type of the error, its text]. `abort` has no answer: it is called at
-once, by the thread that reads, whatever the main thread is doing.
+[name, payload] and of [True, payload] or [False, type of the error, its text]. `abort` has no answer: the thread that
+reads calls it at once.
 """
 
 import os
@@ -32,7 +32,10 @@ def write(stream: BinaryIO, value: object) -> None:
 
 
 def read(stream: BinaryIO) -> Any:
-    """The next frame's value. Raises: EOFError"""
+    """Return the value of the next frame.
+
+    Raises: EOFError
+    """
     return msgspec.msgpack.decode(_exactly(stream, HEAD.unpack(_exactly(stream, HEAD.size))[0]))
 
 
@@ -46,15 +49,15 @@ def _exactly(stream: BinaryIO, size: int) -> bytes:
     return data
 
 
-class Rank:
-    """The commands, one method each; payloads are msgpack of the protocol's own structs."""
+class NativeRank:
+    """The commands, one method each. Payloads are msgpack of the protocol's structs."""
 
     def __init__(self) -> None:
         self.runner = NativeRunner(WorkerConfig())
         self.listener: socket.socket | None = None
 
     def open(self, config: dict[str, Any]) -> object:
-        """Another model, nothing loaded."""
+        """Take another model, without loading it."""
         self.runner.shutdown()
         self.runner = NativeRunner(WorkerConfig(**config))
         identity = self.runner.identify()
@@ -68,18 +71,18 @@ class Rank:
         return f"{host}:{port}"
 
     def load(self, assignment: bytes) -> object:
-        """Also how often progress was reported: never, where weights were kept."""
+        """Return also how often progress was reported: never, if the weights were kept."""
         listener, self.listener = self.listener, None
-        told: list[float] = []
+        reported: list[float] = []
         plan = msgspec.msgpack.decode(assignment, type=Assignment)
-        loaded = self.runner.load(plan, lambda phase, fraction: told.append(fraction), listener)
-        return {"loaded": msgspec.msgpack.encode(loaded), "progress": len(told)}
+        loaded = self.runner.load(plan, lambda phase, fraction: reported.append(fraction), listener)
+        return {"loaded": msgspec.msgpack.encode(loaded), "progress": len(reported)}
 
     def cache(self, init: bytes) -> None:
         self.runner.init_kv_cache(msgspec.msgpack.decode(init, type=InitializeCache))
 
     def execute(self, step: bytes) -> object:
-        """float32 logits and their shape, where this rank samples."""
+        """Return the float32 logits and their shape, or None on a rank that does not sample."""
         self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
         logits = self.runner._pending.logits
         return None if logits is None else (logits.numpy().tobytes(), logits.shape)
@@ -100,7 +103,7 @@ def main() -> None:
     commands: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    rank = Rank()
+    rank = NativeRank()
 
     def receive() -> None:
         with os.fdopen(0, "rb", closefd=False) as stream:

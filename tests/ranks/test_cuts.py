@@ -1,4 +1,4 @@
-"""How work is cut into steps changes no bit on any layout; what is under way is waited for only at need."""
+"""Chunks, batches and steps in flight change no bit on any layout of ranks; a rank waits only for what a step needs."""
 
 import signal
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def test_chunks_batches_and_steps_in_flight_change_no_bit(
 def test_preempted_with_steps_in_flight_and_recomputed(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
-    """Its slot is given away while sampled ids of it may still be on their way to the first stage."""
+    """Its slot is assigned again while its sampled ids may still be on their way to the first stage."""
     group = start(tied.path, *layout)
     prompts = [PROMPT[i:] for i in range(4)]
     alone = [group.add(prompt, WARM) for prompt in prompts]
@@ -64,7 +64,7 @@ def test_preempted_with_steps_in_flight_and_recomputed(
     for until in (2, 5, 8, 11):
         group.generate(requests, until, chunk=9, depth=3)
         victim = requests[until % 4]
-        group.free_slots.insert(0, victim.slot)  # the next owner of the slot is a request of its own
+        group.free_slots.insert(0, victim.slot)  # another request becomes the next owner of the slot
         requests[until % 4] = group.preempt(victim)
         preemptions += 1
     group.generate(requests, TOKENS, chunk=8, depth=3)
@@ -73,7 +73,7 @@ def test_preempted_with_steps_in_flight_and_recomputed(
 
 
 @layouts
-def test_sampling_parameters_and_grammars_act_where_ids_are_sampled(
+def test_sampling_parameters_and_grammars_equal_one_rank(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
     one, group = Driver(tied.path), start(tied.path, *layout)
@@ -87,7 +87,7 @@ def test_sampling_parameters_and_grammars_act_where_ids_are_sampled(
         assert not set(held.output[:5]) & set(ends)
         masked = driver.add(PROMPT)
         masks = np.zeros((1, -(-tied.vocab_size // 32)), np.int32)
-        masks[0, 6] = 1 << 15  # token 207, of the last rank's padded share
+        masks[0, 6] = 1 << 15  # token 207, in the padded share of the last rank
         plan = msgspec.structs.replace(driver.plan([(masked, 29)]), has_structured_output_requests=True)
         driver.runner.execute_model(plan)
         grammar = GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes())
@@ -100,12 +100,16 @@ def test_sampling_parameters_and_grammars_act_where_ids_are_sampled(
 
 @layouts
 def test_steps_without_a_sampling_row(tied: Family, start: Start, layout: tuple[int, int]) -> None:
-    """Nothing is sent back for them; sender and receiver know it from the plan (spec 3(b) 10)."""
+    """Plan agreement: no feedback is sent for them, which every rank derives from the plan."""
     group = start(tied.path, *layout)
     decoding, prefilling = group.add(PROMPT[:5]), group.add(PROMPT)
-    flying = [group.launch([(prefilling, 3)]), group.launch([(decoding, 5)]), group.launch([(prefilling, 9)])]
-    flying.append(group.launch([(decoding, 1), (prefilling, 4)]))
-    results = [group.collect(step) for step in flying]
+    in_flight = [
+        group.launch([(prefilling, 3)]),
+        group.launch([(decoding, 5)]),
+        group.launch([(prefilling, 9)]),
+    ]
+    in_flight.append(group.launch([(decoding, 1), (prefilling, 4)]))
+    results = [group.collect(step) for step in in_flight]
     assert [ints(result.slots) for result in results] == [[], [decoding.slot], [], [decoding.slot]]
     group.generate([decoding, prefilling], TOKENS, chunk=4, depth=3)
     one = Driver(tied.path)
@@ -119,21 +123,21 @@ def test_the_first_stage_does_not_wait_for_ids_that_a_step_does_not_need(tied: F
     requests = [group.add(PROMPT[i:]) for i in range(3)]
     first, last = group.runner.ranks
     last.signal(signal.SIGSTOP)
-    flying = [group.launch([(request, len(request.prompt))]) for request in requests]
-    for _ in flying:  # all of them were executed by the first stage, and none by the last
+    in_flight = [group.launch([(request, len(request.prompt))]) for request in requests]
+    for _ in in_flight:  # the first stage has executed all of them, the last stage none
         assert first.receive() is None
         assert first.receive() is None
     last.signal(signal.SIGCONT)
     tokens = []
-    for _ in flying:
+    for _ in in_flight:
         last.receive()
         tokens.append(last.receive())
     assert all(tokens)
-    group.runner._unread.clear()
+    group.runner.drop_unread()
 
 
-def test_ids_that_nobody_needs_do_not_pile_up(tied: Family, start: Start) -> None:
-    """Requests of one token each: their ids are taken later, and the slots' next owners keep their prompts."""
+def test_ids_that_no_step_needs_do_not_accumulate(tied: Family, start: Start) -> None:
+    """Requests of one token: their ids are received later, and the slots' next owners keep their prompts."""
     group = start(tied.path, 1, 2)
     alone = group.add(PROMPT)
     group.generate([alone], 3)

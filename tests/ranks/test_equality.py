@@ -1,4 +1,4 @@
-"""Tokens of any layout of ranks equal those of one rank, and transformers', however the work is cut (float32)."""
+"""Tokens of every layout of ranks equal those of one rank and of transformers (float32)."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,10 @@ Start = Callable[..., GroupDriver]
 
 
 def prompts(family: Family, number: int = 4) -> list[list[int]]:
-    """Those that the reference decides by more than 1e-4 at every token (spec 7)."""
+    """Return prompts whose greatest logit exceeds the second by more than 1e-4 at every token.
+
+    Sums in another order round differently, so closer logits may change their order.
+    """
     generator = torch.Generator().manual_seed(3)
     kept: list[list[int]] = []
     for length in (37, 1, 16, 55, 9, 24, 11, 30):
@@ -42,13 +45,13 @@ def test_tokens_and_logits_equal_one_rank_and_transformers(
             assert request.output == expected
             ours = torch.stack(driver.logits)[:, number]
             torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
-    if layout[0] == 1:  # stages only pass on what one rank would have computed
+    if layout[0] == 1:  # stages compute the same as one rank
         assert torch.equal(torch.stack(group.logits), torch.stack(alone.logits))
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_bfloat16_stays_close_to_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
-    """No equality is claimed (spec 7): a sum in another order rounds elsewhere. Stages alone change nothing."""
+    """Tensor parallelism sums in another order, which rounds differently in bfloat16; stages change nothing."""
     alone, group = Driver(tied.path, dtype="bfloat16"), start(tied.path, *layout, dtype="bfloat16")
     for driver in (alone, group):
         driver.generate([driver.add(prompt) for prompt in prompts(tied)], 1, chunk=11)

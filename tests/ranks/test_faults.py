@@ -1,4 +1,4 @@
-"""A rank that dies or stops: the others learn it, leave, and go on in a new epoch with the weights they have."""
+"""A rank that dies or stops: the others notice it, leave, and continue in a new epoch with the weights in memory."""
 
 import select
 import signal
@@ -14,30 +14,31 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NewRequest, SchedulerOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, Request
-from tests.ranks.conftest import LAYOUTS, Pool
-from tests.ranks.group import Group, GroupDriver, Process, RankError, encode
+from tests.ranks.conftest import LAYOUTS, RankPool
+from tests.ranks.failures import RankFailure
+from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup, encode
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
 
 
-def lost(rank: Process) -> None:
-    """The rank's next answer is that it lost another."""
-    with pytest.raises(RankError) as raised:
+def assert_ranks_lost(rank: NativeRankProcess) -> None:
+    """The rank's next answer is RanksLost."""
+    with pytest.raises(RankFailure) as raised:
         rank.receive()
     assert raised.value.kind == "RanksLost"
 
 
-def abort(rank: Process) -> None:
-    """Until it answers: a call that comes before the waiting began ends nothing."""
+def abort(rank: NativeRankProcess) -> None:
+    """Abort until the rank answers: an abort before the wait begins has no effect."""
     while not select.select([rank.stdout], [], [], 0.2)[0]:
         rank.send("abort")
 
 
 def new_epoch(driver: GroupDriver, requests: list[Request]) -> list[Request]:
-    """The same group, joined again, its KV cache and slots empty; the requests come back with all their tokens."""
+    """Join the group again, with an empty KV cache and empty slots. Return the resumed requests."""
     group = driver.runner
-    group.forget()
+    group.drop_unread()
     driver.load()
     group.init_kv_cache(InitializeCache(NUM_BLOCKS, driver.max_model_len))
     driver.free_slots, driver.free_blocks = list(range(NUM_SLOTS)), list(range(NUM_BLOCKS))
@@ -47,7 +48,7 @@ def new_epoch(driver: GroupDriver, requests: list[Request]) -> list[Request]:
 
 
 def half_way(driver: GroupDriver) -> tuple[list[list[int]], list[Request]]:
-    """What four requests should say, and the same four with eight tokens each."""
+    """Return the expected outputs of four requests, and the same four with eight tokens each."""
     whole = [driver.add(PROMPT[i:]) for i in range(4)]
     driver.generate(whole, 16, depth=3)
     requests = [driver.add(request.prompt) for request in whole]
@@ -55,20 +56,20 @@ def half_way(driver: GroupDriver) -> tuple[list[list[int]], list[Request]]:
     return [request.output for request in whole], requests
 
 
-def test_a_killed_rank_ends_the_epoch_and_is_replaced(tied: Family, start: Start, pool: Pool) -> None:
+def test_a_killed_rank_ends_the_epoch_and_is_replaced(tied: Family, start: Start, pool: RankPool) -> None:
     driver = start(tied.path, 2, 2)
     expected, requests = half_way(driver)
     group = driver.runner
     first, victim, follower, last = group.ranks
-    victim.signal(signal.SIGSTOP)  # so that its partner is in the middle of a sum when it dies
+    victim.signal(signal.SIGSTOP)  # so that its partner is in a sum when it dies
     group.post("execute", encode(driver.plan([(request, 1) for request in requests])))
     for request in requests:
         request.known -= 1  # this step is void
     victim.kill()
-    lost(first)
-    lost(last)
+    assert_ranks_lost(first)
+    assert_ranks_lost(last)
     first.send("leave")
-    lost(follower)  # it waited for the first rank, which was well until it left
+    assert_ranks_lost(follower)  # it waited for the first rank, which was healthy until it left
     assert first.receive() is None
     for rank in (follower, last):
         rank.call("leave")
@@ -91,10 +92,10 @@ def test_abort_frees_a_rank_whose_partner_is_stopped(tied: Family, start: Start)
     for request in requests:
         request.known -= 1
     abort(first)
-    lost(first)
-    first.call("leave")  # waits for nobody
+    assert_ranks_lost(first)
+    first.call("leave")  # it waits for no other rank
     stopped.signal(signal.SIGCONT)
-    lost(stopped)
+    assert_ranks_lost(stopped)
     stopped.call("leave")
     requests = new_epoch(driver, requests)
     assert group.progress == [0, 0]
@@ -119,15 +120,15 @@ def test_abort_frees_stages_that_wait_for_activations_and_for_ids(tied: Family, 
     assert first.receive() is None
     for rank in (first, waiting, last):
         abort(rank)
-        lost(rank)
+        assert_ranks_lost(rank)
     stopped.signal(signal.SIGCONT)
     for rank in group.ranks:
         rank.send("leave")
     for rank in group.ranks:
-        while True:  # what was sent before fails too
+        while True:  # earlier commands fail too
             try:
                 rank.receive()
-            except RankError:
+            except RankFailure:
                 continue
             break
     requests = new_epoch(driver, requests)
@@ -161,7 +162,7 @@ except Exception as error:
     print(type(error).__name__, flush=True)
 os._exit(0)
 """
-"""Two ranks, the second of which takes a message of 64 MiB and stops at once: more than a connection holds."""
+"""Two ranks. The second one begins to receive a message of 64 MiB, more than a connection holds, and stops."""
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def half_sent() -> Iterator[list[subprocess.Popen[str]]]:
 def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(
     half_sent: list[subprocess.Popen[str]],
 ) -> None:
-    """gloo says of such a message neither that it has left nor that it is lost."""
+    """gloo neither completes nor fails such a message."""
     sender, receiver = half_sent
     for word in ("sending", "RanksLost"):
         sender.stdin.write("\n")
@@ -193,8 +194,8 @@ def test_abort_frees_a_rank_whose_partner_dies_half_way_through_a_message(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_abort_frees_a_rank_whose_partner_never_comes(
-    tied: Family, start: Start, pool: Pool, missing: int
+def test_abort_frees_a_rank_whose_partner_never_joins(
+    tied: Family, start: Start, pool: RankPool, missing: int
 ) -> None:
     driver = start(tied.path, 2, 1)
     group, waiting = driver.runner, pool.take(2)[1 - missing]
@@ -203,7 +204,7 @@ def test_abort_frees_a_rank_whose_partner_never_comes(
     plan = Assignment(7, 1 - missing, 2, BLOCK_SIZE, NUM_SLOTS, 64, 0, 2, 1, rendezvous)
     waiting.send("load", encode(plan))
     abort(waiting)
-    lost(waiting)
+    assert_ranks_lost(waiting)
     request = new_epoch(driver, [driver.add(PROMPT)])[0]
     driver.generate([request], 4)
     assert len(request.output) == 4
@@ -229,14 +230,14 @@ def test_a_canary_step_leaves_nothing_behind(tied: Family, start: Start, layout:
     assert request.output == expected.output
 
 
-def test_a_size_that_the_model_does_not_allow_is_refused(tied: Family, pool: Pool) -> None:
-    group = Group(pool.take(3), tied.path, 3, 1)
+def test_a_size_that_the_model_does_not_allow_is_refused(tied: Family, pool: RankPool) -> None:
+    group = RankGroup(pool.take(3), tied.path, 3, 1)
     with pytest.raises(
-        RankError, match="LoadError: this model cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"
+        RankFailure, match="LoadError: this model cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"
     ):
         group.load(Assignment(1, 0, 1, BLOCK_SIZE, NUM_SLOTS, 64), lambda phase, fraction: None)
     for rank in group.ranks[1:]:
-        with pytest.raises(RankError, match="LoadError"):
+        with pytest.raises(RankFailure, match="LoadError"):
             rank.receive()
     group.call("leave")
     assert group.identify() == [[1, 2, 4], 5]

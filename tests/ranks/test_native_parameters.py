@@ -1,5 +1,7 @@
-"""Sampling parameters where ranks share the work: rules act where ids are sampled, with the tokens that are known
-there; log-probabilities of prompts are made by a whole team."""
+"""Sampling parameters on groups of ranks: the output rank applies the rules with its own token history.
+
+All tensor-parallel ranks of a stage compute the log-probabilities of prompts together.
+"""
 
 from collections.abc import Callable
 
@@ -20,21 +22,21 @@ TOKENS = 16
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 
 
-def wanted(**values: object) -> SamplingParams:
+def params_of(**values: object) -> SamplingParams:
     return msgspec.structs.replace(GREEDY, **values)
 
 
 CASES = [
-    wanted(repetition_penalty=1.5, frequency_penalty=0.8, logprobs=3, prompt_logprobs=3),
-    wanted(presence_penalty=-2.0, logit_bias=((210, 2.0), (0, 2.0))),
-    wanted(bad_words=((168, 83), (0,), (210, 210)), temperature=0.8, seed=3, logprobs=0),
-    wanted(allowed_token_ids=i32(0, 7, 83, 168, 210), min_tokens=9, stop_token_ids=(83,)),
-    wanted(prompt_logprobs=20),
+    params_of(repetition_penalty=1.5, frequency_penalty=0.8, logprobs=3, prompt_logprobs=3),
+    params_of(presence_penalty=-2.0, logit_bias=((210, 2.0), (0, 2.0))),
+    params_of(bad_words=((168, 83), (0,), (210, 210)), temperature=0.8, seed=3, logprobs=0),
+    params_of(allowed_token_ids=i32(0, 7, 83, 168, 210), min_tokens=9, stop_token_ids=(83,)),
+    params_of(prompt_logprobs=20),
 ]
 
 
 def run(driver: Driver) -> list[Request]:
-    """Chunks, several steps in flight, and one preemption after which the slot has another owner."""
+    """Run in chunks with several steps in flight, and preempt one request, whose slot gets another owner."""
     requests = [driver.add(PROMPT[i:], params) for i, params in enumerate(CASES)]
     driver.generate(requests, 7, chunk=9, depth=3)
     victim = requests[0]
@@ -48,7 +50,7 @@ def run(driver: Driver) -> list[Request]:
 def test_parameters_on_a_group_equal_those_on_one_rank(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
-    """Stages alone change no bit; sums over a team may round elsewhere."""
+    """Stages change no bit; sums over tensor-parallel ranks may round differently."""
     expected, ours = run(Driver(tied.path)), run(start(tied.path, *layout))
     assert [request.output for request in ours] == [request.output for request in expected]
     for one, other in zip(expected, ours, strict=True):

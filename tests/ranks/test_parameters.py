@@ -1,7 +1,9 @@
-"""The permutation matrix (spec 2(e) 2) on real ranks, with drafts and without: a crowd in which every request asks for
-something else, under preemption, chunked prefill and arrivals in each step, gives the tokens and log-probabilities that
-each request gets alone, synchronously, on one rank. In float32 the native backend gives a row the same bits in every
-batch, so all of it is compared byte for byte (S3-7, S3-9)."""
+"""Every combination of parameters on real ranks, with drafts and without.
+
+Requests with different parameters share batches, under preemption, chunked prefill and arrivals in each step. Each gets
+the tokens and log-probabilities that it gets alone, synchronously, on one rank. In float32 a row of the native backend
+has the same bits in every batch (batch invariance; docs/invariants.md), so they are compared byte for byte.
+"""
 
 import json
 import random
@@ -29,7 +31,7 @@ SCHEMA = {
 }
 STRUCTURED = StructuredOutputParams(GrammarKind.JSON, json.dumps(SCHEMA))
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
-ASKED: dict[str, dict[str, object]] = {
+PARAMETERS: dict[str, dict[str, object]] = {
     "nothing": {},
     "penalties": PENALTIES,
     "bad words": {"bad_words": tuple((token,) for token in range(300, 700))},
@@ -41,19 +43,19 @@ ASKED: dict[str, dict[str, object]] = {
     "structured + penalties + logprobs": {"structured": STRUCTURED, **PENALTIES, "logprobs": 2},
 }
 COPIES = 3
-"""Of each, with other prompts and seeds; every second one is sampled, not greedy."""
-REQUESTS = [(name, copy) for copy in range(COPIES) for name in ASKED]
+"""Requests per entry, with other prompts and seeds; every second one is sampled, the others are greedy."""
+REQUESTS = [(name, copy) for copy in range(COPIES) for name in PARAMETERS]
 
 WORKER = {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20}
-CROWD = {  # blocks for a few requests only, prompts in several chunks, requests that come and go in every step
+CROWD = {  # blocks for a few requests, prompts in several chunks, requests that arrive and end in every step
     "num_gpu_blocks_override": 14,
     "max_num_batched_tokens": 24,
     "max_num_seqs": 8,
     "max_model_len": 128,
 }
 DRAFTS = {"num_speculative_tokens": 3, "adaptive": False}
-OWN = DRAFTS | {"method": "draft_model", "model": str(DEMO_MODEL)}
-"""The model drafts for itself: much is accepted, and where something is sampled or ruled out much is not."""
+OWN_MODEL = DRAFTS | {"method": "draft_model", "model": str(DEMO_MODEL)}
+"""The model drafts for itself: most greedy drafts are accepted, most drafts of sampled or constrained rows are not."""
 LOOKUP = DRAFTS | {"method": "ngram", "prompt_lookup_min": 1}
 LAYOUTS = {
     "depth 1": {"batch_queue_depth": 1},
@@ -62,39 +64,39 @@ LAYOUTS = {
     "TP=2": {"tensor_parallel_size": 2},
     "PP=2": {"pipeline_parallel_size": 2},
     "drafts, depth 1": {"batch_queue_depth": 1, "speculative_config": LOOKUP},
-    "drafts, depth 3": {"batch_queue_depth": 3, "speculative_config": OWN},
-    "drafts, TP=2": {"tensor_parallel_size": 2, "speculative_config": OWN},
+    "drafts, depth 3": {"batch_queue_depth": 3, "speculative_config": OWN_MODEL},
+    "drafts, TP=2": {"tensor_parallel_size": 2, "speculative_config": OWN_MODEL},
 }
 Logprobs = dict[int, tuple[int, bytes, bytes]]
-"""By position: rank, ids and values; see EngineClient."""
-Answer = tuple[list[int], Logprobs]
+"""Position -> token rank, ids and values, as EngineClient keeps them."""
+TokensAndLogprobs = tuple[list[int], Logprobs]
 
 
-def ask(client: EngineClient, number: int, plain: bool = False) -> None:
-    """Request `number` of REQUESTS; `plain` leaves out what it asks for."""
+def generate(client: EngineClient, number: int, plain: bool = False) -> None:
+    """Send request `number` of REQUESTS; `plain`: without its parameters."""
     name, copy = REQUESTS[number]
     rng = random.Random(copy)
     prompt = [rng.randrange(300, 4000) for _ in range(20 + 25 * copy)]
-    asked = {} if plain else dict(ASKED[name])
-    structured = asked.pop("structured", None)
+    parameters = {} if plain else dict(PARAMETERS[name])
+    structured = parameters.pop("structured", None)
     eos = EOS if structured is not None else ()
     sampling = {"temperature": 0.8 * (copy % 2), "seed": copy, "eos_token_ids": eos}
-    params = SamplingParams(TOKENS, **sampling, **asked)  # type: ignore[arg-type]
+    params = SamplingParams(TOKENS, **sampling, **parameters)  # type: ignore[arg-type]
     client.generate(number, prompt, params, structured=structured)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Answer]:
-    """Each request by itself on one rank at depth 1, its prompt in one piece; and what it would have been without its
-    parameters, as number + len(REQUESTS)."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TokensAndLogprobs]:
+    """Return each request's answer alone on one rank at depth one, with its prompt in one chunk, and its answer without
+    parameters as number + len(REQUESTS)."""
     scheduler = {"batch_queue_depth": 1, "max_model_len": 256, "enable_prefix_caching": False}
     with engine(tmp_path_factory.mktemp("alone"), scheduler, WORKER) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
-        answers: dict[int, Answer] = {}
+        answers: dict[int, TokensAndLogprobs] = {}
         for plain in (False, True):
             for number in range(len(REQUESTS)):
-                ask(client, number, plain)
+                generate(client, number, plain)
                 client.wait_finished(number)
                 assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
                 answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
@@ -113,16 +115,18 @@ def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_crowd_answers_as_each_of_it_alone(layout: str, alone: dict[int, Answer], tmp_path: Path) -> None:
+def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
+    layout: str, alone: dict[int, TokensAndLogprobs], tmp_path: Path
+) -> None:
     config = CROWD | LAYOUTS[layout]
     ranks = 2 if "=" in layout else 1
     with engine(tmp_path, config, WORKER, ranks) as running:
         client = EngineClient(running.client_endpoint)
         client.wait_ready()
         for number in range(len(REQUESTS)):
-            ask(client, number)
+            generate(client, number)
             if number % 2:
-                client.receive()  # the others come while these are served
+                client.receive()  # the others arrive while these are served
         client.wait_finished(*range(len(REQUESTS)))
         drafted = sum(finish.num_draft_tokens for finish in client.finished.values())
         accepted = sum(finish.num_accepted_tokens for finish in client.finished.values())
@@ -139,7 +143,7 @@ def test_a_crowd_answers_as_each_of_it_alone(layout: str, alone: dict[int, Answe
         client.close()
 
 
-def test_every_parameter_visibly_changes_the_output(alone: dict[int, Answer]) -> None:
+def test_every_parameter_visibly_changes_the_output(alone: dict[int, TokensAndLogprobs]) -> None:
     for number, (name, copy) in enumerate(REQUESTS):
         (tokens, logprobs), (plain, none) = alone[number], alone[number + len(REQUESTS)]
         assert not none
@@ -150,7 +154,7 @@ def test_every_parameter_visibly_changes_the_output(alone: dict[int, Answer]) ->
             assert tokens != plain, (name, copy)
 
 
-def test_log_probabilities_cover_their_positions(alone: dict[int, Answer]) -> None:
+def test_log_probabilities_cover_their_positions(alone: dict[int, TokensAndLogprobs]) -> None:
     for number, (name, copy) in enumerate(REQUESTS):
         tokens, logprobs = alone[number]
         prompt = 20 + 25 * copy

@@ -1,4 +1,4 @@
-"""Embeddings of any layout of ranks equal those of one rank, and no generated token notices them (float32)."""
+"""Embeddings of every layout of ranks equal those of one rank, and change no generated token (float32)."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ LONG, SHORT = list(range(20, 57)), list(range(100, 109))
 
 
 def mixed(driver: Driver) -> tuple[list[Request], list[Request]]:
-    """Two requests that generate and four that are pooled, prompts in chunks, two steps in flight."""
+    """Run two requests that generate and four that are pooled, with prompts in chunks and two steps in flight."""
     tokens = [driver.add(LONG), driver.add(SHORT)]
     pooled = [
         driver.add(prompt, ONE, pooling=pooling)
@@ -42,5 +42,5 @@ def test_embeddings_equal_one_rank(
         expected, ours = (np.frombuffer(request.embedding, np.float32) for request in (one, many))
         assert len(ours) == tied.model.config.hidden_size
         np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
-        if layout[0] == 1:  # stages only pass on what one rank would have computed
+        if layout[0] == 1:  # stages compute the same as one rank
             assert one.embedding == many.embedding

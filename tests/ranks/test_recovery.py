@@ -1,6 +1,8 @@
-"""Ranks are killed or stopped while 32 streams run, with a spare registered: every stream finishes, and its tokens are
-those of a calm run (F1, F2, F4). In float32 the native backend gives a row the same bits in every batch, so the tokens
-are equal without exception."""
+"""Ranks are killed or stopped while 32 streams run and a spare is registered.
+
+Every stream finishes with the tokens of an undisturbed run. In float32 a row of the native backend has the same bits in
+every batch (batch invariance; docs/invariants.md), so the tokens are equal without exception.
+"""
 
 import os
 import random
@@ -16,7 +18,7 @@ from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParam
 from tests.integration.scheduler.engine import Engine, EngineClient, engine
 
 pytestmark = pytest.mark.timeout(1800)
-"""Whoever waits here gives up when nothing comes further. On a busy machine much can come, and slowly."""
+"""Every wait here fails when no message arrives. On a busy machine messages arrive, but slowly."""
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
 MOMENTS = range(20 if SOAK else 3)
 LETTERS = StructuredOutputParams(GrammarKind.REGEX, "([a-z]{1,9} )*")
@@ -26,7 +28,7 @@ LAYOUTS = {"tp2": (2, 1), "tp2-drafts": (2, 1), "pp2": (1, 2), "pp2-drafts": (1,
     {"tp2-pp2": (2, 2), "tp2-pp2-drafts": (2, 2)} if SOAK else {}
 )
 DRAFTS = {"method": "eagle", "num_speculative_tokens": 3}
-"""As many as pay; with stages always three, so that each has drafts in flight."""
+"""With stages always three, so that each stage has drafts in flight."""
 
 
 def scheduler(layout: str) -> dict[str, object]:
@@ -41,8 +43,11 @@ def scheduler(layout: str) -> dict[str, object]:
 
 
 def generate(client: EngineClient) -> None:
-    """Half of them greedy, prompts of different lengths, some with a common beginning; some with penalties, which look
-    at what was said before the loss, some under a grammar, whose state outlives the workers (S2-7)."""
+    """Send all requests: half of them greedy, prompts of different lengths, some with a common prefix.
+
+    Some have penalties, which depend on tokens before the loss, and some a grammar, whose state outlives the workers
+    (emitted tokens only).
+    """
     for number in STREAMS:
         rng = random.Random(number)
         prompt = [300 + i for i in range(20 * (number % 3))]
@@ -69,30 +74,30 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def calm_runs() -> dict[str, dict[int, list[int]]]:
+def undisturbed_runs() -> dict[str, dict[int, list[int]]]:
     return {}
 
 
 @pytest.fixture(scope="module")
-def calm(
-    layout: str, calm_runs: dict[str, dict[int, list[int]]], tmp_path_factory: pytest.TempPathFactory
+def undisturbed(
+    layout: str, undisturbed_runs: dict[str, dict[int, list[int]]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, list[int]]:
-    """Without drafts, which change no token (S2-1)."""
+    """Return the tokens of an undisturbed run without drafts, which change no token (same tokens)."""
     plain = layout.removesuffix("-drafts")
-    if plain not in calm_runs:
+    if plain not in undisturbed_runs:
         tp, pp = LAYOUTS[plain]
-        with engine(tmp_path_factory.mktemp("calm"), scheduler(plain), WORKER, tp * pp) as running:
+        with engine(tmp_path_factory.mktemp("undisturbed"), scheduler(plain), WORKER, tp * pp) as running:
             client = EngineClient(running.client_endpoint)
             client.wait_ready()
             generate(client)
             client.wait_finished(*STREAMS)
             client.close()
-            calm_runs[plain] = client.tokens
-    return calm_runs[plain]
+            undisturbed_runs[plain] = client.tokens
+    return undisturbed_runs[plain]
 
 
 def with_spare(running: Engine, layout: str) -> EngineClient:
-    """A client of a group that serves and has a spare: the last of `running.workers`, always."""
+    """Return the client of a group that serves and has a spare, which is the last of `running.workers`."""
     client = EngineClient(running.client_endpoint)
     client.wait_ready()
     running.add_worker()
@@ -101,7 +106,7 @@ def with_spare(running: Engine, layout: str) -> EngineClient:
 
 
 def disturb(client: EngineClient, rng: random.Random) -> None:
-    """Opens all streams and reads until a random moment."""
+    """Open all streams and read until a random moment."""
     client.tokens.clear()
     client.finished.clear()
     generate(client)
@@ -110,9 +115,11 @@ def disturb(client: EngineClient, rng: random.Random) -> None:
         client.receive()
 
 
-def test_killed_ranks_cost_no_stream_a_token(layout: str, calm: dict[int, list[int]], tmp_path: Path) -> None:
-    """One kill after another, of one rank's worker and then another's: each time a spare is there, and a new one comes
-    after."""
+def test_killed_ranks_cost_no_stream_a_token(
+    layout: str, undisturbed: dict[int, list[int]], tmp_path: Path
+) -> None:
+    """The workers of the ranks are killed one after another. Each time a spare is registered, and a new one is added
+    afterwards."""
     rng = random.Random(f"{layout} {os.environ.get('RUNAHEAD_SEED', '0')}")
     tp, pp = LAYOUTS[layout]
     with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
@@ -124,7 +131,7 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, calm: dict[int, list[i
             victim.wait()
             client.wait_finished(*STREAMS)
             assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
-            assert client.tokens == calm, f"{layout}, moment {moment}"
+            assert client.tokens == undisturbed, f"{layout}, moment {moment}"
             running.add_worker()
             client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))  # a state follows
             wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
@@ -141,10 +148,10 @@ def test_killed_ranks_cost_no_stream_a_token(layout: str, calm: dict[int, list[i
 
 
 @pytest.mark.parametrize("layout", LAYOUTS if SOAK else ["tp2", "pp2"], indirect=True, scope="module")
-def test_stopped_rank_is_declared_dead_and_its_late_words_are_dropped(
-    layout: str, calm: dict[int, list[int]], tmp_path: Path
+def test_a_stopped_rank_is_declared_dead_and_its_late_messages_are_dropped(
+    layout: str, undisturbed: dict[int, list[int]], tmp_path: Path
 ) -> None:
-    """F4. The others hang in a collective with it; they are freed without losing their weights."""
+    """The other ranks hang in a collective with it; their wait ends and they keep their weights."""
     tp, pp = LAYOUTS[layout]
     with engine(tmp_path, scheduler(layout), WORKER, tp * pp) as running:
         client = with_spare(running, layout)
@@ -155,7 +162,7 @@ def test_stopped_rank_is_declared_dead_and_its_late_words_are_dropped(
         running.worker.send_signal(signal.SIGCONT)
         client.wait_finished(*STREAMS)
         assert {end.reason for end in client.finished.values()} == {FinishReason.LENGTH}
-        assert client.tokens == calm
+        assert client.tokens == undisturbed
         client.generate(99, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0))
         wait(client, lambda c: c.state.stats.get("num_workers") == tp * pp + 1)
         assert client.state is not None

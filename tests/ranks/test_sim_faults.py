@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import SchedulerOutput
 from services.worker.backends.sim.ranks.group_exchange import HEADER
 from tests.ranks.failures import RankFailure
-from tests.ranks.sim_group import MakeGroup, SimGroup, group_fixture  # noqa: F401
+from tests.ranks.sim_group import MakeGroup, SimGroup
 from tests.unit.worker.plans import BLOCK, VOCAB, PlanBuilder, alone, prompt, sampled, tokens
 
 TOKENS = 6

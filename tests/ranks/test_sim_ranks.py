@@ -10,7 +10,7 @@ from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.pipeline import STEPS_AHEAD
 from tests.ranks.failures import RankFailure
 from tests.ranks.recorded_run import record
-from tests.ranks.sim_group import MakeGroup, group_fixture  # noqa: F401
+from tests.ranks.sim_group import MakeGroup
 from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, tokens
 
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]

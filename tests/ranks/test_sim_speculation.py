@@ -13,7 +13,7 @@ from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.worker.backends.sim.ranks.group_exchange import HEADER
 from services.worker.runner import Output
 from tests.ranks.failures import RankFailure
-from tests.ranks.sim_group import MakeGroup, SimGroup, group_fixture  # noqa: F401
+from tests.ranks.sim_group import MakeGroup, SimGroup
 from tests.unit.worker.plans import (
     GREEDY,
     PlanBuilder,

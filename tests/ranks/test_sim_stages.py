@@ -1,4 +1,4 @@
-"""The running services with simulated ranks: a real scheduler ahead of real stages, and the answers of one rank."""
+"""The running services with simulated ranks: a scheduler ahead of stages, and the tokens of one rank."""
 
 import json
 from collections import defaultdict
@@ -17,11 +17,11 @@ SIM = {"backend": "sim", "sim_vocab_size": 1000, "sim_prefill_token_us": 0.0}
 HOP = 0.002
 REQUESTS = range(12)
 TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
-"""Blocks for three or four requests."""
+"""KV blocks for three or four requests."""
 
 
 def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> EngineClient:
-    """Twelve requests of 24 tokens, half of them sampled, one of them aborted on the way."""
+    """Run twelve requests of 24 tokens, half of them sampled, and one more that is aborted."""
     directory.mkdir()
     worker = {**SIM, "sim_step_ms": 8.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
@@ -47,12 +47,12 @@ def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    """The answers of one rank at depth one."""
+    """Return the tokens of one rank at depth one."""
     return run_load(tmp_path_factory.mktemp("one") / "rank", {"batch_queue_depth": 1}).tokens
 
 
 def check_trace(path: Path, stages: int) -> None:
-    """On the modelled timeline: every stage takes every step once, in order, and after the stage before it."""
+    """On the modelled timeline every stage computes every step once, in order, and after the stage before."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in read_trace(path):
         spans[span.stage].append(span)
@@ -76,10 +76,10 @@ def check_trace(path: Path, stages: int) -> None:
         (1, 3, {"batching_policy": "balanced"}),
     ],
 )
-def test_many_ranks_serve_the_answers_of_one(
+def test_many_ranks_serve_the_tokens_of_one(
     tmp_path: Path, alone: dict[int, list[int]], tp: int, pp: int, settings: dict[str, object]
 ) -> None:
-    """S1-7, S4-2: run ahead or not, chunked prompts, a pool that preempts, an abort."""
+    """Same tokens: with and without run-ahead, chunked prompts, preemptions, an abort."""
     client = run_load(tmp_path / "ranks", settings, tp, pp)
     assert client.tokens == alone
     if settings is TIGHT:
@@ -88,7 +88,7 @@ def test_many_ranks_serve_the_answers_of_one(
 
 
 def test_stages_compute_at_the_same_time() -> None:
-    """What the benchmark of the policies measures: several microbatches are in the pipeline at once."""
+    """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
     asks = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
     run = run_stages(
         3, asks, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
@@ -99,5 +99,5 @@ def test_stages_compute_at_the_same_time() -> None:
     assert len(run.itl) == 8 * 19
     assert len(run.bubbles) == 3
     busy = sum(span.ended - span.began for span in run.spans)
-    assert busy > 1.5 * run.makespan  # one at a time it would be no more than the makespan
+    assert busy > 1.5 * run.makespan  # with one microbatch at a time it is at most the makespan
     assert json.dumps(run.figures())

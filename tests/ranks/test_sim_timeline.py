@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.sim_group import MakeGroup, group_fixture  # noqa: F401
+from tests.ranks.sim_group import MakeGroup
 from tests.ranks.sim_rank import START
 from tests.unit.worker.plans import SLOTS, PlanBuilder, prompt
 

@@ -1,4 +1,4 @@
-"""Drafts in a team of real ranks: one rank proposes, all verify (spec 2(e) 2)."""
+"""Drafts in a tensor-parallel group of real ranks: one rank proposes, all ranks verify."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,29 +8,29 @@ import pytest
 from protocol.membership import Speculation
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import Driver
-from tests.ranks.group import Group, GroupDriver, Process
+from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 from tests.ranks.test_equality import TOKENS, prompts
 
-WANTED: dict[str, Callable[[Path], Speculation]] = {
+METHODS: dict[str, Callable[[Path], Speculation]] = {
     "ngram": lambda model: Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3),
     "draft_model": lambda model: Speculation("draft_model", 3, str(model)),
 }
 
 
 @pytest.fixture
-def take(pool: object) -> Callable[[int], list[Process]]:
+def take(pool: object) -> Callable[[int], list[NativeRankProcess]]:
     return pool.take  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("method", WANTED)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_equal_one_rank_without_drafts(
-    tied: Family, take: Callable[[int], list[Process]], method: str, depth: int
+    tied: Family, take: Callable[[int], list[NativeRankProcess]], method: str, depth: int
 ) -> None:
-    """S2-1 over ranks; only the output rank has a drafter, its memory and nobody else's."""
-    wanted = WANTED[method](tied.path)
-    group = GroupDriver(Group(take(2), tied.path, 2, 1), tied.path, speculation=wanted)
-    alone = Driver(tied.path, speculation=wanted)
+    """Same tokens and equal acceptance; only the output rank has a drafter and the memory for it."""
+    speculation = METHODS[method](tied.path)
+    group = GroupDriver(RankGroup(take(2), tied.path, 2, 1), tied.path, speculation=speculation)
+    alone = Driver(tied.path, speculation=speculation)
     counts = []
     for driver in (group, alone):
         requests = [driver.add(prompt) for prompt in prompts(tied)]
@@ -46,17 +46,17 @@ def test_tokens_equal_one_rank_without_drafts(
         assert sum(accepted for _, accepted in counts[0]) > 20
 
 
-def test_every_rank_goes_on_when_drafts_change_in_number(
-    tied: Family, take: Callable[[int], list[Process]]
+def test_the_number_of_drafts_may_change_in_every_step(
+    tied: Family, take: Callable[[int], list[NativeRankProcess]]
 ) -> None:
-    """What ranks send one another has a shape that each of them knows from the plan and its own slots."""
+    """Plan agreement: each rank derives the shape of every message from the plan and its own slots."""
     driver = GroupDriver(
-        Group(take(2), tied.path, 2, 1), tied.path, speculation=WANTED["draft_model"](tied.path)
+        RankGroup(take(2), tied.path, 2, 1), tied.path, speculation=METHODS["draft_model"](tied.path)
     )
     requests = [driver.add(prompt) for prompt in prompts(tied)]
-    wanted = [3, 0, 1, 2, 0, 3]
+    numbers = [3, 0, 1, 2, 0, 3]
     while any(len(request.output) < TOKENS for request in requests):
-        driver.k = wanted[driver.steps % len(wanted)]
+        driver.k = numbers[driver.steps % len(numbers)]
         driver.step([(request, request.known - request.computed) for request in requests[driver.steps % 2 :]])
     for request in requests:
         assert request.output[:TOKENS] == tied.reference(request.prompt, TOKENS)[0]

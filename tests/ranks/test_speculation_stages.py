@@ -1,5 +1,5 @@
-"""Drafts through pipeline stages: the last one proposes and verifies, the first takes in what comes of it, and the
-others are told where rows really are (spec 2(b) 5, 3(b) 10)."""
+"""Drafts through pipeline stages: the last stage proposes and verifies, the first one receives the outcome, and the
+others receive the true positions of the rows."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -12,10 +12,10 @@ from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, Driver, Request
 from tests.integration.native.test_eagle import prompts
-from tests.ranks.group import Group, GroupDriver, Process
+from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 
 TOKENS, BLOCK_SIZE = 24, 16
-ASKED = [GREEDY, SamplingParams(1000, 0.8, seed=3, frequency_penalty=0.3), SamplingParams(1000, 0.6, seed=4)]
+PARAMS = [GREEDY, SamplingParams(1000, 0.8, seed=3, frequency_penalty=0.3), SamplingParams(1000, 0.6, seed=4)]
 METHODS = {
     "ngram": Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3),
     "eagle": Speculation("eagle", 3),
@@ -23,13 +23,13 @@ METHODS = {
 
 
 @pytest.fixture
-def take(pool: object) -> Callable[[int], list[Process]]:
+def take(pool: object) -> Callable[[int], list[NativeRankProcess]]:
     return pool.take  # type: ignore[attr-defined, no-any-return]
 
 
 def generated(driver: Driver, depth: int) -> list[Request]:
-    """Two cohorts that take turns in the pipeline, prompts in chunks."""
-    requests = [driver.add(prompt, ASKED[i % 3]) for i, prompt in enumerate(prompts())]
+    """Generate with two alternating microbatches and prompts in chunks."""
+    requests = [driver.add(prompt, PARAMS[i % 3]) for i, prompt in enumerate(prompts())]
     driver.interleave([requests[::2], requests[1::2]], TOKENS, chunk=7, depth=depth)
     return requests
 
@@ -42,28 +42,28 @@ def plain() -> list[list[int]]:
 
 @pytest.mark.parametrize(("method", "tp", "depth"), [("ngram", 1, 3), ("eagle", 1, 5), ("eagle", 2, 2)])
 def test_tokens_equal_one_rank_without_drafts_and_acceptance_one_with_them(
-    take: Callable[[int], list[Process]], plain: list[list[int]], method: str, tp: int, depth: int
+    take: Callable[[int], list[NativeRankProcess]], plain: list[list[int]], method: str, tp: int, depth: int
 ) -> None:
-    """S2-1, S2-2: greedy and drawn; steps wait in the pipeline, or run further ahead than there are stages."""
-    how = {"block_size": BLOCK_SIZE, "speculation": METHODS[method]}
-    group = GroupDriver(Group(take(2 * tp), DEMO_MODEL, tp, 2), DEMO_MODEL, **how)
-    many, one = generated(group, depth), generated(Driver(DEMO_MODEL, dtype="float32", **how), depth)
+    """Same tokens and equal acceptance, greedy and sampled; steps wait in the pipeline, or run ahead of its stages."""
+    options = {"block_size": BLOCK_SIZE, "speculation": METHODS[method]}
+    group = GroupDriver(RankGroup(take(2 * tp), DEMO_MODEL, tp, 2), DEMO_MODEL, **options)
+    many, one = generated(group, depth), generated(Driver(DEMO_MODEL, dtype="float32", **options), depth)
     for ours, expected in zip(many, plain, strict=True):
         assert ours.output[:TOKENS] == expected[:TOKENS]
     assert [(r.drafted, r.accepted) for r in many] == [(r.drafted, r.accepted) for r in one]
     assert sum(r.accepted for r in many) > (10 if method == "ngram" else 30)
     memory = [loaded.bytes_per_block for loaded in group.runner.loaded]
     assert (memory[group.runner.output] > memory[0]) == (method == "eagle"), (
-        "the last stage has the drafter's"
+        "only the last stage has the drafter's memory"
     )
 
 
-def test_stages_in_the_middle_only_know_what_they_are_told(
-    tied: Family, take: Callable[[int], list[Process]]
+def test_middle_stages_use_the_positions_that_they_receive(
+    tied: Family, take: Callable[[int], list[NativeRankProcess]]
 ) -> None:
-    """Four stages; the number of drafts changes in each step, also to none."""
-    wanted = Speculation("draft_model", 3, str(tied.path))
-    driver = GroupDriver(Group(take(4), tied.path, 1, 4), tied.path, speculation=wanted)
+    """Four stages; the number of drafts changes in each step, also to zero."""
+    speculation = Speculation("draft_model", 3, str(tied.path))
+    driver = GroupDriver(RankGroup(take(4), tied.path, 1, 4), tied.path, speculation=speculation)
     requests = [driver.add([7 * i + j for j in range(5 + i)]) for i in range(4)]
     lengths = cycle((3, 0, 1, 2, 0))
     while any(len(request.output) < TOKENS for request in requests):
