@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m services.worker.backends.native.kernels
+	@$(BIN)/python -m services.worker.backends.native.kernels.cpu
 	@touch $@
 
 # exec: the server is a direct child of make and gets its signals.

@@ -230,6 +230,11 @@ class WorkerConfig(ServiceConfig):
         description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model.",
     )
     device: Literal["cpu"] = Field("cpu", description="Device of the native backend.")
+    kernels: Literal["auto", "compiled", "reference"] = Field(
+        "auto",
+        description="native: implementation of the kernels: compiled for this processor (compiled), or plain "
+        "torch, slow, to check the others against (reference). auto: the fastest for device and processor.",
+    )
     threads: int = Field(
         0,
         ge=0,
@@ -291,6 +296,14 @@ class WorkerConfig(ServiceConfig):
     sim_draft_ms: float = Field(
         0.0, ge=0, description="sim: cost of proposing one draft for each request, milliseconds."
     )
+
+    @model_validator(mode="after")
+    def _check_kernels(self) -> Self:
+        if self.kernels != "auto" and self.backend != "native":
+            raise ValueError(
+                f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
+            )
+        return self
 
     @property
     def backend_name(self) -> str:

@@ -35,8 +35,9 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._files = {path: _open(path) for path in _shards(directory)}
-        self._where = {name: file for file in self._files.values() for name in file.keys()}  # noqa: SIM118
+        opened = [_open(path) for path in _shards(directory)]
+        self.files = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        """The open file of each tensor, by the tensor's name."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
         """The part `cut` of the tensor `name`, which has `shape` as a whole, converted to `dtype`.
@@ -44,7 +45,7 @@ class Checkpoint:
         Raises:
             LoadError: it is missing, of another shape, or not of floating-point numbers.
         """
-        file = self._where.get(name)
+        file = self.files.get(name)
         if file is None:
             raise LoadError(
                 f"the checkpoint has no tensor {name}; download the model again, all of its files"
@@ -67,19 +68,19 @@ class Checkpoint:
             raise LoadError(
                 f"the checkpoint has no tensor {name}; download the model again, all of its files"
             )
-        values: torch.Tensor = self._where[name].get_tensor(name)
+        values: torch.Tensor = self.files[name].get_tensor(name)
         if values.ndim != 1 or values.is_floating_point() or values.is_complex():
             raise LoadError(f"tensor {name} must be a list of whole numbers; download the model again")
         return values.long()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self.files
 
     def digest(self, config: bytes) -> str:
         """SHA-256 over config.json and every tensor's name, shape and type: ranks of one group must agree on it."""
         digest = hashlib.sha256(config)
-        for name in sorted(self._where):
-            view = self._where[name].get_slice(name)
+        for name in sorted(self.files):
+            view = self.files[name].get_slice(name)
             digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
         return digest.hexdigest()
 

@@ -68,7 +68,7 @@ def test_streams_come_from_three_containers(stack: Stack, expected: dict[str, st
 def test_image_contains_compiled_kernels(stack: Stack) -> None:
     """Any user finds them, so none is compiled in the container."""
     (worker,) = stack.containers("worker")
-    compile_all = "import runpy; runpy.run_module('services.worker.backends.native.kernels')"
+    compile_all = "import runpy; runpy.run_module('services.worker.backends.native.kernels.cpu')"
     lines = stack.engine.run(
         "exec", "--env", "NUMBA_DEBUG_CACHE=1", worker.id, "python", "-c", compile_all
     ).splitlines()

@@ -84,7 +84,7 @@ class NativeRank:
     def execute(self, step: bytes) -> object:
         """Return the float32 logits and their shape, or None on a rank that does not sample."""
         self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
-        logits = self.runner._pending.logits
+        logits = self.runner.epoch.logits
         return None if logits is None else (logits.numpy().tobytes(), logits.shape)
 
     def sample(self, grammar: bytes | None) -> bytes | None:

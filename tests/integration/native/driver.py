@@ -16,6 +16,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
+from services.worker.backends.native.epoch import Epoch
 from services.worker.runner import ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
@@ -101,7 +102,10 @@ class Driver:
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
         self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
-        self.loaded = self.load(max_model_len)
+        self.assignment = Assignment(
+            1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len, speculation=self.speculation
+        )
+        self.loaded = self.load()
         self.max_model_len = self.loaded.max_model_len
         self.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, self.max_model_len))
         self.steps = 0
@@ -112,11 +116,13 @@ class Driver:
         self.logits: list[torch.Tensor] = []
         """float32[rows, vocab] of each step, as the sampler got them."""
 
-    def load(self, max_model_len: int = 0) -> Loaded:
-        assignment = Assignment(
-            1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len, speculation=self.speculation
-        )
-        return self.runner.load(assignment, lambda phase, fraction: None)
+    def load(self) -> Loaded:
+        return self.runner.load(self.assignment, lambda phase, fraction: None)
+
+    @property
+    def epoch(self) -> Epoch:
+        """Of a `NativeRunner`."""
+        return self.runner.epoch
 
     def add(
         self,
@@ -204,7 +210,7 @@ class Driver:
         return Launched(rows, plan, self.runner.sample_tokens(grammar), logits)
 
     def pending_logits(self) -> Callable[[], torch.Tensor]:
-        logits = self.runner._pending.logits.clone()
+        logits = self.epoch.logits.clone()
         return lambda: logits
 
     def collect(self, launched: Launched) -> ModelRunnerOutput:

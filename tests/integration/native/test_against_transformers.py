@@ -70,7 +70,7 @@ def test_prefix_hit(family: Family) -> None:
 
 
 def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
-    """The second row starts inside blocks that the first row writes in this very step (spec 0.7)."""
+    """The second row starts inside blocks that the first row writes in this very step (write before read)."""
     driver = Driver(family.path)
     prompt = prompts(family)[3]
     hit = 52

@@ -1,5 +1,5 @@
 """The demo model and its EAGLE head: answers are those without drafts, and most drafts are right, however the work is
-cut into steps. Floors of acceptance lie where a head that read wrong states, positions or tokens would not come."""
+cut into steps. The least acceptance asserted here is out of reach for a head that reads wrong states or positions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native.drafters.base import I32, Advance
-from services.worker.backends.native.kernels import product
+from services.worker.backends.native.kernels.cpu.compiled import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import Driver, Request
@@ -46,20 +46,21 @@ def eagle(k: int = K, threads: int = 1, **changes: int) -> Driver:
     return driver
 
 
-def listen(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
-    """What the drafter proposes from now on."""
-    drafter, heard = driver.runner._drafter, {}
-    propose: Callable[[Advance, int], I32] = drafter.propose
+def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
+    """Everything that the drafter proposes from now on."""
+    proposer, proposed = driver.epoch.proposer, {}
+    assert proposer is not None
+    propose: Callable[[Advance, int], I32] = proposer.propose
 
-    def heard_propose(advance: Advance, k: int) -> I32:
+    def recorded_propose(advance: Advance, k: int) -> I32:
         drafts = propose(advance, k)
         ends = zip(advance.slots[advance.samples], advance.ends[advance.samples], strict=True)
         for (slot, end), row in zip(ends, drafts.tolist(), strict=True):
-            heard[int(slot), int(end)] = row
+            proposed[int(slot), int(end)] = row
         return drafts
 
-    monkeypatch.setattr(drafter, "propose", heard_propose)
-    return heard
+    monkeypatch.setattr(proposer, "propose", recorded_propose)
+    return proposed
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +77,10 @@ def first(plain: list[Request]) -> tuple[Driver, list[Request], Drafted]:
     """The same with drafts, each whole prompt in one step."""
     with pytest.MonkeyPatch.context() as patch:
         driver = eagle()
-        heard = listen(driver, patch)
+        proposed = record(driver, patch)
         requests = [driver.add(prompt) for prompt in prompts()]
         driver.generate(requests, TOKENS)
-    return driver, requests, heard
+    return driver, requests, proposed
 
 
 def assert_equal(requests: list[Request], plain: list[Request]) -> None:
@@ -90,7 +91,7 @@ def assert_equal(requests: list[Request], plain: list[Request]) -> None:
 def test_answers_are_those_without_drafts(
     first: tuple[Driver, list[Request], Drafted], plain: list[Request]
 ) -> None:
-    """S2-1."""
+    """Same tokens (docs/invariants.md)."""
     _, requests, _ = first
     assert_equal(requests, plain)
     drafted, accepted = (sum(getattr(r, name) for r in requests) for name in ("drafted", "accepted"))
@@ -116,16 +117,16 @@ def test_chunks_depth_and_threads_change_no_draft(
     depth: int,
     threads: int,
 ) -> None:
-    """S2-2, and spec 2(b) 11: of a prompt in chunks the head computes the same as of a whole one."""
+    """Equal acceptance: from a prompt in chunks the head computes the same as from a whole one (prompt chunks)."""
     monkeypatch.setattr(product, "WORTH", 1)  # small products are shared too
     driver = eagle(threads=threads)
-    heard = listen(driver, monkeypatch)
+    proposed = record(driver, monkeypatch)
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS, chunk, depth)
     assert_equal(requests, plain)
-    same = [key for key in heard if key in first[2]]
+    same = [key for key in proposed if key in first[2]]
     assert len(same) > 60
-    assert [heard[key] for key in same] == [first[2][key] for key in same]
+    assert [proposed[key] for key in same] == [first[2][key] for key in same]
 
 
 def test_drafts_after_rejections_are_those_of_a_fresh_start(
@@ -134,13 +135,13 @@ def test_drafts_after_rejections_are_those_of_a_fresh_start(
     """The head's cache holds nothing of rejected drafts: a request that comes with the same tokens gets the same."""
     _, requests, expected = first
     driver = eagle()
-    heard = listen(driver, monkeypatch)
+    proposed = record(driver, monkeypatch)
     for request, reference in zip(requests, plain, strict=True):
         ends = sorted(end for slot, end in expected if slot == request.slot)
         assert request.accepted < request.drafted
         fresh = driver.add(reference.tokens[: ends[-2]])
         driver.step([(fresh, ends[-2])])
-        assert heard[fresh.slot, ends[-2]] == expected[request.slot, ends[-2]]
+        assert proposed[fresh.slot, ends[-2]] == expected[request.slot, ends[-2]]
 
 
 def test_preempted_requests_draft_on_as_before(
@@ -151,13 +152,13 @@ def test_preempted_requests_draft_on_as_before(
     driver.generate(requests, 12)
     driver.promised_drafts.clear()
     again = [driver.preempt(request) for request in requests]
-    heard = listen(driver, monkeypatch)
+    proposed = record(driver, monkeypatch)
     driver.generate(again, TOKENS, chunk=9)
     assert_equal(again, plain)
     slots = {new.slot: old.slot for new, old in zip(again, first[1], strict=True)}
-    same = [(slot, end) for slot, end in heard if (slots[slot], end) in first[2]]
+    same = [(slot, end) for slot, end in proposed if (slots[slot], end) in first[2]]
     assert len(same) > 30
-    assert [heard[key] for key in same] == [first[2][slots[key[0]], key[1]] for key in same]
+    assert [proposed[key] for key in same] == [first[2][slots[key[0]], key[1]] for key in same]
 
 
 def test_a_cached_prefix_is_one_for_the_head_too(plain: list[Request]) -> None:
@@ -172,7 +173,7 @@ def test_a_cached_prefix_is_one_for_the_head_too(plain: list[Request]) -> None:
 
 
 def test_sampled_answers_are_those_without_drafts() -> None:
-    """S2-1 for seeded noise at temperature 1, where many drafts are rejected."""
+    """Same tokens with seeded noise at temperature 1, where many drafts are rejected."""
     params = [SamplingParams(1000, 1.0, seed=seed, logprobs=1) for seed in range(len(QUESTIONS))]
     with_drafts, without = eagle(), Driver(DEMO_MODEL, block_size=16, dtype="float32")
     answers = []
@@ -212,7 +213,7 @@ def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[Reque
 
 
 def test_drafts_of_each_step_are_of_the_vocabulary(first: tuple[Driver, list[Request], Drafted]) -> None:
-    """S2-4: ids of the draft vocabulary are turned into tokens."""
+    """Ids of the draft vocabulary are turned into tokens (valid ids)."""
     drafts = np.array(list(first[2].values()))
     assert drafts.shape[1] == K
     assert drafts.min() >= NO_DRAFT

@@ -15,8 +15,9 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
-from services.worker.backends.native import NativeRunner, model
-from services.worker.backends.native.kernels import product
+from services.worker.backends.native import NativeRunner
+from services.worker.backends.native.kernels import selection
+from services.worker.backends.native.kernels.cpu.compiled import product
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
@@ -37,7 +38,7 @@ def test_loaded_tells_what_the_checkpoint_is(llama: Family) -> None:
     assert driver.loaded.num_blocks == NUM_SLOTS * 100 // BLOCK_SIZE
     assert Driver(llama.path).loaded.max_model_len == 256
     NativeRunner(WorkerConfig(model=str(llama.path))).load(
-        driver.runner._assignment, lambda phase, fraction: seen.append(fraction)
+        driver.assignment, lambda phase, fraction: seen.append(fraction)
     )
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
@@ -50,7 +51,7 @@ def test_weights_stay_for_the_next_epoch(driver: Driver) -> None:
     driver.runner.leave()
     with pytest.raises(RuntimeError, match="no model is loaded in this epoch"):
         driver.runner.init_kv_cache(InitializeCache(8, 256))
-    driver.runner.load(driver.runner._assignment, lambda phase, fraction: seen.append(fraction))
+    driver.runner.load(driver.assignment, lambda phase, fraction: seen.append(fraction))
     assert seen == []
     driver.runner.init_kv_cache(InitializeCache(NUM_BLOCKS, driver.max_model_len))
     again = driver.add(PROMPT)
@@ -100,7 +101,7 @@ def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: Driv
 
 
 def test_a_request_may_skip_steps(driver: Driver) -> None:
-    """Its last token waits on the device, in its slot, however many steps run meanwhile (spec 0.8)."""
+    """Its last token waits on the device, in its slot, however many steps run meanwhile (slot history)."""
     alone = driver.add(PROMPT)
     driver.generate([alone], 12)
     skipping, other = driver.add(PROMPT), driver.add(PROMPT[5:])
@@ -112,7 +113,7 @@ def test_a_request_may_skip_steps(driver: Driver) -> None:
 
 
 def test_result_of_a_step_does_not_see_the_next_one(driver: Driver) -> None:
-    """The handle of step N is read after step N + 1 has run (S3-1)."""
+    """The handle of step N is read after step N + 1 has run (immutable result)."""
     expected = driver.add(PROMPT)
     driver.generate([expected], 3)
     request = driver.add(PROMPT)
@@ -149,7 +150,7 @@ def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: py
     request = driver.add(PROMPT)
     driver.runner.execute_model(driver.plan([(request, len(PROMPT))]))
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._history, "append", lambda *args: 1 / 0)
+        patch.setattr(driver.epoch.history, "append", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.runner.sample_tokens(None)
     driver.step([(driver.add(PROMPT), 4)])
@@ -213,14 +214,17 @@ def test_grammar_of_another_step_is_refused(driver: Driver) -> None:
         driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
 
 
-@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("features", [(), (selection.ONEDNN_BFLOAT16,)], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen3"])
 def test_bfloat16_stays_close_to_float32(
-    make_family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, name: str, activations: torch.dtype
+    make_family: Callable[[str], Family],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    features: tuple[str, ...],
 ) -> None:
     """With bfloat16 arithmetic, and with the float32 arithmetic of processors that have none."""
     exact = Driver(make_family(name).path)
-    monkeypatch.setattr(model, "activation_dtype", lambda dtype: activations)
+    monkeypatch.setattr(selection, "processor_features", lambda: features)
     rounded = Driver(make_family(name).path, dtype="bfloat16")
     for driver in (exact, rounded):
         driver.generate([driver.add(PROMPT), driver.add(PROMPT[7:])], 1, chunk=11)

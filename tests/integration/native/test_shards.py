@@ -9,15 +9,20 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.membership import Shard
-from services.worker.backends.native.config import ModelConfig
-from services.worker.backends.native.kv_cache import KVCache
-from services.worker.backends.native.model import Model
-from services.worker.backends.native.partition import Part
+from services.worker.backends.native.kernels.interface import Kernels
+from services.worker.backends.native.kernels.selection import choose, create
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.model import Model, cache_shape
+from services.worker.backends.native.model.partition import Part
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 from tests.integration.native.conftest import Family
 
 HIDDEN, LAYERS = 64, 3
+
+
+def kernels() -> Kernels:
+    return create(choose("auto", "cpu", torch.float32, ()))
 
 
 class View:
@@ -45,12 +50,12 @@ def load(path: Path, shard: Shard) -> tuple[Model, dict[str, list[torch.Tensor]]
     """The model of one rank, and all that was read for it."""
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
     checkpoint = Checkpoint(path)
-    checkpoint._where = {
+    checkpoint.files = {
         name: File(file, lambda name, part: seen[name].append(part.clone()))
-        for name, file in checkpoint._where.items()
+        for name, file in checkpoint.files.items()
     }
-    part = Part.of(ModelConfig.from_directory(path), shard)
-    return Model(part, checkpoint, torch.float32, lambda phase, fraction: None), seen
+    part = Part.from_shard(ModelConfig.from_directory(path), shard)
+    return Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None), seen
 
 
 def elements(seen: dict[str, list[torch.Tensor]]) -> int:
@@ -103,21 +108,22 @@ def test_a_rank_reads_its_share_of_the_bytes(make_family: Callable[[str], Family
 
 def test_the_cache_holds_this_ranks_layers_and_heads(llama: Family) -> None:
     config = ModelConfig.from_directory(llama.path)
-    whole = KVCache.bytes_per_block(config, 4, torch.float32)
+    bytes_per_block = kernels().network.bytes_per_block
+    whole = bytes_per_block(cache_shape(config, 4, torch.float32))
     for shard, share in (
         (Shard(0, 2, 0, 1), 2), (Shard(3, 4, 0, 1), 2), (Shard(0, 1, 2, 3), 3), (Shard(1, 2, 1, 3), 6),
     ):  # fmt: skip
-        mine = Part.of(config, shard).config
-        assert KVCache.bytes_per_block(mine, 4, torch.float32) * share == whole
+        mine = Part.from_shard(config, shard).config
+        assert bytes_per_block(cache_shape(mine, 4, torch.float32)) * share == whole
 
 
 def test_a_missing_tensor_is_missed_by_the_rank_that_needs_it_only(llama: Family) -> None:
-    part = Part.of(ModelConfig.from_directory(llama.path), Shard(0, 1, 0, 3))
+    part = Part.from_shard(ModelConfig.from_directory(llama.path), Shard(0, 1, 0, 3))
     for gone, fails in (("model.layers.0.mlp.up_proj.weight", True), ("model.norm.weight", False)):
         checkpoint = Checkpoint(llama.path)
-        del checkpoint._where[gone]
+        del checkpoint.files[gone]
         if fails:
             with pytest.raises(LoadError, match=gone):
-                Model(part, checkpoint, torch.float32, lambda phase, fraction: None)
+                Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None)
         else:
-            Model(part, checkpoint, torch.float32, lambda phase, fraction: None)
+            Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None)

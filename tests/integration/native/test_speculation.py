@@ -1,4 +1,4 @@
-"""Drafts change how many steps an answer takes, and nothing else: hand-made plans through the runner (spec 2)."""
+"""Drafts change how many steps an answer takes, and nothing else: hand-made plans through the runner."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +14,8 @@ from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput
 from services.checkpoint import DEMO_MODEL
-from services.worker.backends.native import runner as runner_module
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
+from services.worker.backends.native import drafters
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
 from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
@@ -40,16 +40,18 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, 211, 9 + 3 * number).tolist() for number in range(len(CROWD))]
 
 
-class Told(Drafter):
-    """Knows what is going to be said, and says something else where it is `wrong`."""
+class ScriptedDrafter(Drafter, Proposer):
+    """Proposes the tokens of a known answer, and other tokens where it is `wrong`."""
 
     def __init__(self, target: Target) -> None:
-        self.told: dict[int, list[int]] = {}
+        self.answers: dict[int, list[int]] = {}
+        """By slot: prompt and output."""
         self.wrong: Callable[[int], bool] = lambda position: position * 2654435761 % 2**32 < 2**30
         self.seen: list[Advance] = []
 
-    def begin(self, slots: Slots) -> None:
+    def start(self, slots: Slots) -> Proposer:
         self._limit = slots.table.max_model_len
+        return self
 
     def propose(self, advance: Advance, k: int) -> I32:
         self.seen.append(advance)
@@ -58,17 +60,23 @@ class Told(Drafter):
             advance.slots[advance.samples].tolist(), advance.ends[advance.samples].tolist(), strict=True
         )
         for row, (slot, end) in enumerate(ends):
-            told = self.told.get(slot, [])
+            answer = self.answers.get(slot, [])
             for j in range(k):
                 position = end + 1 + j
-                if position < min(len(told), self._limit):
-                    drafts[row, j] = (told[position] + self.wrong(position)) % 211
+                if position < min(len(answer), self._limit):
+                    drafts[row, j] = (answer[position] + self.wrong(position)) % 211
         return drafts
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "create", Told)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "create", ScriptedDrafter)
+
+
+def script(driver: Driver) -> ScriptedDrafter:
+    proposer = driver.epoch.proposer
+    assert isinstance(proposer, ScriptedDrafter)
+    return proposer
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +104,8 @@ def ngram(k: int) -> Speculation:
 
 def crowd(driver: Driver, alone: list[Request]) -> list[Request]:
     requests = [driver.add(prompt, params) for prompt, params in zip(prompts(), CROWD, strict=True)]
-    if isinstance(driver.runner._drafter, Told):
-        driver.runner._drafter.told = {
+    if isinstance(driver.epoch.proposer, ScriptedDrafter):
+        script(driver).answers = {
             request.slot: reference.tokens for request, reference in zip(requests, alone, strict=True)
         }
     return requests
@@ -114,30 +122,30 @@ def assert_equal(requests: list[Request], alone: list[Request]) -> None:
         assert request.scores == reference.scores, request.params
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize(("k", "depth", "chunk"), [(1, 2, 100), (3, 1, 5), (3, 2, 100), (5, 3, 7)])
 def test_answers_are_those_without_drafts(
     llama: Family, alone: list[Request], k: int, depth: int, chunk: int
 ) -> None:
-    """S2-1, S2-3 at every acceptance, for each parameter, in chunks and batches of any shape."""
-    driver = Driver(llama.path, speculation=Speculation("told", k))
+    """Same tokens and row width at every acceptance, for each parameter, in chunks and batches of any shape."""
+    driver = Driver(llama.path, speculation=Speculation("scripted", k))
     requests = crowd(driver, alone)
     driver.generate(requests, TOKENS, chunk, depth)
     assert_equal(requests, alone)
     for request in requests:
         assert 0 < request.accepted < request.drafted
-    counts = {int(count) for seen in driver.runner._drafter.seen[9:] for count in seen.counts[seen.samples]}
+    counts = {int(count) for seen in script(driver).seen[9:] for count in seen.counts[seen.samples]}
     assert counts >= (
         {1, 2, k + 1} if k < 4 else {2, 3, 5}
     )  # no two wrong drafts are further apart, or neighbours
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[Request]) -> None:
-    """S2-2, to the token, over as many steps."""
+    """Equal acceptance, to the token, over as many steps."""
     counts = []
     for depth in (1, 2, 3):
-        driver = Driver(llama.path, speculation=Speculation("told", 3))
+        driver = Driver(llama.path, speculation=Speculation("scripted", 3))
         requests, flying = crowd(driver, alone), []
         for _ in range(9):
             flying.append(
@@ -152,13 +160,13 @@ def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[
     assert len(set(counts[0])) > 1
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: list[Request]) -> None:
-    """Also to none, and what was promised may not be there: the drafter knows nothing of half of the requests."""
-    driver = Driver(llama.path, speculation=Speculation("told", 4))
+    """Also to none, and planned drafts may be missing: the drafter has no answers for half of the requests."""
+    driver = Driver(llama.path, speculation=Speculation("scripted", 4))
     requests = crowd(driver, alone)
     for request in requests[::2]:
-        del driver.runner._drafter.told[request.slot]
+        del script(driver).answers[request.slot]
     wanted = [4, 0, 1, 3, 0, 0, 2]
     while any(len(request.output) < TOKENS for request in requests):
         driver.k = wanted[driver.steps % len(wanted)]
@@ -168,10 +176,10 @@ def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: lis
     assert all(request.accepted for request in requests[1::2])
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[Request]) -> None:
-    """Drafts belong to slots, not rows, and wait there for whoever skips a step (S2-6, 2(e) 5 and 9)."""
-    driver, rng = Driver(llama.path, speculation=Speculation("told", 3)), np.random.default_rng(4)
+    """Drafts belong to slots, not rows, and stay there for requests that skip a step (latest drafts)."""
+    driver, rng = Driver(llama.path, speculation=Speculation("scripted", 3)), np.random.default_rng(4)
     requests = crowd(driver, alone)
     while any(len(request.output) < TOKENS for request in requests):
         some = [requests[i] for i in rng.permutation(len(requests))[:5] if len(requests[i].output) < TOKENS]
@@ -181,27 +189,27 @@ def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[R
     assert sum(request.accepted for request in requests) > 10
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: list[Request]) -> None:
-    driver = Driver(llama.path, speculation=Speculation("told", 3))
+    driver = Driver(llama.path, speculation=Speculation("scripted", 3))
     requests = crowd(driver, alone)
     driver.generate(requests, 9)
     again = [driver.preempt(request) for request in requests]
-    driver.runner._drafter.told = {
+    script(driver).answers = {
         request.slot: reference.tokens for request, reference in zip(again, alone, strict=True)
     }
     driver.generate(again, TOKENS, chunk=13, depth=2)
     assert_equal(again, alone)
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
     """After many wrong drafts the next logits are the same bits as without any."""
-    plain, driver = Driver(llama.path), Driver(llama.path, speculation=Speculation("told", 3))
+    plain, driver = Driver(llama.path), Driver(llama.path, speculation=Speculation("scripted", 3))
     reference, request = plain.add(prompts()[3]), driver.add(prompts()[3])
     plain.generate([reference], 24)
-    driver.runner._drafter.wrong = lambda position: True
-    driver.runner._drafter.told[request.slot] = reference.tokens
+    script(driver).wrong = lambda position: True
+    script(driver).answers[request.slot] = reference.tokens
     driver.generate([request], 20)
     assert request.output == reference.output[:20]
     assert request.drafted > 50
@@ -210,23 +218,23 @@ def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
         assert torch.equal(ours[0], theirs[0])
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_context_ends_inside_a_row(llama: Family, depth: int) -> None:
-    """k larger than the room (2(e) 4): positions never reach the context's end (S2-5)."""
+    """k larger than the room: positions never reach the context's end (position bound)."""
     prompt, limit = prompts()[2], 31
     plain = Driver(llama.path, max_model_len=limit)
     reference = plain.add(prompt)
     plain.generate([reference], limit - len(prompt))
     for wrong in (lambda position: False, lambda position: position % 2 == 0):
-        driver = Driver(llama.path, max_model_len=limit, speculation=Speculation("told", 5))
-        driver.runner._drafter.wrong = wrong
+        driver = Driver(llama.path, max_model_len=limit, speculation=Speculation("scripted", 5))
+        script(driver).wrong = wrong
         request = driver.add(prompt)
-        driver.runner._drafter.told[request.slot] = reference.tokens
+        script(driver).answers[request.slot] = reference.tokens
         driver.generate([request], limit - len(prompt), depth=depth)
         assert request.output[: limit - len(prompt)] == reference.output
         assert request.accepted > 5
-        assert all((seen.ends <= limit).all() for seen in driver.runner._drafter.seen)
+        assert all((seen.ends <= limit).all() for seen in script(driver).seen)
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -337,10 +345,10 @@ def constrained(
         yield got, ints(result.drafted)[0] if result.drafted else 0, *ints(result.draft_token_ids)
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("params", [CROWD[0], CROWD[3], CROWD[4]], ids=["greedy", "penalties", "sampled"])
 def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> None:
-    """As many drafts are accepted as masks allow to be; where information is missing, none (spec 2(b) 14)."""
+    """As many drafts are accepted as masks allow to be; where information is missing, none (acceptable drafts)."""
     plain = Driver(llama.path)
     reference = plain.add(prompts()[1], params)
     assert all(step == (1, 0) for step in constrained(plain, reference, None))
@@ -349,9 +357,9 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
         (lambda planned: min(2, planned + 1), 1),
         (None, 0),
     ):
-        driver = Driver(llama.path, speculation=Speculation("told", 3))
+        driver = Driver(llama.path, speculation=Speculation("scripted", 3))
         request = driver.add(prompts()[1], params)
-        driver.runner._drafter.told[request.slot] = reference.tokens
+        script(driver).answers[request.slot] = reference.tokens
         steps = list(constrained(driver, request, masks))
         assert request.output[:TOKENS] == reference.output[:TOKENS]
         assert max(step[0] for step in steps) == 1 + most
@@ -362,14 +370,14 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
 # -- what the device refuses and never does ----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("told")
+@pytest.mark.usefixtures("scripted")
 def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
-    """The device's position is the true one; a plan may only be ahead of it (S2-5)."""
-    driver = Driver(llama.path, speculation=Speculation("told", 3))
+    """The device's position is the true one; a plan may only be ahead of it (position bound)."""
+    driver = Driver(llama.path, speculation=Speculation("scripted", 3))
     request = driver.add(prompts()[0])
-    driver.runner._drafter.told[request.slot] = prompts()[0] + [1] * 40
+    script(driver).answers[request.slot] = prompts()[0] + [1] * 40
     driver.generate([request], 4)
-    driver.runner._drafts._frontier[request.slot] += 1
+    driver.epoch.drafts.slots.frontier.numpy()[request.slot] += 1
     with pytest.raises(PlanError, match=f"slot {request.slot}: planned from .* on, but it is at"):
         driver.step([(request, 1)])
 
@@ -380,7 +388,7 @@ def test_drafts_without_speculation_are_refused(llama: Family) -> None:
     driver.generate([request], 2)
     driver.promised_drafts[request.slot] = 1
     request.blocks += [0]
-    with pytest.raises(PlanError, match="was not told how they are proposed"):
+    with pytest.raises(PlanError, match="this group was assigned no speculation"):
         driver.step([(request, 1)])
 
 
@@ -406,7 +414,7 @@ class Waits(TorchDispatchMode):
 def test_a_decode_step_waits_for_no_device(
     llama: Family, small: Family, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """S2-8. On this device memory is the host's, so what counts is that nothing asks torch for a value."""
+    """No hidden sync: on this device memory is the host's, so the test is that no value is read through torch."""
     wanted = ngram(3) if method == "ngram" else Speculation("draft_model", 3, str(small.path))
     driver = Driver(llama.path, speculation=wanted)
     requests = [driver.add([5] * 20), driver.add(prompts()[0], SamplingParams(1000, 1.0, seed=2))]
@@ -431,21 +439,21 @@ def test_a_decode_step_waits_for_no_device(
             assert seen == []
 
 
-def test_steps_without_drafts_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head that hears of them late drafts what it would have drafted, had it heard of each at once."""
+def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that gets steps late proposes the same drafts as one that gets each step at once."""
     wanted = Speculation("eagle", 3, str(DEMO_MODEL / "eagle"))
     rng = np.random.default_rng(2)
     some = [rng.integers(300, 4096, size).tolist() for size in (30, 9, 17)]
     seen = []
-    for create in (runner_module.create, EagleDrafter):
-        monkeypatch.setattr(runner_module, "create", create)
+    for create in (drafters.create, EagleDrafter):
+        monkeypatch.setattr(drafters, "create", create)
         driver = Driver(DEMO_MODEL, speculation=wanted, dtype="float32")
         requests, drafts = [driver.add(prompt) for prompt in some], []
         for number, driver.k in enumerate((3, 0, 0, 0, 2, 0, 3, 3)):
             here = requests[: 2 + number % 2] if number else requests
             driver.step([(request, request.known - request.computed) for request in here])
             drafts.append(
-                (driver.runner._drafts._proposed.tolist(), driver.runner._drafts._tokens[:3].tolist())
+                (driver.epoch.drafts.slots.proposed.tolist(), driver.epoch.drafts.slots.tokens[:3].tolist())
             )
         seen.append((drafts, [request.output for request in requests]))
     assert seen[0] == seen[1]

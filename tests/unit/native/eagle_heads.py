@@ -1,4 +1,4 @@
-"""Tiny random models and EAGLE heads on disk, and what such a head drafts by plain torch: no cache, no kernels."""
+"""Tiny random models and EAGLE heads on disk, and the drafts of such a head by plain torch: no cache, no kernels."""
 
 import json
 import math
@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from protocol.membership import Shard, Speculation
-from services.worker.backends.native.config import ModelConfig
 from services.worker.backends.native.drafters.base import Advance, Slots, Target
 from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
-from services.worker.backends.native.model import Model
-from services.worker.backends.native.partition import Part
-from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.native.kernels.selection import choose, create, processor_features
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from services.worker.weights import Checkpoint
 
@@ -78,8 +79,8 @@ def write_target(directory: Path) -> tuple[Path, Tensors]:
 
 
 @dataclass
-class Head:
-    """A checkpoint: what its config.json says beside what all say, and its tensors."""
+class HeadCheckpoint:
+    """A checkpoint: what its config.json has beside what all have, and its tensors."""
 
     method: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -109,18 +110,19 @@ class Head:
         return config | ({"draft_vocab_size": self.draft_vocab} if self.draft_vocab else {})
 
 
-class World:
+class EagleSetup:
     """A target, a head for it, and the drafter with that head over an empty cache."""
 
     def __init__(
         self,
         directory: Path,
-        head: Head,
+        head: HeadCheckpoint,
         dtype: torch.dtype = torch.float32,
         least_chance: float = 0.0,
+        implementation: str = "compiled",
         **speculation: Any,
     ) -> None:
-        self.least_chance = least_chance
+        self.least_chance, self.implementation = least_chance, implementation
         torch.manual_seed(5)
         self.path, self.target = write_target(directory / "target")
         self.head, self.tensors = head, head.tensors()
@@ -132,16 +134,17 @@ class World:
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[: self.table.block_table.size]
         self.table.block_table[:] = blocks.reshape(self.table.block_table.shape)
         self.table.num_blocks[:] = self.table.block_table.shape[1]
-        self.drafter.begin(Slots(self.table, self.history, NUM_BLOCKS))
+        self.proposer = self.drafter.start(Slots(self.table, self.history, NUM_BLOCKS))
 
     def load(
         self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any
     ) -> EagleDrafter:
         checkpoint = Checkpoint(self.path)
-        part = Part.of(ModelConfig.from_directory(self.path), shard)
-        model = Model(part, checkpoint, dtype, lambda *_: None)
+        part = Part.from_shard(ModelConfig.from_directory(self.path), shard)
+        kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
+        model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
-        target = Target(wanted, model, self.path, checkpoint, dtype, BLOCK_SIZE, CONTEXT)
+        target = Target(wanted, model, self.path, checkpoint, BLOCK_SIZE, CONTEXT)
         return EagleDrafter(target)
 
     def states(self, positions: int) -> list[torch.Tensor]:
@@ -155,13 +158,13 @@ class World:
         """Drafts of rows (slot, tokens, start, end): the tokens go on beyond `end` at least by the sampled one."""
         states = self.states(CONTEXT)
         for slot, tokens, *_ in rows:
-            self.history._tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            self.history.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         columns = np.array([(slot, 1, start, end - start) for slot, _, start, end in rows], np.int32).T
         taken = [torch.cat([s[start:end] for _, _, start, end in rows]) for s in states]
         sampling = np.full(len(rows), samples)
         advance = Advance(*(c.copy() for c in columns), sampling, taken, self.least_chance)
         with torch.inference_mode():
-            return self.drafter.propose(advance, k).tolist()
+            return self.proposer.propose(advance, k).tolist()
 
     def reference(self, tokens: list[int], k: int) -> list[int]:
         """The drafts after `tokens`, whose last one was sampled."""
@@ -169,7 +172,7 @@ class World:
 
     @torch.inference_mode()
     def chances(self, tokens: list[int], k: int, temperature: float = 0.0) -> list[tuple[int, float]]:
-        """The drafts, each with its probability of being what is said at `temperature`."""
+        """The drafts, each with its probability of being the next token at `temperature`."""
         network = Reference(self.head, self.tensors, self.target)
         hidden = network.fuse(self.states(len(tokens) - 1))
         drafts: list[tuple[int, float]] = []
@@ -182,9 +185,9 @@ class World:
 
 
 class Reference:
-    """The head as its paper has it."""
+    """The head as its paper defines it."""
 
-    def __init__(self, head: Head, tensors: Tensors, target: Tensors) -> None:
+    def __init__(self, head: HeadCheckpoint, tensors: Tensors, target: Tensors) -> None:
         self.three, self.norm_first = head.method == "eagle3", head.config.get("norm_before_residual", False)
         self.w = {name.replace("midlayer.", "layers.0."): t.float() for name, t in tensors.items()}
         self.embedding = tensors.get("embed_tokens.weight", target["model.embed_tokens.weight"])

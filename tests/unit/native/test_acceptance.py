@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.acceptance import Places, accept
-from services.worker.backends.native.drafts import Drafts
+from services.worker.backends.native.draft_table import DraftTable
 from services.worker.backends.native.outcome import Outcome
-from services.worker.backends.native.sampler import Sampler
-from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.native.sampling.acceptance import SamplePositions
+from services.worker.backends.native.sampling.sampler import Sampler
+from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import PlanError, Rows, SlotTable
+from tests.unit.native.implementations import every_implementation, make
 
 LIMIT, VOCAB = 32, 8
 
@@ -19,43 +20,47 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_accepts_up_to_the_first_that_differs() -> None:
-    """S2-3, against one row at a time; also where fewer may be accepted than there are."""
-    rng = np.random.default_rng(0)
+@every_implementation
+def test_accepts_up_to_the_first_that_differs(implementation: str) -> None:
+    """Row width (docs/invariants.md), against one row at a time; also where fewer may be accepted than there are."""
+    rng, kernels = np.random.default_rng(0), make(implementation).rows
     for _ in range(200):
         rows = int(rng.integers(1, 6))
         drafts, firsts = rng.integers(0, 5, rows, np.int32), rng.integers(1, LIMIT - 5, rows, np.int32)
         acceptable = np.minimum(drafts, rng.integers(0, 6, rows, np.int32))
         history = TokenHistory(rows, LIMIT, VOCAB)
-        history._tokens.random_(0, 2)
-        places = Places.of(np.arange(rows, dtype=np.int32), firsts, drafts)
-        ids = rng.integers(0, 2, len(places.slots), np.int32)
-        accepted = accept(places, ids, history, acceptable)
+        history.tokens.random_(0, 2)
+        positions = SamplePositions.from_rows(kernels, np.arange(rows, dtype=np.int32), firsts, drafts)
+        ids = rng.integers(0, 2, len(positions.slots), np.int32)
+        accepted = positions.accept(kernels, torch.from_numpy(ids), history.tokens, acceptable)
         at, tokens = 0, []
         for row in range(rows):
             drawn = ids[at : at + drafts[row] + 1]
             count = 1
             while (
-                count <= acceptable[row] and history._tokens[row, firsts[row] + count - 1] == drawn[count - 1]
+                count <= acceptable[row] and history.tokens[row, firsts[row] + count - 1] == drawn[count - 1]
             ):
                 count += 1
             assert accepted.counts[row] == count
             tokens += drawn[:count].tolist()
             at += len(drawn)
-        assert ids[accepted.tokens].tolist() == tokens
+        assert ids[accepted.stays].tolist() == tokens
         assert accepted.drafted.tolist() == acceptable.tolist()
 
 
-def test_a_token_beyond_the_context_equals_no_draft() -> None:
+@every_implementation
+def test_a_token_beyond_the_context_equals_no_draft(implementation: str) -> None:
+    kernels = make(implementation).rows
     history = TokenHistory(1, LIMIT, VOCAB)
-    history._tokens.fill_(3)
-    places = Places.of(i32(0), i32(LIMIT - 1), i32(1))
-    assert accept(places, i32(3, 3), history, i32(1)).counts.tolist() == [2]
+    history.tokens.fill_(3)
+    positions = SamplePositions.from_rows(kernels, i32(0), i32(LIMIT - 1), i32(1))
+    ids = torch.tensor([3, 3], dtype=torch.int32)
+    assert positions.accept(kernels, ids, history.tokens, i32(1)).counts.tolist() == [2]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.8}])
 def test_drafts_keep_the_distribution(filters: dict[str, float]) -> None:
-    """Chi-square of the first and the second token over many seeds, whatever was drafted (S2-1)."""
+    """Chi-square of the first and the second token over many seeds, whatever was drafted (same tokens)."""
     rows, rng = 6000, np.random.default_rng(5)
     first, second = (rng.normal(0, 1, VOCAB).astype(np.float32) for _ in range(2))
     table = SlotTable(rows, 16, 1, LIMIT)
@@ -65,9 +70,9 @@ def test_drafts_keep_the_distribution(filters: dict[str, float]) -> None:
         getattr(table, name)[:] = value
     history = TokenHistory(rows, LIMIT, VOCAB)
     draft = int(first.argmax())
-    history._tokens[:, 9] = draft
+    history.tokens[:, 9] = draft
     logits = torch.from_numpy(np.tile(np.stack([first, second]), (rows, 1)))
-    sampler = Sampler(table, history, VOCAB)
+    sampler = Sampler(table, history, VOCAB, make("compiled"))
     slots, firsts, drafts = (
         np.arange(rows, dtype=np.int32),
         np.full(rows, 9, np.int32),
@@ -97,16 +102,17 @@ def rows(slot: int, start: int, count: int, drafts: int = 0, samples: bool = Tru
     return Rows(i32(slot), i32(1), i32(start), i32(count), np.array([samples]), i32(drafts))
 
 
-def test_rows_are_brought_to_their_true_positions() -> None:
-    """Once, at any depth; fewer drafts make a shorter row, and what was not used is gone (S2-5, S2-6)."""
-    history, drafts = TokenHistory(4, LIMIT, VOCAB), Drafts(4, 3, VOCAB)
+@every_implementation
+def test_rows_are_brought_to_their_true_positions(implementation: str) -> None:
+    """Once, at any depth; fewer drafts make a shorter row, and unused ones are gone (position bound, latest drafts)."""
+    history, drafts = TokenHistory(4, LIMIT, VOCAB), DraftTable(4, 3, VOCAB, make(implementation).rows)
     drafts.assign(2)
     assert drafts.settle(rows(2, 0, 6), history).ends.tolist() == [6]
     drafts.advance(i32(2), i32(6), i32(1))
     drafts.propose(i32(2), np.array([[5, 6, NO_DRAFT]], np.int32))
     settled = drafts.settle(rows(2, 6, 4, 3), history)
     assert (settled.starts.tolist(), settled.counts.tolist(), settled.drafts.tolist()) == ([6], [3], [2])
-    assert history._tokens[2, 7:9].tolist() == [5, 6]
+    assert history.tokens[2, 7:9].tolist() == [5, 6]
     drafts.advance(i32(2), i32(7), i32(2))  # one was accepted
     drafts.propose(i32(2), np.array([[1, 2, 3]], np.int32))
     settled = drafts.settle(rows(2, 10, 1), history)  # planned when nothing of that was known
@@ -120,17 +126,17 @@ def test_rows_are_brought_to_their_true_positions() -> None:
 
 @pytest.mark.parametrize("bad", [[[VOCAB]], [[-2]], [[0, 0, 0, 0]]])
 def test_what_is_no_draft_reaches_no_slot(bad: list[list[int]]) -> None:
-    """S2-4."""
+    """Valid ids (docs/invariants.md)."""
     with pytest.raises(RuntimeError, match="or not of the vocabulary"):
-        Drafts(4, 3, VOCAB).propose(i32(1), np.array(bad, np.int32))
+        DraftTable(4, 3, VOCAB, make("reference").rows).propose(i32(1), np.array(bad, np.int32))
 
 
-def test_other_ranks_learn_what_was_decided() -> None:
-    ids = torch.tensor([4, 5, 6, 7, 0, 1], dtype=torch.int64)
+def test_other_ranks_get_the_outcome() -> None:
+    ids = torch.tensor([4, 5, 6, 7, 0, 1], dtype=torch.int32)
     sent = Outcome(ids, i32(2, 1, 3), np.array([[1, NO_DRAFT], [2, 3], [NO_DRAFT] * 2], np.int32))
-    message = Outcome.message(3, 4, 2)
-    sent.write(message)
-    got = Outcome.read(message, 2)
+    message = Outcome.empty_message(3, 4, 2)
+    sent.to_message(message)
+    got = Outcome.from_message(message, 2)
     assert torch.equal(got.ids, ids)
     assert got.counts.tolist() == [2, 1, 3]
     assert got.drafts.tolist() == sent.drafts.tolist()

@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.worker.runner import LoadError
-from tests.unit.native.eagle_heads import CONTEXT, HIDDEN, VOCAB, Head, World
+from tests.unit.native.eagle_heads import CONTEXT, HIDDEN, VOCAB, EagleSetup, HeadCheckpoint
 
 NAMED = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path, Head("eagle"))
+def setup(tmp_path: Path) -> EagleSetup:
+    return EagleSetup(tmp_path, HeadCheckpoint("eagle"))
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> World:
-    return World(tmp_path, Head("eagle3", NAMED, draft_vocab=70))
+def three(tmp_path: Path) -> EagleSetup:
+    return EagleSetup(tmp_path, HeadCheckpoint("eagle3", NAMED, draft_vocab=70))
 
 
 def edit(head: Path, **changes: Any) -> None:
@@ -36,10 +36,10 @@ def tensors(head: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     save_file(weights, head / "model.safetensors")
 
 
-def refusal(world: World, **speculation: Any) -> str:
-    head = world.path.parent / "head"
+def refusal(setup: EagleSetup, **speculation: Any) -> str:
+    head = setup.path.parent / "head"
     with pytest.raises(LoadError) as caught:
-        world.load(head, **speculation)
+        setup.load(head, **speculation)
     text = str(caught.value)
     assert text.startswith(f"drafter {head}: ")
     assert "\n" not in text
@@ -65,9 +65,9 @@ def refusal(world: World, **speculation: Any) -> str:
         ({"attention_bias": True}, "no tensor layers.0.self_attn.q_proj.bias"),
     ],
 )
-def test_eagle_configurations(world: World, changes: dict[str, Any], said: str) -> None:
-    edit(world.path.parent / "head", **changes)
-    assert said in refusal(world)
+def test_eagle_configurations(setup: EagleSetup, changes: dict[str, Any], said: str) -> None:
+    edit(setup.path.parent / "head", **changes)
+    assert said in refusal(setup)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_eagle_configurations(world: World, changes: dict[str, Any], said: str) 
         ),
     ],
 )
-def test_eagle3_configurations(three: World, changes: dict[str, Any], said: str) -> None:
+def test_eagle3_configurations(three: EagleSetup, changes: dict[str, Any], said: str) -> None:
     edit(three.path.parent / "head", **changes)
     assert any(one in refusal(three) for one in said.split("|"))
 
@@ -113,29 +113,29 @@ def test_eagle3_configurations(three: World, changes: dict[str, Any], said: str)
         ("t2d", torch.ones(VOCAB, dtype=torch.bool), "d2t and t2d do not name the same tokens"),
     ],
 )
-def test_eagle3_tensors(three: World, name: str, value: torch.Tensor | None, said: str) -> None:
+def test_eagle3_tensors(three: EagleSetup, name: str, value: torch.Tensor | None, said: str) -> None:
     tensors(three.path.parent / "head", lambda w: w.pop(name) if value is None else w.update({name: value}))
     assert said in refusal(three)
 
 
-def test_a_whole_model_is_no_head(world: World) -> None:
+def test_a_whole_model_is_no_head(setup: EagleSetup) -> None:
     with pytest.raises(LoadError, match=r"an EAGLE head has one layer, config\.json says 5"):
-        world.load(world.path)
+        setup.load(setup.path)
 
 
-def test_longer_contexts_than_the_head_has_positions(world: World) -> None:
+def test_longer_contexts_than_the_head_has_positions(setup: EagleSetup) -> None:
     with pytest.raises(
         LoadError, match=f'"max_model_len" 97 is more than the {CONTEXT} positions of the drafter'
     ):
-        world.load(world.path.parent / "head", max_model_len=CONTEXT + 1)
+        setup.load(setup.path.parent / "head", max_model_len=CONTEXT + 1)
 
 
-def test_no_such_checkpoint(world: World) -> None:
+def test_no_such_checkpoint(setup: EagleSetup) -> None:
     with pytest.raises(LoadError, match="drafter /nowhere: no such model directory"):
-        world.load(Path("/nowhere"))
+        setup.load(Path("/nowhere"))
 
 
-def test_pickled_weights_are_not_read(world: World) -> None:
-    head = world.path.parent / "head"
+def test_pickled_weights_are_not_read(setup: EagleSetup) -> None:
+    head = setup.path.parent / "head"
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
-    assert "convert its .bin files, which can run code when loaded" in refusal(world)
+    assert "convert its .bin files, which can run code when loaded" in refusal(setup)

@@ -3,8 +3,8 @@
 import pytest
 
 from protocol.membership import Shard
-from services.worker.backends.native.config import ModelConfig, Rope
-from services.worker.backends.native.partition import Part, stage_layers, tensor_parallel_sizes
+from services.worker.backends.native.model.config import ModelConfig, Rope
+from services.worker.backends.native.model.partition import Part, stage_layers, tensor_parallel_sizes
 from services.worker.runner import LoadError
 
 
@@ -49,8 +49,8 @@ def test_sizes_that_a_model_allows(sizes: dict[str, int], allowed: tuple[int, ..
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_ranks_together_hold_everything(size: int, kv_heads: int) -> None:
     config = model(num_kv_heads=kv_heads)
-    parts = [Part.of(config, Shard(rank, size, 0, 1)) for rank in range(size)]
-    for name, whole in (("heads", 8), ("wide", 96), ("vocabulary", 211)):
+    parts = [Part.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
+    for name, whole in (("heads", 8), ("intermediate", 96), ("vocabulary", 211)):
         held = [i for part in parts for i in range(whole)[getattr(part, name)]]
         assert held == list(range(whole)), name
     for part in parts:
@@ -63,13 +63,13 @@ def test_ranks_together_hold_everything(size: int, kv_heads: int) -> None:
 
 
 def test_stages_have_their_own_layers_and_windows() -> None:
-    parts = [Part.of(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
+    parts = [Part.from_shard(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
     assert [part.config.windows for part in parts] == [(0, 1, 2), (3, 4)]
     assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
 
 
 def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
     with pytest.raises(LoadError, match="3 tensor-parallel ranks, only for 1, 2, 4, 8"):
-        Part.of(model(), Shard(0, 3, 0, 1))
+        Part.from_shard(model(), Shard(0, 3, 0, 1))
     with pytest.raises(LoadError, match="5 layers cannot be cut into 6 pipeline stages"):
-        Part.of(model(), Shard(0, 1, 0, 6))
+        Part.from_shard(model(), Shard(0, 1, 0, 6))

@@ -1,34 +1,43 @@
-"""The batched sampler against one row at a time in plain float64."""
+"""The batched sampler, with every implementation, against one row at a time in plain float64."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from numba import njit
 from numpy.typing import NDArray
 
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.kernels import simd
-from services.worker.backends.native.sampler import Sampler
-from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.native.sampling.sampler import Sampler
+from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from services.worker.sampling import noise
+from tests.unit.native.implementations import IMPLEMENTATIONS, make
 
 F64 = NDArray[np.float64]
+Sample = Callable[..., torch.Tensor]
 
 
-def sample(
-    logits: torch.Tensor,
-    slots: SlotTable,
-    rows: NDArray[np.int32],
-    positions: NDArray[np.int32],
-    grammar: GrammarOutput | None = None,
-) -> torch.Tensor:
-    """The ids of a fresh sampler whose slots were assigned as `slots` says."""
-    vocab_size = logits.shape[1]
-    sampler = Sampler(slots, TokenHistory(slots.num_slots, slots.max_model_len, vocab_size), vocab_size)
-    for slot in rows.tolist():
-        sampler.assign(slot)
-    return sampler.sample(logits, rows, positions, grammar).ids
+@pytest.fixture(params=IMPLEMENTATIONS)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """The ids of a fresh sampler whose slots were assigned as a table says."""
+    kernels = make(request.param)
+
+    def ids(
+        logits: torch.Tensor,
+        slots: SlotTable,
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        grammar: GrammarOutput | None = None,
+    ) -> torch.Tensor:
+        vocab_size = logits.shape[1]
+        history = TokenHistory(slots.num_slots, slots.max_model_len, vocab_size)
+        sampler = Sampler(slots, history, vocab_size, kernels)
+        for slot in rows.tolist():
+            sampler.assign(slot)
+        return sampler.sample(logits, rows, positions, grammar).ids
+
+    return ids
 
 
 def table(rows: int, **columns: object) -> SlotTable:
@@ -57,7 +66,7 @@ def kept(logits: F64, temperature: float, min_p: float, top_k: int, top_p: float
 
 @pytest.mark.parametrize("vocab", [50, 3000])
 @pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
-def test_equals_the_float64_reference(vocab: int, spread: float) -> None:
+def test_equals_the_float64_reference(sample: Sample, vocab: int, spread: float) -> None:
     rng = np.random.default_rng(vocab)
     rows = 64
     logits = rng.normal(0, spread, (rows, vocab)).astype(np.float32)
@@ -80,40 +89,7 @@ def test_equals_the_float64_reference(vocab: int, spread: float) -> None:
         assert noisy[ids[row]] >= noisy.max() - 1e-5, columns["top_k"][row]
 
 
-@njit
-def uniform(token: int, key0: int, key1: int, out: int) -> None:
-    simd.store_f32x16(out, simd.uniform(token, key0, key1))
-
-
-@njit
-def logarithm(values: int, out: int) -> None:
-    simd.store_f32x16(out, simd.log(simd.load_f32x16(values)))
-
-
-def test_noise_has_the_bits_of_the_contract() -> None:
-    seeds = np.array([0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1], np.uint64)
-    positions = np.array([0, 1, 77, 2**20, 131071, 5], np.int32)
-    key0, key1 = noise.keys(seeds, positions, noise.Purpose.SAMPLE)
-    expected = noise.uniform(noise.bits(key0, key1, np.arange(3200)))
-    ours = np.empty_like(expected)
-    for row in range(len(seeds)):
-        for token in range(0, 3200, 16):
-            uniform(token, int(key0[row]), int(key1[row]), ours[row, token:].ctypes.data)
-    assert np.array_equal(ours, expected)
-
-
-def test_logarithm() -> None:
-    rng = np.random.default_rng(0)
-    near_one = 1 - rng.random(1600) * 2.0 ** -rng.integers(0, 23, 1600)
-    values = np.concatenate([near_one, np.exp(rng.uniform(-17, 3, 1600)), [2.0**-24, 1 - 2.0**-24] * 8])
-    values = values.astype(np.float32)
-    ours = np.empty_like(values)
-    for i in range(0, len(values), 16):
-        logarithm(values[i:].ctypes.data, ours[i:].ctypes.data)
-    np.testing.assert_allclose(ours, np.log(values.astype(np.float64)), rtol=3e-7, atol=0)
-
-
-def test_draws_follow_the_probabilities() -> None:
+def test_draws_follow_the_probabilities(sample: Sample) -> None:
     rows, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0])
     slots = table(rows, seed=np.arange(rows, dtype=np.uint64))
     ids = sample(logits.repeat(rows, 1), slots, np.arange(rows, dtype=np.int32), np.full(rows, 9, np.int32))
@@ -121,7 +97,7 @@ def test_draws_follow_the_probabilities() -> None:
     np.testing.assert_allclose(shares, logits.softmax(-1), atol=0.015)
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch(sample: Sample) -> None:
     rng = np.random.default_rng(5)
     rows, vocab = 24, 2000
     logits = torch.tensor(rng.normal(0, 0.2, (rows, vocab)), dtype=torch.float32)
@@ -139,13 +115,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert sample(logits[at].clone(), slots, np.array([row], np.int32), positions[at]) == together[row]
 
 
-def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
+def test_greedy_takes_the_lowest_of_equal_maxima(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 2.0]])
     slots = table(2, temperature=0.0, top_k=3, top_p=0.5, min_p=0.9)
     assert sample(logits, slots, np.array([0, 1], np.int32), np.array([3, 3], np.int32)).tolist() == [1, 0]
 
 
-def test_seed_and_position_change_the_draw() -> None:
+def test_seed_and_position_change_the_draw(sample: Sample) -> None:
     logits = torch.zeros(1, 1000)
     draw = [
         int(sample(logits.clone(), table(1, seed=seed), np.zeros(1, np.int32), np.array([at], np.int32)))
@@ -155,7 +131,7 @@ def test_seed_and_position_change_the_draw() -> None:
     assert len(set(draw[:3])) == 3
 
 
-def test_min_tokens_bans_the_ends_until_enough_tokens_exist() -> None:
+def test_min_tokens_bans_the_ends_until_enough_tokens_exist(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2)
     slots = table(2, temperature=0.0, banned_until=10)
     slots.banned = [(3, 2, 99), (3,)]
@@ -164,7 +140,7 @@ def test_min_tokens_bans_the_ends_until_enough_tokens_exist() -> None:
     assert sample(logits.clone(), slots, both, np.array([10, 9], np.int32)).tolist() == [3, 2]
 
 
-def test_grammar_leaves_only_the_tokens_whose_bit_is_set() -> None:
+def test_grammar_leaves_only_the_tokens_whose_bit_is_set(sample: Sample) -> None:
     vocab, rows = 70, np.array([4, 8, 6], np.int32)
     logits = torch.arange(vocab, dtype=torch.float32).repeat(3, 1)
     masks = np.zeros((3, 3), np.int32)
@@ -178,7 +154,7 @@ def test_grammar_leaves_only_the_tokens_whose_bit_is_set() -> None:
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "top_k": 2, "top_p": 0.9}], ids=str
 )
-def test_where_nothing_is_left_it_is_the_first_token(filters: dict[str, float]) -> None:
+def test_where_nothing_is_left_it_is_the_first_token(sample: Sample, filters: dict[str, float]) -> None:
     logits = torch.full((2, 70), -torch.inf)
     slots = table(2, seed=7, **filters)
     slots.temperature[1] = 0.0

@@ -8,26 +8,22 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
-from services.worker.backends.native.kernels.ragged import spread
-from services.worker.backends.native.logprobs import PromptScores
-from services.worker.backends.native.model import HiddenStates
 from services.worker.backends.native.outcome import Outcome
-from services.worker.backends.native.sampler import Sampled
+from services.worker.backends.native.sampling.logprobs import PromptScores
+from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.backends.pooling import PooledRows
 from services.worker.batch.slots import Rows
 
 
 @dataclass(frozen=True)
-class Pending:
+class ComputedStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
     rows: Rows
     """At their true positions."""
     logits: torch.Tensor | None
-    """None where another rank samples."""
-    hidden: HiddenStates | None
-    """What the drafter reads, where there is one."""
+    """float32[sampled tokens, vocab], until the next step. None where another rank samples."""
     pooled: PooledRows | None
     prompts: PromptScores | None
     """None where no token of a prompt is scored; on the output rank it has the scores."""
@@ -48,31 +44,20 @@ class Pending:
         """int32[sampling rows]: position of the first token that each samples."""
         return (self.rows.ends - self.rows.drafts)[self.rows.samples]
 
-    def message(self) -> torch.Tensor:
-        """For the outcome; alike on all ranks."""
+    def empty_message(self) -> torch.Tensor:
+        """For the outcome; of the same shape on all ranks."""
         most = 1 + int(self.rows.drafts.max())
-        return Outcome.message(len(self.slots), most, self.step.num_speculative_tokens)
-
-    def states(self, kept: NDArray[np.int32]) -> list[torch.Tensor]:
-        """[tokens, hidden] of what the drafter reads, of the first `kept` positions of each row."""
-        if self.hidden is None or not self.hidden.reads:
-            return []
-        every = [self.hidden.taken[read] for read in self.hidden.reads]
-        counts = self.rows.counts
-        if kept is counts or (kept == counts).all():
-            return every
-        owners, offsets = spread(counts)
-        stays = torch.from_numpy(np.flatnonzero(offsets < kept[owners]))
-        return [states[stays] for states in every]
+        return Outcome.empty_message(len(self.slots), most, self.step.num_speculative_tokens)
 
 
 @dataclass(frozen=True)
-class Result:
-    """A step's result. On this device the ids are there at once, in memory that no later step touches (S3-1)."""
+class NativeResult:
+    """A step's result. On this device the ids are there at once, in memory that no later step changes (immutable
+    result, docs/invariants.md)."""
 
     step: SchedulerOutput
     rows: Rows
-    sampled: Sampled
+    sampled: SampledTokens
     drafts: NDArray[np.int32]
     """int32[sampling rows, k]: for the next step"""
     logprobs: LogprobRows | None
@@ -88,7 +73,7 @@ class Result:
             slots=self.rows.slots[samples].tobytes(),
             generations=self.rows.generations[samples].tobytes(),
             counts=self.sampled.counts.tobytes(),
-            token_ids=self.sampled.ids.numpy().astype(np.int32).tobytes(),
+            token_ids=self.sampled.ids.numpy().tobytes(),
             times=self.times,
             logprobs=self.logprobs.to_message() if self.logprobs is not None else None,
             embedding_slots=embedding_slots,

@@ -1,15 +1,15 @@
-"""What proposes drafts: one class per method."""
+"""What proposes drafts: one module per method."""
 
 from services.worker.backends.native.drafters.base import Drafter, Target
+from services.worker.backends.native.drafters.deferred import DeferredDrafter
 from services.worker.backends.native.drafters.draft_model import DraftModelDrafter
 from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.backends.native.drafters.ngram import NgramDrafter
-from services.worker.backends.native.drafters.postponed import Postponed
 from services.worker.runner import LoadError
 
 
 def create(target: Target) -> Drafter:
-    """The drafter that the scheduler's `--speculative-config` asks for.
+    """The drafter of the scheduler's `--speculative-config`.
 
     Raises: LoadError, when there is none, or its checkpoint cannot be used with this model.
     """
@@ -19,6 +19,6 @@ def create(target: Target) -> Drafter:
         case "draft_model":
             return DraftModelDrafter(target)
         case "eagle" | "eagle3":
-            return Postponed(EagleDrafter(target))
+            return DeferredDrafter(EagleDrafter(target))
         case method:
             raise LoadError(f"speculation by {method} is not supported; the native backend has none")

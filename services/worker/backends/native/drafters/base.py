@@ -1,8 +1,8 @@
-"""The seam between the model that answers and whatever proposes drafts to it.
+"""The seam between the model that answers and what proposes drafts to it.
 
-A drafter runs on the output rank alone, after each step's sampling, and proposes single tokens: what it proposes can
-only make a request faster or slower, never change a token of it. It reads tokens from the history on the device, where
-sampled ones stand by then, and no step waits for the host because of it. Its own keys and values, if it has any, lie in
+A drafter runs on the output rank alone, after each step's sampling, and proposes single tokens: its proposals can only
+make a request faster or slower, never change a token of it. It reads tokens from the history on the device, where
+sampled ones stand by then, so no step waits for the host because of it. Its own keys and values, if it has any, lie in
 tensors of its own under the target's block tables.
 """
 
@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.membership import Speculation
-from services.worker.backends.native.model import Model
-from services.worker.backends.native.state import TokenHistory
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from services.worker.weights import Checkpoint
 
@@ -29,7 +29,7 @@ States = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """The model that answers, as a drafter may know it when it is loaded."""
+    """The model that answers, for loading a drafter."""
 
     speculation: Speculation
     model: Model
@@ -38,15 +38,13 @@ class Target:
     """Of its checkpoint."""
     checkpoint: Checkpoint
     """All of its tensors."""
-    dtype: torch.dtype
-    """Of weights and caches."""
     block_size: int
     max_model_len: int
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What is known of every slot, for as long as an epoch lasts."""
+    """The slots of one epoch."""
 
     table: SlotTable
     """`block_table` and `num_blocks` of each slot; its positions are upper bounds."""
@@ -60,7 +58,7 @@ class Advance(NamedTuple):
 
     slots: I32
     generations: I32
-    """Of the slots: a request that left has another than its slot has by then."""
+    """Of the slots. The slot of a request that left has another one by then."""
     starts: I32
     """First position that the step computed."""
     counts: I32
@@ -69,9 +67,9 @@ class Advance(NamedTuple):
     """Rows whose next token was sampled: the history has it at `ends`, unless that is beyond the context. Where nothing
     was sampled, the history has the next token of the prompt there."""
     states: States = ()
-    """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back"""
+    """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back; until the next step"""
     least_chance: float = 0.0
-    """From where a draft is less likely to be accepted, with those before it, a row need not have any."""
+    """A row may end at the first draft that is less likely to be accepted, together with those before it."""
 
     @property
     def ends(self) -> I32:
@@ -79,29 +77,32 @@ class Advance(NamedTuple):
 
 
 class Drafter(ABC):
-    """For one calling thread. Weights are read when it is made, and kept from epoch to epoch."""
+    """The weights of a drafter, kept from epoch to epoch."""
 
     reads: tuple[int, ...] = ()
-    """Hidden states of the target that `propose` gets: `model.FINAL`, or the number of a layer whose input it is."""
+    """Hidden states of the target that `propose` gets: `forward.FINAL`, or the number of a layer whose input it is."""
     bytes_per_block: int = 0
     """Of its own cache, beside the target's."""
 
     @abstractmethod
-    def begin(self, slots: Slots) -> None:
-        """An epoch begins, with an empty cache and empty slots."""
+    def start(self, slots: Slots) -> "Proposer":
+        """Draft for one epoch, with an empty cache."""
 
-    def end(self) -> None:  # noqa: B027 - most have nothing to give up
-        """The epoch is over: caches are given up, weights stay."""
 
-    def assign(self, slot: int) -> None:  # noqa: B027 - most have nothing to forget
+class Proposer(ABC):
+    """A drafter in one epoch. For one calling thread."""
+
+    def assign(self, slot: int) -> None:  # noqa: B027 - most keep nothing of a slot
         """The slot has another request; nothing stays of the one before."""
 
     @abstractmethod
     def propose(self, advance: Advance, k: int) -> I32:
-        """Called once after every step, for chunks of prompts and for `k` = 0 as well: what the drafter keeps of each
-        request goes on with it.
+        """Propose up to `k` drafts for each sampling row.
+
+        Called once after every step, for chunks of prompts and for `k` = 0 as well, so that the drafter's own state of
+        each request follows the target's (prompt chunks, docs/invariants.md).
 
         Returns:
-            int32[sampling rows, k]: NO_DRAFT from where a row has no more drafts. Tokens are of the vocabulary, and
-            each stands inside of the context; there may be fewer where the blocks of a slot end.
+            int32[sampling rows, k]: NO_DRAFT from where a row has no more drafts. Tokens are in the vocabulary, and
+            each stands inside the context; there may be fewer where the blocks of a slot end.
         """

@@ -1,7 +1,7 @@
-"""A smaller model with the same vocabulary: it reads what the target reads, and goes on from there greedily.
+"""A smaller model with the same vocabulary: it computes the tokens that the target computed, and goes on greedily.
 
-Its tokens come from the history, so it may fall behind: it computes what it has not yet, when it is asked for drafts or
-when that has become much.
+Its tokens come from the history, so it may fall behind: it computes the missing ones when drafts are wanted or when
+many are missing.
 """
 
 import numpy as np
@@ -11,21 +11,19 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, Shard
 from protocol.steps import NO_DRAFT
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.attention import Context
-from services.worker.backends.native.batch import Batch
-from services.worker.backends.native.config import ModelConfig
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
-from services.worker.backends.native.kernels.sampling import greedy_kernel
-from services.worker.backends.native.kv_cache import KVCache
-from services.worker.backends.native.model import Model
-from services.worker.backends.native.partition import Part
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
+from services.worker.backends.native.kernels.interface import SamplingKernels
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.forward import ForwardPass
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.model.partition import Part
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 
 BEHIND = 16
-"""Tokens of a request that are left for later at most while nobody asks for drafts."""
+"""Most tokens of a request that are not computed yet, while no drafts are wanted."""
 
 
 class DraftModelDrafter(Drafter):
@@ -42,25 +40,27 @@ class DraftModelDrafter(Drafter):
                 f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
                 "they must have the same vocabulary"
             )
-        part = Part.of(config, Shard())
-        self._model = Model(part, Checkpoint(directory), target.dtype, lambda *_: None)
+        part, checkpoint = Part.from_shard(config, Shard()), Checkpoint(directory)
+        self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
         self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
-        self._block_size, self._dtype = target.block_size, target.dtype
         self._limit = min(
             target.max_model_len, config.max_position, wanted.max_model_len or config.max_position
         )
-        self._context = target.max_model_len
-        self._greedy = greedy_kernel()
-        self.bytes_per_block = KVCache.bytes_per_block(config, target.block_size, target.dtype)
+        self.bytes_per_block = self._model.bytes_per_block(target.block_size)
 
-    def begin(self, slots: Slots) -> None:
-        self._slots = slots
-        self._cache = KVCache(self._model.config, slots.num_blocks, self._block_size, self._dtype)
+    def start(self, slots: Slots) -> Proposer:
+        table = slots.table
+        forward = ForwardPass(self._model, self._ranks, slots.num_blocks, table.block_size, table.block_table)
+        return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
+
+
+class DraftModelProposer(Proposer):
+    """`limit`: the longest sequence that the draft model computes."""
+
+    def __init__(self, forward: ForwardPass, kernels: SamplingKernels, slots: Slots, limit: int) -> None:
+        self._forward, self._kernels, self._slots, self._limit = forward, kernels, slots, limit
         self._computed = np.full(slots.table.num_slots, EMPTY, np.int32)
         """Positions whose keys and values are there, drafts included; EMPTY before the first row."""
-
-    def end(self) -> None:
-        self.__dict__.pop("_cache", None)
 
     def assign(self, slot: int) -> None:
         self._computed[slot] = EMPTY
@@ -69,9 +69,9 @@ class DraftModelDrafter(Drafter):
         slots, table = advance.slots, self._slots.table
         computed = self._computed[slots]
         starts = np.where(computed == EMPTY, advance.starts, np.minimum(computed, advance.ends))
-        held = np.minimum(table.num_blocks[slots] * self._block_size, self._limit)
+        held = np.minimum(table.num_blocks[slots] * table.block_size, self._limit)
         # A draft takes a position of the cache for the token before it, and one of the context for itself.
-        room = np.minimum(held, self._context - 1) - advance.ends
+        room = np.minimum(held, table.max_model_len - 1) - advance.ends
         wanted = np.where(advance.samples, np.clip(room, 0, k), 0).astype(np.int32)
         ends = np.minimum(advance.ends + (wanted > 0), held)
         computes = (ends > starts) & ((wanted > 0) | (ends - starts > BEHIND) | ~advance.samples)
@@ -79,41 +79,32 @@ class DraftModelDrafter(Drafter):
         drafts = np.full((len(slots), k), NO_DRAFT, np.int32)
         at = np.flatnonzero(computes)
         if len(at):
-            logits = self._logits(_rows(slots[at], starts[at], (ends - starts)[at], wanted[at] > 0))
-            self._draft(drafts, at[wanted[at] > 0], logits, slots, ends, wanted)
+            ids = self._most_likely(_rows(slots[at], starts[at], (ends - starts)[at], wanted[at] > 0))
+            self._draft(drafts, at[wanted[at] > 0], ids, slots, ends, wanted)
         return drafts[advance.samples]
 
     def _draft(
-        self, drafts: I32, at: NDArray[np.int64], logits: torch.Tensor, slots: I32, ends: I32, wanted: I32
+        self, drafts: I32, at: NDArray[np.int64], ids: torch.Tensor, slots: I32, ends: I32, wanted: I32
     ) -> None:
-        """Fills rows `at`, first from their `logits`, then computing one position after the other."""
+        """Fill rows `at`, first with `ids`, then computing one position after the other."""
         number = 0
         while len(at):
-            ids = self._greatest(logits)
-            drafts[at, number] = ids
+            drafts[at, number] = ids.numpy()
             number += 1
-            at = at[going := wanted[at] > number]
+            going = np.flatnonzero(wanted[at] > number)
+            at = at[going]
             if len(at):
-                rows = _rows(
-                    slots[at], ends[at] + np.int32(number - 1), np.ones(len(at), np.int32), wanted[at] > 0
+                ones, position = np.ones(len(at), np.int32), ends[at] + np.int32(number - 1)
+                ids = self._most_likely(
+                    _rows(slots[at], position, ones, ones > 0), ids[torch.from_numpy(going)]
                 )
-                logits = self._logits(rows, torch.from_numpy(ids[going]).long())
 
-    def _logits(self, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """float32[rows that sample, vocab]; `ids` are int64[tokens], the history's unless given."""
-        batch = Batch.of(rows)
-        if ids is None:
-            ids = self._slots.history.gather(batch.slots, batch.positions)
-        context = Context(batch, self._cache, self._slots.table.block_table)
-        logits = self._model.forward(ids, context, self._ranks)
-        assert logits is not None, "a group of one samples itself"
-        return logits
-
-    def _greatest(self, logits: torch.Tensor) -> I32:
-        """int32[rows]"""
-        every, ids = np.arange(len(logits), dtype=np.int32), np.empty(len(logits), np.int32)
-        self._greedy.run(len(ids), (logits.data_ptr(), every.ctypes.data, logits.shape[1], ids.ctypes.data))
-        return ids
+    def _most_likely(self, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """int32[rows that sample]; `ids` are int32[tokens], those of the history unless given."""
+        self._forward.lay_out(rows, self._slots.history, ids)
+        logits = self._forward.run()
+        assert logits is not None, "a group of one rank samples"
+        return self._kernels.greedy(logits)
 
 
 def _rows(slots: I32, starts: I32, counts: I32, samples: NDArray[np.bool_]) -> Rows:

@@ -1,8 +1,8 @@
 """Drafts by an EAGLE head, which reads the target's hidden states of every token that stays.
 
 After each step the head computes the places of the step's tokens, with the true hidden states and at the true
-positions, over whatever an earlier draft left there; then it goes on from the last place of each sampled row with its
-own predictions. Its keys and values lie under the target's block tables, in tensors of their own, so that a shared
+positions, over what an earlier draft left there; then it goes on from the last place of each sampled row with its own
+predictions. Its keys and values lie under the target's block tables, in tensors of their own, so that a shared
 prefix is shared here too: only the last place of a shared block was computed with the token that followed it in the
 request that wrote it, which may cost a draft and never an answer.
 """
@@ -14,18 +14,20 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
-from services.worker.backends.native.kernels.ragged import spread
-from services.worker.backends.native.kv_cache import KVCache
+from services.worker.backends.native.kernels.interface import DraftLimits, DraftRows
+from services.worker.backends.native.model.model import cache_shape
 from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"
-"""The head that is meant when none is named."""
+"""The head of the demo model, used when none is named."""
 ERROR = 0.25
-"""How far a head is from the model that it guesses, as a temperature: what a request says next is less certain than by
-the head's logits and the request's own temperature. Measured of the demo model's head, on prompts of which it has seen
-none (`deploy/demo_model/train_eagle.py`)."""
+"""The error of a head against the model that it predicts, as a temperature: a request's next token is less certain than
+by the head's logits and the request's own temperature. Measured with the demo model's head, on prompts that it was not
+trained on (`deploy/demo_model/train_eagle.py`)."""
+_FEW = 64
+"""Places that there is room for at first."""
 
 
 class EagleDrafter(Drafter):
@@ -40,38 +42,74 @@ class EagleDrafter(Drafter):
             raise LoadError(f"drafter {speculation.model or 'of the demo model'}: {error}") from error
         config = self._model.config
         self.reads = config.reads
-        self._dtype, self._block_size = target.dtype, target.block_size
-        self.bytes_per_block = KVCache.bytes_per_block(config.layer, target.block_size, target.dtype)
+        self.bytes_per_block = self._model.bytes_per_block(target.block_size)
         self._longest = speculation.max_model_len or config.layer.max_position
         if self._longest > config.layer.max_position:
             raise LoadError(
                 f'"max_model_len" {self._longest} is more than the {config.layer.max_position} positions of the drafter'
             )
 
-    def begin(self, slots: Slots) -> None:
-        self._slots = slots
-        self._limit = min(self._longest, slots.table.max_model_len)
-        cache = KVCache(self._model.config.layer, slots.num_blocks, self._block_size, self._dtype)
-        self._model.begin(cache, slots.table.block_table)
+    def start(self, slots: Slots) -> Proposer:
+        return EagleProposer(self._model, slots, min(self._longest, slots.table.max_model_len))
 
-    def end(self) -> None:
-        self._model.end()
+
+class EagleProposer(Proposer):
+    """`limit`: drafts stand below this position."""
+
+    def __init__(self, model: EagleModel, slots: Slots, limit: int) -> None:
+        self._model, self._slots, self._limit = model, slots, limit
+        shape = cache_shape(model.config.layer, slots.table.block_size, model.dtype)
+        self._cache = model.network.kv_cache(shape, slots.num_blocks)
+        self._make_room(_FEW)
+
+    def _make_room(self, places: int) -> None:
+        """New buffers, and what is computed on them."""
+        model, network = self._model, self._model.network
+        self._buffers = model.buffers(places)
+        table = torch.from_numpy(self._slots.table.block_table)
+        attention = self._attention = network.attention(model.attention, self._cache, table, places)
+        self._places = network.record(lambda b: model.compute_places(b, attention), self._buffers)
+        self._rows = network.record(lambda b: model.compute_rows(b, attention), self._buffers)
 
     def propose(self, advance: Advance, k: int) -> I32:
         proposed = np.full((np.count_nonzero(advance.samples), k), NO_DRAFT, np.int32)
-        tokens, states = len(advance.states[0]), advance.states
-        laid = self._model.desk(tokens).put(advance, self._slots, k, self._limit, ERROR)
-        if not laid.places:
+        states, tokens = advance.states, len(advance.states[0])
+        if not self._buffers.holds(places=tokens):
+            self._make_room(1 << (tokens - 1).bit_length())
+        layout = self._model.drafting.lay_out(
+            self._rows_of(advance),
+            self._slots.history.tokens,
+            DraftLimits(k, self._limit, ERROR),
+            self._buffers.draft,
+        )
+        if not layout.places:
             return proposed
-        if laid.places < tokens:
-            stay = self._inside(advance)
-            states = [each[stay] for each in states]
-        self._model.draft(laid, self._model.fuse(states), proposed, advance.least_chance)
+        if layout.places < tokens:
+            stays = self._inside(advance)
+            states = [each[stays] for each in states]
+        self._buffers.hidden[: layout.places] = self._model.fuse(states)
+        self._model.drafting.draft(
+            self._places,
+            self._rows,
+            self._buffers.draft,
+            layout,
+            advance.least_chance,
+            self._model.tokens,
+            proposed,
+        )
         return proposed
 
+    def _rows_of(self, advance: Advance) -> DraftRows:
+        table = self._slots.table
+        rows = advance.slots, advance.starts, advance.counts, advance.samples
+        return DraftRows(*rows, table.num_blocks, table.temperature, table.block_size)
+
     def _inside(self, advance: Advance) -> torch.Tensor:
-        """int64[places]: which tokens are inside of the head's context."""
-        owners, offsets = spread(advance.counts)
+        """int64[places]: the tokens inside the head's context."""
+        owners = np.repeat(np.arange(len(advance.counts)), advance.counts)
+        offsets = np.arange(len(owners)) - np.repeat(
+            np.cumsum(advance.counts) - advance.counts, advance.counts
+        )
         return torch.from_numpy(np.flatnonzero(advance.starts[owners] + offsets < self._limit))
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.worker.backends.native.config import ModelConfig, Reader, read_config
-from services.worker.backends.native.model import FINAL
+from services.worker.backends.native.model.config import ModelConfig, Reader, read_config
+from services.worker.backends.native.model.forward import FINAL
 from services.worker.runner import LoadError
 
 _PLAIN = "LlamaForCausalLM"

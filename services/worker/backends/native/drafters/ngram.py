@@ -1,24 +1,34 @@
-"""Prompt lookup: what followed when the request's last tokens were said before. Costs next to nothing, and proposes
-nothing where they are new. A short match is trusted less than a long one.
+"""Prompt lookup: the tokens that followed an earlier occurrence of the request's last tokens. It costs next to nothing,
+and proposes nothing where the last tokens are new. A short match is trusted less than a long one.
 
-Of equally long matches the last one counts, as what is near is more alike; vLLM takes the first.
+Of equally long matches the last one counts, as nearby text is more alike; vLLM takes the first.
 """
 
 import numpy as np
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Slots, Target
-from services.worker.backends.native.kernels.ngram import ngram_kernel
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
+from services.worker.backends.native.kernels.interface import DraftingKernels
 
 
 class NgramDrafter(Drafter):
     """Looks at prompt and output of each request, `prompt_lookup_min` to `prompt_lookup_max` tokens at a time."""
 
     def __init__(self, target: Target) -> None:
-        self._kernel, self._speculation = ngram_kernel(), target.speculation
-        self._limit = min(target.max_model_len, target.speculation.max_model_len or target.max_model_len)
+        wanted = target.speculation
+        self._kernels = target.model.kernels.drafting
+        self._sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
+        self._limit = min(target.max_model_len, wanted.max_model_len or target.max_model_len)
 
-    def begin(self, slots: Slots) -> None:
+    def start(self, slots: Slots) -> Proposer:
+        return NgramProposer(self._kernels, self._sizes, self._limit, slots)
+
+
+class NgramProposer(Proposer):
+    """Sequences of `limit` tokens get no drafts (drafter limit, docs/invariants.md)."""
+
+    def __init__(self, kernels: DraftingKernels, sizes: range, limit: int, slots: Slots) -> None:
+        self._kernels, self._sizes, self._limit = kernels, sizes, limit
         self._history = slots.history
 
     def propose(self, advance: Advance, k: int) -> I32:
@@ -28,18 +38,9 @@ class NgramDrafter(Drafter):
         at = np.flatnonzero(room > 0)
         if not k or not len(at):
             return found
-        slots, lengths, drafts = slots[at], lengths[at], found[at]
-        least, most = self._speculation.prompt_lookup_min, self._speculation.prompt_lookup_max
-        columns = (
-            self._history.shape[1],
-            slots.ctypes.data,
-            lengths.ctypes.data,
-            least,
-            most,
-            k,
-            advance.least_chance,
+        drafts = self._kernels.lookup(
+            self._history.tokens, slots[at], lengths[at], self._sizes, k, advance.least_chance
         )
-        self._kernel.run(len(at), (self._history.address, *columns, drafts.ctypes.data))
         drafts[np.arange(k) >= room[at][:, None]] = NO_DRAFT
         found[at] = drafts
         return found

@@ -1,7 +1,1 @@
-"""Compiled kernels for what torch has no single fast call for; numba compiles them once per machine and keeps them."""
-
-import numba
-
-from services.worker.backends.native.kernels import cache
-
-numba.config.CACHE_DIR = str(cache.directory())
+"""What computes: one interface, a readable reference implementation in torch, and compiled kernels for processors."""

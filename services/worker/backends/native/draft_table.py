@@ -1,0 +1,98 @@
+"""What the device knows about every slot and the host does not: the request's true position, and its drafts.
+
+The host plans as if every draft were accepted (true position, docs/invariants.md). A step's rows are brought to their
+true positions here, once, before anything is computed from them (settle once). Ranks that neither take tokens in nor
+sample them get the true positions from the stage before.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import NO_DRAFT
+from services.worker.backends.native.kernels.interface import RowKernels, SlotDrafts
+from services.worker.backends.native.token_history import TokenHistory
+from services.worker.batch.slots import EMPTY, PlanError, Rows
+
+I32 = NDArray[np.int32]
+
+
+def positions_message(rows: Rows) -> torch.Tensor:
+    """int32[2, rows]: starts and drafts of settled rows, for the next stage."""
+    return torch.from_numpy(np.stack((rows.starts, rows.drafts)))
+
+
+def rows_from_message(planned: Rows, message: torch.Tensor) -> Rows:
+    """The plan's rows as the stage before has settled them."""
+    starts, drafts = message.numpy()
+    counts = planned.counts - planned.drafts + drafts
+    return Rows(planned.slots, planned.generations, starts, counts, planned.samples, drafts)
+
+
+class DraftTable:
+    """One row per slot.
+
+    Args:
+        most: drafts of a row; 0: no speculation, and the host's positions are the true ones.
+    """
+
+    def __init__(self, num_slots: int, most: int, vocab_size: int, kernels: RowKernels) -> None:
+        self._most, self._vocab_size, self._kernels = most, vocab_size, kernels
+        self.slots = SlotDrafts(
+            frontier=torch.full((num_slots,), EMPTY, dtype=torch.int32),
+            proposed=torch.zeros(num_slots, dtype=torch.int32),
+            tokens=torch.full((num_slots, most), NO_DRAFT, dtype=torch.int32),
+        )
+        """The drafts were proposed by the slot's latest sampling step (latest drafts)."""
+        self._frontier, self._proposed, self._tokens = (tensor.numpy() for tensor in self.slots)
+
+    @property
+    def speculates(self) -> bool:
+        return self._most > 0
+
+    def assign(self, slot: int) -> None:
+        """The slot has another request; nothing stays of the one before."""
+        self._frontier[slot], self._proposed[slot] = EMPTY, 0
+
+    def settle(self, rows: Rows, history: TokenHistory) -> Rows:
+        """The rows at their true positions, with as many drafts as there are; these are in the history then.
+
+        Raises: PlanError, when a row is planned before its request's true position (position bound), or has drafts
+            although there is no speculation.
+        """
+        if not self._most:
+            if rows.drafts.any():
+                raise PlanError("the plan has drafts, but this group was assigned no speculation")
+            return rows
+        settled, bad = self._kernels.settle(rows, self.slots, history.tokens)
+        if settled is None:
+            slot, start = rows.slots[bad], rows.starts[bad]
+            raise PlanError(f"slot {slot}: planned from {start} on, but it is at {self._frontier[slot]}")
+        starts, counts, drafts = settled
+        return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts)
+
+    def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
+        """So many tokens were sampled from position `firsts` on; int32[sampling rows] each. The last one is not
+        computed yet, the drafts before it are."""
+        if self._most:
+            self._frontier[slots] = firsts + counts - 1
+
+    def propose(self, slots: I32, tokens: I32) -> None:
+        """int32[sampling rows, up to `most`] for their next rows; NO_DRAFT from where there are no more.
+
+        Raises: RuntimeError, for an id outside the vocabulary (valid ids), or too many drafts.
+        """
+        width = tokens.shape[1]
+        if not width:
+            return
+        if (
+            width > self._most
+            or tokens.min(initial=0) < NO_DRAFT
+            or tokens.max(initial=0) >= self._vocab_size
+        ):
+            raise RuntimeError(
+                f"{width} drafts of up to {self._most} for slots {slots.tolist()}, or not of the vocabulary: "
+                f"{tokens.tolist()}"
+            )
+        self._tokens[slots, :width] = tokens
+        self._proposed[slots] = np.minimum.accumulate(tokens != NO_DRAFT, axis=1).sum(1)

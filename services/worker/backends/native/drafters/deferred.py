@@ -1,0 +1,99 @@
+"""While no drafts are wanted, a drafter need not follow every step: hidden states are kept and passed on in bulk.
+
+Hidden states are there only in the step that computes them. One token at a time they cost a drafter as much as a draft;
+many at once cost little more than one. So speculation that is switched down to no drafts costs next to nothing.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, States
+from services.worker.batch.slots import SlotTable
+
+MOST_TOKENS = 1024
+"""Most tokens that are kept. Bounds the extra work of the step that passes them on to about a chunk of a prompt."""
+MOST_BYTES = 8 << 20
+"""Most bytes of their hidden states, which lie beside the cache; enough tokens of a large model to be read in bulk."""
+
+BoolRows = NDArray[np.bool_]
+_NO_SLOTS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
+
+
+class DeferredDrafter(Drafter):
+    """`drafter`, which gets steps without drafts together with the next step that has some, or when many are kept."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
+
+    def start(self, slots: Slots) -> Proposer:
+        return DeferredProposer(self._drafter.start(slots), slots.table)
+
+
+class DeferredProposer(Proposer):
+    def __init__(self, proposer: Proposer, table: SlotTable) -> None:
+        self._proposer, self._table = proposer, table
+        self._kept: list[Advance] = []
+        """In the order of the steps; states in memory of their own."""
+        self._tokens = 0
+        """Of all that is kept."""
+        self._most = 0
+        """Tokens that may be kept; 0 until the size of their states is known."""
+
+    def assign(self, slot: int) -> None:
+        self._proposer.assign(slot)
+
+    def propose(self, advance: Advance, k: int) -> I32:
+        tokens = len(advance.states[0])
+        if k == 0 and self._has_room(tokens, advance.states):
+            self._kept.append(advance._replace(states=[states.clone() for states in advance.states]))
+            self._tokens += tokens
+            return np.empty((np.count_nonzero(advance.samples), 0), np.int32)
+        if self._kept:
+            advance = self._joined([*self._kept, advance], advance.slots, advance.samples)
+            self._keep([])
+        return self._proposer.propose(advance, k)
+
+    def _has_room(self, tokens: int, states: States) -> bool:
+        """Where there is none, states of requests that left are dropped first, if that frees at least half."""
+        if not self._most:
+            self._most = min(MOST_TOKENS, MOST_BYTES // sum(each[:1].nbytes for each in states))
+        if self._tokens + tokens <= self._most:
+            return True
+        if self._kept:
+            self._keep([self._joined(self._kept)])
+        return self._tokens + tokens <= self._most // 2
+
+    def _keep(self, kept: list[Advance]) -> None:
+        self._kept, self._tokens = kept, sum(len(advance.states[0]) for advance in kept)
+
+    def _joined(
+        self, advances: list[Advance], last: I32 = _NO_SLOTS, samples: BoolRows = _NO_ROWS
+    ) -> Advance:
+        """One row for each request that is still there, from its first position on: the blocks of others may belong to
+        another request by now. Slots `last` come first, in their order and with their bool[rows] `samples`."""
+        slots, generations, starts, counts = map(
+            np.concatenate, zip(*(each[:4] for each in advances), strict=True)
+        )
+        generation = self._table.generation
+        stays = generations == generation[slots]
+        order = np.concatenate((last, np.setdiff1d(slots[stays], last)))
+        place = np.empty(len(generation), np.int32)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        places = np.where(
+            stays, place[slots], len(order)
+        )  # rows of requests that left come last, and are cut off
+        firsts = np.unique(places, return_index=True)[1][: len(order)]
+        by_token = np.repeat(places, counts)
+        joined = np.bincount(by_token, minlength=len(order))[: len(order)].astype(np.int32)
+        tokens = torch.from_numpy(np.argsort(by_token, kind="stable")[: joined.sum()])
+        return Advance(
+            order,
+            generations[firsts],
+            starts[firsts],
+            joined,
+            np.concatenate((samples, np.zeros(len(order) - len(samples), np.bool_))),
+            [torch.cat(each)[tokens] for each in zip(*(each.states for each in advances), strict=True)],
+            advances[-1].least_chance,
+        )

@@ -1,0 +1,1 @@
+"""Code that numba compiles. The modules beside this package call it."""

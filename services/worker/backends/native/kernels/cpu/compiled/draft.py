@@ -1,0 +1,120 @@
+"""A whole draft of a head of one layer: its kernels token after token, and between them what only goes round."""
+
+import numpy as np
+from numba import carray, njit, types
+
+from services.worker.backends.native.kernels.cpu import recording
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
+
+DRAFT = [
+    ("before", np.int64),  # recorded calls over places: up to their keys and values
+    ("before_size", np.int64),
+    ("num_places", np.int64),  # address of their number
+    ("after", np.int64),  # over rows: from attention to the most likely tokens
+    ("after_size", np.int64),
+    ("num_rows", np.int64),
+    ("share", np.int64),  # see `thread_team.shared`
+    ("among", np.int64),
+    ("k", np.int64),
+    ("places", np.int64),  # in the first round
+    ("rows", np.int64),
+    ("least", np.float32),  # chance that a draft must have
+    # of places, for `before`
+    ("slots", np.int64),  # int32
+    ("positions", np.int64),  # int32
+    ("ids", np.int64),  # int32
+    ("hidden", np.int64),  # float32[places, width]
+    # of rows, for `after`, and what that yields
+    ("tiles", np.int64),  # int32[rows, 4]
+    ("last", np.int64),  # int32: place of each row
+    ("yielded", np.int64),  # float32[rows, width]
+    ("chosen", np.int64),  # int32, of draft ids
+    ("sure", np.int64),  # float32
+    ("sharpness", np.int64),  # float32, which `after` reads
+    # of rows, kept from round to round
+    ("room", np.int64),  # int32: drafts that it may have
+    ("owner", np.int64),  # int32: row of `proposed`
+    ("chance", np.int64),  # float32: of all of the row's drafts together
+    ("width", np.int64),
+    ("tokens", np.int64),  # int32: token of each draft id, or 0: its own
+    ("proposed", np.int64),  # int32[any, k], filled with what is no draft
+]
+_DRAFT = np.dtype(HEADER + DRAFT, align=True)
+
+_COLUMN, _INTS = types.Array(types.int32, 1, "A", readonly=True), types.Array(types.int32, 1, "C")
+_FLOATS, _TABLE = types.Array(types.float32, 1, "C"), types.Array(types.int32, 2, "C")
+_GIVEN = *(_COLUMN,) * 3, types.Array(types.boolean, 1, "A", readonly=True), _INTS, _FLOATS, _TABLE
+_WRITTEN = *(_INTS,) * 6, _FLOATS, _FLOATS, _TABLE
+
+
+@njit(types.UniTuple(types.int64, 2)(*_GIVEN, *(types.int64,) * 3, types.float64, *_WRITTEN), cache=True)
+def lay_out(  # type: ignore[no-untyped-def]
+    slots, starts, counts, samples, num_blocks, temperature, history, block_size, k, limit, error,
+    place_slots, positions, ids, last, room, owner, sharpness, chance, tiles,
+):  # fmt: skip
+    """See `DraftingKernels.lay_out`; columns of `DraftRows`, the history, `DraftLimits`, and what is written. A row's
+    drafts stand at ends + 1, ends + 2 ... below `limit`, those after the first are computed inside of the slot's
+    blocks."""
+    place = row = sampled = 0
+    for i in range(len(slots)):
+        slot, end = slots[i], starts[i] + counts[i]
+        for position in range(starts[i], min(end, limit)):
+            place_slots[place], positions[place] = slot, position
+            ids[place] = history[slot, min(position + 1, history.shape[1] - 1)]
+            place += 1
+        if not samples[i]:
+            continue
+        here = min(limit - 1 - end, num_blocks[slot] * block_size - end + 1, k)
+        if here > 0:
+            last[row], room[row], owner[row] = place - 1, here, sampled
+            sharpness[row], chance[row] = 1 / np.hypot(temperature[slot], error), 1
+            tiles[row, 0], tiles[row, 1], tiles[row, 2], tiles[row, 3] = slot, end - 1, place - 1, 1
+            row += 1
+        sampled += 1
+    return place, row
+
+
+def draft_kernel() -> Kernel:
+    """One item is the whole batch, and may share its parts with other threads."""
+
+    def draft(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _DRAFT)[0]
+        places, rows, k = a.places, a.rows, a.k
+        slots, positions = simd.i32_at(a.slots, places), simd.i32_at(a.positions, places)
+        ids, last = simd.i32_at(a.ids, places), simd.i32_at(a.last, rows)
+        tiles, chosen = simd.i32_at(a.tiles, rows * 4), simd.i32_at(a.chosen, rows)
+        sure, chance = simd.f32_at(a.sure, rows), simd.f32_at(a.chance, rows)
+        room, owner = simd.i32_at(a.room, rows), simd.i32_at(a.owner, rows)
+        sharpness = simd.f32_at(a.sharpness, rows)
+        for number in range(max(k, 1)):
+            simd.i64_at(a.num_places, 1)[0], simd.i64_at(a.num_rows, 1)[0] = places, rows
+            recording.run(a.before, a.before_size, a.share, a.among)
+            if rows == 0 or k == 0:
+                break
+            recording.run(a.after, a.after_size, a.share, a.among)
+            left = 0
+            for row in range(rows):
+                together = chance[row] * sure[row]
+                if together < a.least:
+                    continue
+                token = chosen[row]
+                if a.tokens != 0:
+                    token = simd.i32_at(a.tokens + np.int64(token) * 4, 1)[0]
+                simd.i32_at(a.proposed + (np.int64(owner[row]) * k + number) * 4, 1)[0] = token
+                if number + 1 == k or number + 1 >= room[row]:
+                    continue
+                room[left], owner[left], chance[left] = room[row], owner[row], together
+                sharpness[left] = sharpness[row]
+                slots[left], positions[left], ids[left] = tiles[row * 4], tiles[row * 4 + 1] + 1, token
+                tiles[left * 4], tiles[left * 4 + 1] = slots[left], positions[left]
+                tiles[left * 4 + 2], tiles[left * 4 + 3], last[left] = left, 1, left
+                start, end = a.yielded + row * a.width * 4, a.hidden + left * a.width * 4
+                for i in range(0, a.width * 4, 4):
+                    simd.store_f32(end + i, simd.load_f32(start + i))
+                left += 1
+            places = rows = left
+            if left == 0:
+                break
+
+    return Kernel(draft, DRAFT, cost=1)

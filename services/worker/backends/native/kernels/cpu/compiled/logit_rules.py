@@ -1,0 +1,215 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What requests ask to be changed in their logits, one row at a time, and the mask of a grammar.
+
+The tokens that a rule looks at are read from the token history on the device. How often each of them was said is
+counted from there too, each position once, when the row is sampled: a step counts what the steps before it wrote. What
+drafts say counts for those behind them, and is taken back when the step is done: the next one counts what was accepted.
+"""
+
+import numpy as np
+from numba import carray, njit
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
+
+ADDRESS = np.int64
+RULE = np.dtype(
+    [
+        ("allowed", ADDRESS),  # int32[num_allowed], ascending, inside the vocabulary
+        ("words", ADDRESS),  # int32: bad words back to back
+        ("word_ends", ADDRESS),  # int32[num_words]
+        ("banned", ADDRESS),  # int32[num_banned], inside the vocabulary
+        ("biased", ADDRESS),  # int32[num_biased], inside the vocabulary
+        ("biases", ADDRESS),  # float32[num_biased]
+        ("places", ADDRESS),  # int32[vocab]: where each token stands in the next two, plus one, or 0
+        ("seen", ADDRESS),  # int32[num_seen]: the tokens of prompt and output, each once
+        ("counts", ADDRESS),  # int32[num_seen]: how often each stands in the output
+        ("num_allowed", np.int32),
+        ("num_words", np.int32),
+        ("num_banned", np.int32),
+        ("banned_until", np.int32),
+        ("num_biased", np.int32),
+        ("num_seen", np.int32),
+        ("counted", np.int32),  # positions of the history that are counted
+        ("num_prompt", np.int32),
+        ("restricts", np.int32),  # whether only the allowed may follow
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+    ],
+    align=True,
+)
+"""Of one slot; an address of 0 or a number of 0: no such rule."""
+RULES = [
+    ("logits", ADDRESS),  # float32[any, vocab], changed in place
+    ("vocab", np.int64),
+    ("rows", ADDRESS),  # int32[items]: which row of the logits is the first
+    ("sizes", ADDRESS),  # int32[items]: and how many follow one another, with their positions
+    ("slots", ADDRESS),  # int32[items]
+    ("positions", ADDRESS),  # int32[items]: of the first token to be sampled
+    ("rules", ADDRESS),  # RULE[num_slots]
+    ("num_slots", np.int64),
+    ("history", ADDRESS),  # int32[num_slots, limit]
+    ("limit", np.int64),
+    ("missing", np.int64),  # written: a slot, plus one, with a position that has no token
+]
+MASK = [
+    ("logits", ADDRESS),  # float32[any, vocab], changed in place
+    ("vocab", np.int64),
+    ("rows", ADDRESS),  # int32[items]: which rows of the logits
+    ("masks", ADDRESS),  # int32[items, ceil(vocab / 32)], least significant bit first
+]
+_RULES, _MASK = (np.dtype(HEADER + fields, align=True) for fields in (RULES, MASK))
+
+
+@njit
+def _keep_allowed(rule, logits):
+    allowed, after = simd.i32_at(rule.allowed, rule.num_allowed), 0
+    for i in range(rule.num_allowed):
+        logits[after : allowed[i]] = -np.inf
+        after = allowed[i] + 1
+    logits[after:] = -np.inf
+
+
+@njit
+def _forbid_words(rule, logits, history, position):
+    """The last token of each word whose others are the end of the output."""
+    ends, first = simd.i32_at(rule.word_ends, rule.num_words), 0
+    words = simd.i32_at(rule.words, ends[rule.num_words - 1])
+    for word in range(rule.num_words):
+        last = ends[word] - 1
+        size = last - first
+        is_next = size <= position - rule.num_prompt
+        for i in range(size if is_next else 0):
+            if history[position - size + i] != words[first + i]:
+                is_next = False
+                break
+        if is_next:
+            logits[words[last]] = -np.inf
+        first = last + 1
+
+
+@njit
+def _count(rule, history, position, vocab):
+    """Whether all that was counted are tokens."""
+    places = simd.i32_at(rule.places, vocab)
+    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    for at in range(rule.counted, position):
+        token = history[at]
+        if token < 0 or token >= vocab:
+            return False
+        if places[token] == 0:
+            seen[rule.num_seen], counts[rule.num_seen] = token, 0
+            rule.num_seen += 1
+            places[token] = rule.num_seen
+        if at >= rule.num_prompt:
+            counts[places[token] - 1] += 1
+    rule.counted = position
+    return True
+
+
+@njit
+def _take_back(rule, history, num_seen, counted, vocab):
+    """What was counted since `num_seen` tokens were seen at `counted` positions."""
+    places = simd.i32_at(rule.places, vocab)
+    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    for at in range(max(counted, rule.num_prompt), rule.counted):
+        counts[places[history[at]] - 1] -= 1
+    for i in range(num_seen, rule.num_seen):
+        places[seen[i]] = 0
+    rule.num_seen, rule.counted = num_seen, counted
+
+
+@njit
+def _penalize(rule, logits, vocab):
+    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    for i in range(rule.num_seen):
+        token, said = seen[i], counts[i]
+        x = logits[token]
+        if rule.repetition != 1:
+            x = x / rule.repetition if x > 0 else x * rule.repetition
+        if said > 0:
+            x -= rule.frequency * np.float32(said)
+            x -= rule.presence
+        logits[token] = x
+
+
+@njit
+def _change(rule, logits, history, position, vocab):
+    """Whether all tokens that it looks at are tokens."""
+    if rule.restricts != 0:
+        _keep_allowed(rule, logits)
+    if rule.num_words > 0:
+        _forbid_words(rule, logits, history, position)
+    if position < rule.banned_until:
+        for token in simd.i32_at(rule.banned, rule.num_banned):
+            logits[token] = -np.inf
+    if rule.num_biased > 0:
+        biased = simd.i32_at(rule.biased, rule.num_biased)
+        biases = simd.f32_at(rule.biases, rule.num_biased)
+        for i in range(rule.num_biased):
+            logits[biased[i]] += biases[i]
+    if rule.places != 0:
+        if not _count(rule, history, position, vocab):
+            return False
+        _penalize(rule, logits, vocab)
+    return True
+
+
+def rules_kernel() -> Kernel:
+    """Allowed ids, bad words, bans, biases, penalties, in this order. One item is the rows of one slot."""
+
+    def change(address):
+        a = carray(simd.pointer(address), 1, _RULES)[0]
+        rules = carray(simd.pointer(a.rules), a.num_slots, RULE)
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            row, slot = simd.i32_at(a.rows, a.items)[item], simd.i32_at(a.slots, a.items)[item]
+            first, rule = simd.i32_at(a.positions, a.items)[item], rules[slot]
+            history = simd.i32_at(a.history + np.int64(slot) * a.limit * 4, a.limit)
+            num_seen = counted = 0
+            for j in range(simd.i32_at(a.sizes, a.items)[item]):
+                logits = simd.f32_at(a.logits + np.int64(row + j) * a.vocab * 4, a.vocab)
+                if not _change(rule, logits, history, first + j, a.vocab):
+                    a.missing = slot + 1
+                    break
+                if j == 0:
+                    num_seen, counted = rule.num_seen, rule.counted
+            if rule.places != 0 and rule.counted > counted > 0:
+                _take_back(rule, history, num_seen, counted, a.vocab)
+
+    return Kernel(change, RULES, cost=4)
+
+
+def mask_kernel() -> Kernel:
+    """Only tokens whose bit is set stay. If none of them is left, the lowest of them becomes the only one."""
+
+    def mask(address):
+        a = carray(simd.pointer(address), 1, _MASK)[0]
+        words = (a.vocab + 31) // 32
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            row = np.int64(simd.i32_at(a.rows, a.items)[item])
+            logits = simd.f32_at(a.logits + row * a.vocab * 4, a.vocab)
+            bits = simd.i32_at(a.masks + item * words * 4, words)
+            lowest, is_left = -1, False
+            for word in range(words):
+                first, last = word * 32, min(word * 32 + 32, a.vocab)
+                if bits[word] == 0:
+                    logits[first:last] = -np.inf
+                elif bits[word] != -1 or lowest < 0 or not is_left:
+                    for token in range(first, last):
+                        if (bits[word] >> (token - first)) & 1 == 0:
+                            logits[token] = -np.inf
+                            continue
+                        if lowest < 0:
+                            lowest = token
+                        is_left |= logits[token] > -np.inf
+            if lowest >= 0 and not is_left:
+                logits[lowest] = np.float32(0)
+
+    return Kernel(mask, MASK, cost=8)

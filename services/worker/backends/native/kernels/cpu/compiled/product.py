@@ -1,0 +1,151 @@
+"""y = W x + b. Every output is summed over the inputs in order, whatever the rows around it, so a row has the same bits
+in a batch of any size; and few rows cost no more than reading the weights."""
+
+from functools import cache
+
+import numpy as np
+from numba import carray, njit
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
+
+PANEL = 16
+"""Outputs whose weights lie side by side, input after input."""
+BLOCK = 4 * PANEL
+"""Outputs of one item."""
+CHUNK = 48
+"""Most rows of one item."""
+WORTH = 1 << 19
+"""Multiplications worth waking a thread for: 10 to 20 us of them."""
+PRODUCT = [
+    ("x", np.int64),  # float32[rows, inputs]
+    ("weight", np.int64),  # [blocks * 4, inputs, PANEL]
+    ("bias", np.int64),  # float32[blocks * BLOCK]
+    ("out", np.int64),  # float32[rows, outputs]
+    ("rows", np.int64),
+    ("inputs", np.int64),
+    ("outputs", np.int64),
+]
+_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
+
+
+@njit(inline="always")
+def _store(a, row, first, value, tail):  # type: ignore[no-untyped-def]
+    """Outputs `first` to `first` + 15 of a row, without those that there are not."""
+    out = a.out + (row * a.outputs + first) * 4
+    if first + PANEL <= a.outputs:
+        simd.store_f32x16(out, value)
+    else:
+        simd.store_f32x16(tail, value)
+        for j in range(a.outputs - first):
+            simd.store_f32(out + j * 4, simd.load_f32(tail + j * 4))
+
+
+@njit(inline="always")
+def _one(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+    """One row, all panels of the block at once: so many sums hide how long each takes."""
+    size = PANEL * (2 if HALF else 4)
+    bias, step = a.bias + first * 4, a.inputs * size
+    s0, s1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
+    s2, s3 = simd.load_f32x16(bias + 128), simd.load_f32x16(bias + 192)
+    x, w = a.x + row * a.inputs * 4, weights
+    for i in range(0, a.inputs * 4, 4):
+        some = simd.splat(simd.load_f32(x + i))
+        s0 = simd.fma(some, simd.load_paired(w, HALF), s0)
+        s1 = simd.fma(some, simd.load_paired(w + step, HALF), s1)
+        s2 = simd.fma(some, simd.load_paired(w + 2 * step, HALF), s2)
+        s3 = simd.fma(some, simd.load_paired(w + 3 * step, HALF), s3)
+        w += size
+    _store(a, row, first, s0, tail)
+    if first + PANEL < a.outputs:
+        _store(a, row, first + PANEL, s1, tail)
+    if first + 2 * PANEL < a.outputs:
+        _store(a, row, first + 2 * PANEL, s2, tail)
+    if first + 3 * PANEL < a.outputs:
+        _store(a, row, first + 3 * PANEL, s3, tail)
+
+
+@njit(inline="always")
+def _four(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+    """Rows `row` to `row` + 3, of which those beyond `last` are `last` again, in one panel."""
+    size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
+    r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
+    x0, x1, x2, x3 = a.x + row * width, a.x + r1 * width, a.x + r2 * width, a.x + r3 * width
+    s0, s1, s2, s3, w = start, start, start, start, weights
+    for i in range(0, width, 4):
+        some = simd.load_paired(w, HALF)
+        s0 = simd.fma(simd.splat(simd.load_f32(x0 + i)), some, s0)
+        s1 = simd.fma(simd.splat(simd.load_f32(x1 + i)), some, s1)
+        s2 = simd.fma(simd.splat(simd.load_f32(x2 + i)), some, s2)
+        s3 = simd.fma(simd.splat(simd.load_f32(x3 + i)), some, s3)
+        w += size
+    _store(a, row, first, s0, tail)
+    _store(a, r1, first, s1, tail)
+    _store(a, r2, first, s2, tail)
+    _store(a, r3, first, s3, tail)
+
+
+@njit(inline="always")
+def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+    """Six rows in the same way: as many sums as the registers of AVX2 hold."""
+    size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
+    r4, r5 = min(row + 4, last), min(row + 5, last)
+    x0, x4, x5 = a.x + row * width, a.x + r4 * width, a.x + r5 * width
+    s0, s1, s2, s3, s4, s5, w = start, start, start, start, start, start, weights
+    for i in range(0, width, 4):
+        some = simd.load_paired(w, HALF)
+        s0 = simd.fma(simd.splat(simd.load_f32(x0 + i)), some, s0)
+        s1 = simd.fma(simd.splat(simd.load_f32(x0 + width + i)), some, s1)
+        s2 = simd.fma(simd.splat(simd.load_f32(x0 + 2 * width + i)), some, s2)
+        s3 = simd.fma(simd.splat(simd.load_f32(x0 + 3 * width + i)), some, s3)
+        s4 = simd.fma(simd.splat(simd.load_f32(x4 + i)), some, s4)
+        s5 = simd.fma(simd.splat(simd.load_f32(x5 + i)), some, s5)
+        w += size
+    _store(a, row, first, s0, tail)
+    _store(a, row + 1, first, s1, tail)
+    _store(a, row + 2, first, s2, tail)
+    _store(a, row + 3, first, s3, tail)
+    _store(a, r4, first, s4, tail)
+    _store(a, r5, first, s5, tail)
+
+
+def product_kernel(half: bool, inputs: int) -> Kernel:
+    """One item is a block of outputs of up to `CHUNK` rows, its work is their number. `half`: the weights are bfloat16,
+    in pairs."""
+    kernel = _compiled(half).again()
+    kernel.cost = -(-WORTH // (BLOCK * inputs))
+    return kernel
+
+
+@cache
+def _compiled(half: bool) -> Kernel:
+    HALF, SIZE = int(half), 2 if half else 4
+
+    def product(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        buffer = np.empty(PANEL, np.float32)
+        tail, panel_size = buffer.ctypes.data, a.inputs * PANEL * SIZE
+        blocks = (a.outputs + BLOCK - 1) // BLOCK
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            block, start = item % blocks, item // blocks * CHUNK
+            end, first = min(start + CHUNK, a.rows), block * BLOCK
+            weights = a.weight + block * 4 * panel_size
+            if end - start < 3:
+                for row in range(start, end):
+                    _one(a, row, weights, first, tail, HALF)
+                continue
+            for panel in range(min(4, (a.outputs - first + PANEL - 1) // PANEL)):
+                w, at, row = weights + panel * panel_size, first + panel * PANEL, start
+                while row < end:
+                    left = end - row
+                    if left > 8 or left == 5 or left == 6:
+                        _six(a, row, end - 1, w, at, tail, HALF)
+                        row += 6
+                    else:
+                        _four(a, row, end - 1, w, at, tail, HALF)
+                        row += 4
+
+    return Kernel(product, PRODUCT, cost=1)

@@ -1,0 +1,35 @@
+"""Cosines and sines of rotary positions."""
+
+import numpy as np
+from numba import carray
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
+
+ROTARY = [
+    ("positions", np.int64),  # int32[items]
+    ("frequencies", np.int64),  # float32[width], radians per position
+    ("cos", np.int64),  # float32[items, width]
+    ("sin", np.int64),
+    ("width", np.int64),
+]
+_ROTARY = np.dtype(HEADER + ROTARY, align=True)
+
+
+def rotary_kernel() -> Kernel:
+    """Cosine and sine of every angle of rotary positions; one item is one place."""
+
+    def rotate(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _ROTARY)[0]
+        positions = simd.i32_at(a.positions, a.items)
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            for i in range(a.width):
+                angle = np.float32(positions[item]) * simd.load_f32(a.frequencies + i * 4)
+                at = (item * a.width + i) * 4
+                simd.store_f32(a.cos + at, np.cos(angle))
+                simd.store_f32(a.sin + at, np.sin(angle))
+
+    return Kernel(rotate, ROTARY, cost=8)

@@ -1,0 +1,95 @@
+"""Rows of several tokens each, back to back. NumPy needs several calls for each function: slow for few rows."""
+
+import numpy as np
+from numba import njit, types
+
+_GIVEN = types.Array(types.int32, 1, "A", readonly=True)
+_MADE = types.Array(types.int32, 1, "C")
+_KEPT = types.Array(types.int32, 2, "C")
+_MASK = types.Array(types.boolean, 1, "C")
+_BITS = types.Array(types.boolean, 1, "A", readonly=True)
+
+
+@njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
+def spread(counts):  # type: ignore[no-untyped-def]
+    """The row of each token, and its number there; int32[sum(counts)] each."""
+    owners = np.empty(counts.sum(), np.int32)
+    offsets = np.empty(len(owners), np.int32)
+    at = 0
+    for row in range(len(counts)):
+        for offset in range(counts[row]):
+            owners[at], offsets[at] = row, offset
+            at += 1
+    return owners, offsets
+
+
+@njit(types.Tuple((*(_MADE,) * 3, types.int64))(*(_GIVEN,) * 4, _MADE, _MADE, _KEPT, _KEPT), cache=True)
+def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history):  # type: ignore[no-untyped-def]
+    """See `RowKernels.settle`; the columns of the rows, of `SlotDrafts`, and the history. Returns the columns that may
+    have changed, and -1 or the row that is planned before its frontier. What is beyond the history's limit is no
+    step's input, so it is not written."""
+    true_starts, true_counts, true_drafts = starts.copy(), counts.copy(), drafts.copy()
+    for row in range(len(slots)):
+        if frontier[slots[row]] > starts[row]:
+            return true_starts, true_counts, true_drafts, row
+    for row in range(len(slots)):
+        slot = slots[row]
+        start = frontier[slot] if frontier[slot] >= 0 else starts[row]
+        number = min(drafts[row], proposed[slot])
+        count = counts[row] - drafts[row] + number
+        true_starts[row], true_counts[row], true_drafts[row] = start, count, number
+        proposed[slot], frontier[slot] = 0, start + count
+        first = start + count - number
+        for i in range(min(number, history.shape[1] - first)):
+            history[slot, first + i] = tokens[slot, i]
+    return true_starts, true_counts, true_drafts, -1
+
+
+@njit(
+    types.UniTuple(types.int64, 2)(
+        *(_GIVEN,) * 3, _BITS, _GIVEN, _KEPT, *(types.int64,) * 2, *(_MADE,) * 3, _KEPT, _MADE
+    ),
+    cache=True,
+)
+def lay_out(  # type: ignore[no-untyped-def]
+    slots, starts, counts, samples, drafts, history, vocab, tile, ids, token_slots, positions, tiles, sampled
+):  # fmt: skip
+    """See `RowKernels.lay_out`; a history of no slots is not read. Returns how many tiles and sampled tokens, or -1 and
+    a token without a valid id."""
+    token = number = chosen = 0
+    for row in range(len(slots)):
+        slot, start, count = slots[row], starts[row], counts[row]
+        for i in range(count):
+            token_slots[token + i], positions[token + i] = slot, start + i
+            if len(history) > 0:
+                ids[token + i] = history[slot, start + i]
+                if not 0 <= ids[token + i] < vocab:
+                    return -1, token + i
+        for first in range(0, count, tile):
+            tiles[number, 0], tiles[number, 1] = slot, start + first
+            tiles[number, 2], tiles[number, 3] = token + first, min(count - first, tile)
+            number += 1
+        token += count
+        if samples[row]:
+            for i in range(token - 1 - drafts[row], token):
+                sampled[chosen] = i
+                chosen += 1
+    return number, chosen
+
+
+@njit(types.Tuple((_MADE, _MADE, _MASK))(*(_GIVEN,) * 5, _KEPT), cache=True)
+def verify(slots, firsts, drafts, acceptable, ids, history):  # type: ignore[no-untyped-def]
+    """See `RowKernels.verify`."""
+    counts, compared = np.empty(len(slots), np.int32), np.empty(len(slots), np.int32)
+    stays = np.zeros(len(ids), np.bool_)
+    start = 0
+    for row in range(len(slots)):
+        compared[row] = min(drafts[row], acceptable[row])
+        most = min(compared[row], history.shape[1] - firsts[row])
+        accepted = 0
+        while accepted < most and history[slots[row], firsts[row] + accepted] == ids[start + accepted]:
+            accepted += 1
+        counts[row] = accepted + 1
+        stays[start : start + accepted + 1] = True
+        start += drafts[row] + 1
+    return counts, compared, stays

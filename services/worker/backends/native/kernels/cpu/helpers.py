@@ -1,0 +1,136 @@
+"""Threads that help with a kernel if they are there in time; nobody waits for one that is not.
+
+OpenMP ends a kernel with a barrier. Where something else runs on one of the cores, each of some dozens of barriers of a
+step waits until that core's thread gets its turn: on two cores with one busy neighbour a step takes three times as long
+as without threads. Here the caller takes items until none are left, then waits only for helpers that are inside. Who
+comes later finds the door closed. So a helper without a core costs nothing; and who computes an item changes nothing
+about it.
+
+A helper that finds nothing to do yields its core at once, again and again, and after a while sleeps.
+"""
+
+import ctypes
+import signal
+import threading
+import weakref
+
+import numpy as np
+from numba import cfunc
+from numba.core import types
+from numpy.typing import NDArray
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+
+LINE = 64
+"""Bytes of a cache line: who waits on one word does not slow down who writes another."""
+TURN, FUNCTION, BLOCK, LEAVE = 0, 8, 16, 24
+"""int64 at these bytes of the state: the number of the kernel, its function and argument block, whether all is over."""
+POST, WAIT, YIELD = 32, 40, 48
+"""Addresses of `sem_post`, `sem_wait` and `sched_yield`."""
+INSIDE = LINE
+"""How many helpers are inside, and OPEN if they may come in."""
+ASLEEP = 2 * LINE
+"""How many helpers sleep, or are about to."""
+SEMAPHORE = 3 * LINE
+SIZE = 4 * LINE
+OPEN = 1 << 32
+PATIENCE = 5000
+"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. One that
+wakes up may find itself on its caller's core, and is moved to another only after some milliseconds."""
+HASTE = 100
+"""Times that the caller looks whether the last helper has left, before it yields: that one may need this core."""
+
+
+def _help(state):  # type: ignore[no-untyped-def]
+    seen = 0
+    while True:
+        yielded = 0
+        while simd.load_i64(state + TURN) == seen:
+            if yielded < PATIENCE:
+                simd.call(simd.load_i64(state + YIELD), 0)
+                yielded += 1
+                continue
+            simd.fetch_add(state + ASLEEP, 1)
+            if simd.load_i64(state + TURN) == seen:  # else the caller may not have seen that one sleeps
+                simd.call(simd.load_i64(state + WAIT), state + SEMAPHORE)
+            yielded = 0
+        seen = simd.load_i64(state + TURN)
+        if simd.load_i64(state + LEAVE) != 0:
+            return
+        if simd.fetch_add(state + INSIDE, 1) >= OPEN:
+            simd.call(simd.load_i64(state + FUNCTION), simd.load_i64(state + BLOCK))
+        simd.fetch_add(state + INSIDE, -1)
+
+
+def _share(function, block, state, flags):  # type: ignore[no-untyped-def]  # noqa: ARG001 - GOMP_parallel's signature
+    simd.store_i64(state + FUNCTION, function)
+    simd.store_i64(state + BLOCK, block)
+    simd.fetch_add(state + INSIDE, OPEN)
+    simd.fetch_add(state + TURN, 1)
+    asleep = simd.load_i64(state + ASLEEP)
+    if asleep > 0:
+        simd.fetch_add(state + ASLEEP, -asleep)
+        for _ in range(asleep):
+            simd.call(simd.load_i64(state + POST), state + SEMAPHORE)
+    simd.call(function, block)
+    simd.fetch_add(state + INSIDE, -OPEN)
+    looked = 0
+    while simd.load_i64(state + INSIDE) != 0:
+        looked += 1
+        if looked > HASTE:
+            simd.call(simd.load_i64(state + YIELD), 0)
+
+
+_helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)
+_SHARING = types.void(types.int64, types.int64, types.int64, types.int32)
+_sharing = cfunc(_SHARING, nopython=True, cache=True)(_share)
+SHARE: int = _sharing.address
+"""A C function to be called as `GOMP_parallel(function, block, state, 0)` is, with a state instead of a number."""
+
+
+class Helpers:
+    """So many threads that help one calling thread, until this is no longer used. On Linux, whose C libraries have
+    semaphores for threads."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        memory = np.zeros(SIZE + LINE, np.uint8)
+        self.state = _state(memory)
+        libc = ctypes.CDLL(None)
+        libc.sem_init(ctypes.c_void_p(self.state + SEMAPHORE), 0, 0)
+        for at, name in ((POST, "sem_post"), (WAIT, "sem_wait"), (YIELD, "sched_yield")):
+            _word(self.state + at).value = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0
+        threads = [
+            threading.Thread(target=_serve, args=(self.state,), name="kernels", daemon=True)
+            for _ in range(number)
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _leave, memory, threads)
+
+
+def _serve(state: int) -> None:
+    """Without the lock of the interpreter. Signals are for the thread that handles them, which may be waiting."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(_helping.address)(state)
+
+
+def _state(memory: NDArray[np.uint8]) -> int:
+    """Its first cache line."""
+    return -(-memory.ctypes.data // LINE) * LINE
+
+
+def _word(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
+
+
+def _leave(memory: NDArray[np.uint8], threads: list[threading.Thread]) -> None:
+    """The last thread has left before `memory` goes."""
+    state = _state(memory)
+    _word(state + LEAVE).value = 1
+    _word(state + TURN).value += 1
+    post = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_word(state + POST).value)
+    for _ in threads:
+        post(state + SEMAPHORE)
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,40 @@
+"""The compiled implementation for processors."""
+
+import torch
+
+from services.worker.backends.native.kernels.cpu.drafting import CpuDrafting
+from services.worker.backends.native.kernels.cpu.network import CpuNetwork
+from services.worker.backends.native.kernels.cpu.rows import CpuRows
+from services.worker.backends.native.kernels.cpu.sampling import CpuSampling
+from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
+from services.worker.backends.native.kernels.interface import (
+    DraftingKernels,
+    NetworkKernels,
+    RowKernels,
+    SamplingKernels,
+)
+
+
+class CpuKernels:
+    """`Kernels`
+
+    Args:
+        activations: of the model's products
+        dtype: the model's, in which keys and values are kept
+    """
+
+    def __init__(self, activations: torch.dtype, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.network: NetworkKernels = CpuNetwork(activations, dtype)
+        self.rows: RowKernels = CpuRows()
+        self.sampling: SamplingKernels = CpuSampling()
+        self.drafting: DraftingKernels = CpuDrafting()
+
+    def float32_network(self) -> NetworkKernels:
+        return CpuNetwork(torch.float32, self._dtype)
+
+    def use_threads(self, number: int) -> None:
+        """With float32 activations little is left to torch, and its threads wait spinning on cores that others want;
+        so it gets none."""
+        set_num_threads(number)
+        torch.set_num_threads(1 if self.network.activations == torch.float32 else number)

@@ -1,0 +1,59 @@
+"""How a kernel is started: at once, or as the next one of a recording."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from services.worker.backends.native.kernels.cpu.recording import CpuRecording, Recorder, replay_kernel
+from services.worker.backends.native.kernels.cpu.thread_team import Kernel
+from services.worker.backends.native.kernels.interface import Buffers
+
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+
+
+class Launcher:
+    """For one calling thread."""
+
+    def __init__(self) -> None:
+        self._replay = replay_kernel()
+        self._recorder: Recorder | None = None
+
+    def launch(
+        self,
+        kernel: Kernel,
+        counted: torch.Tensor,
+        values: tuple[Any, ...],
+        items: int = 1,
+        chunk: int = 1,
+        field: str = "",
+    ) -> None:
+        """Run `kernel` over the rows of `counted` with `values` for its fields, now or in the recording.
+
+        Args:
+            items: for each `chunk` rows, or part of it
+            field: the field of the kernel that is the number of rows; empty: none
+        """
+        if self._recorder is not None:
+            self._recorder.add(kernel, counted, values, items, chunk, field)
+        else:
+            rows = len(counted)
+            kernel.run(items * -(-rows // chunk), values, items * rows)
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Call a function of the host, now or in the recording; returns where its result is."""
+        if self._recorder is None:
+            return function(x)
+        self._recorder.call(function, x, out)
+        return out
+
+    def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
+        """Record what `body` launches."""
+        self._recorder = recorder = Recorder(buffers, self._replay)
+        try:
+            return CpuRecording(recorder, body(buffers))
+        finally:
+            self._recorder = None

@@ -1,0 +1,167 @@
+"""The forward pass with compiled kernels over a paged cache."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
+from services.worker.backends.native.kernels.cpu.compiled.copying import copy_kernel
+from services.worker.backends.native.kernels.cpu.compiled.most_likely import most_likely_kernel
+from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
+from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
+from services.worker.backends.native.kernels.cpu.compiled.simd import LANES
+from services.worker.backends.native.kernels.cpu.launching import Launcher
+from services.worker.backends.native.kernels.cpu.products import Float32Product, OneDnnProduct
+from services.worker.backends.native.kernels.interface import (
+    Attention,
+    AttentionShape,
+    Buffers,
+    CacheShape,
+    EagerRecording,
+    KVCache,
+    Linear,
+    Recording,
+)
+
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+
+
+def padded(size: int) -> int:
+    """The next multiple of a vector's lanes."""
+    return -(-size // LANES) * LANES
+
+
+class CpuNetwork:
+    """`NetworkKernels`. With float32 activations all kernels are our own and recordings are replayed; with bfloat16
+    oneDNN allocates the results of products, so recordings run eagerly."""
+
+    def __init__(self, activations: torch.dtype, cache: torch.dtype) -> None:
+        self.activations, self._cache = activations, cache
+        half = activations == torch.bfloat16
+        self._launcher = Launcher()
+        self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
+        self._copies = {
+            torch.float32: copy_kernel(half=False, beside_torch=half),
+            torch.bfloat16: copy_kernel(half=True, beside_torch=half),
+        }
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if self.activations == torch.float32:
+            return Float32Product(self._launcher, weight, bias)
+        return OneDnnProduct(weight.to(self.activations), bias)
+
+    def bytes_per_block(self, shape: CacheShape) -> int:
+        per_head = padded(shape.head_dim) * (padded(shape.block_size) + shape.block_size)
+        return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
+
+    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+        """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. Memory is taken when it is first used."""
+        layers, heads, dim, size, dtype = shape
+        keys = torch.empty(layers, num_blocks, heads, padded(dim), padded(size), dtype=dtype)
+        values = torch.empty(layers, num_blocks, heads, size, padded(dim), dtype=dtype)
+        return KVCache(shape, num_blocks, keys, values)
+
+    def attention(
+        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
+    ) -> Attention:
+        return CpuAttention(self._launcher, self.activations, shape, cache, table, most_tokens)
+
+    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._copied(index, source, index.data_ptr(), out, adds=False)
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._copied(source, source, 0, out, adds=False)
+
+    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._copied(source, source, 0, out, adds=True)
+
+    def _copied(
+        self, counted: torch.Tensor, source: torch.Tensor, index: int, out: torch.Tensor, adds: bool
+    ) -> None:
+        sizes = source.shape[1], out.stride(0)
+        values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds))
+        self._launcher.launch(self._copies[source.dtype], counted, values)
+
+    def norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        added = 0 if delta is None else delta.data_ptr()
+        addresses = residual.data_ptr(), added, weight.data_ptr(), out.data_ptr()
+        self._launcher.launch(self._norm, residual, (*addresses, residual.shape[1], eps))
+
+    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        self._launcher.launch(self._gate, gate_up, (gate_up.data_ptr(), out.data_ptr(), out.shape[1]))
+
+    def most_likely(
+        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        addresses = ids.data_ptr(), chances.data_ptr(), sharpness.data_ptr()
+        self._launcher.launch(self._most_likely, logits, (logits.data_ptr(), logits.shape[1], *addresses))
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        return self._launcher.call(function, x, out)
+
+    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
+        if self.activations == torch.float32:
+            return self._launcher.record(body, buffers)
+        return EagerRecording(body, buffers)
+
+
+class CpuAttention:
+    """`Attention`; rotated queries are kept from `write` to `attend`, padded to whole vectors."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        activations: torch.dtype,
+        shape: AttentionShape,
+        cache: KVCache,
+        table: torch.Tensor,
+        most_tokens: int,
+    ) -> None:
+        kinds = activations == torch.bfloat16, cache.shape.dtype == torch.bfloat16
+        self._rotary, self._write, self._attend = (
+            rotary_kernel(),
+            write_kernel(*kinds),
+            attention_kernel(*kinds),
+        )
+        self._launcher, self._shape, self._cache, self._table = launcher, shape, cache, table
+        dim, block_size = cache.shape.head_dim, cache.shape.block_size
+        self._queries = torch.empty(most_tokens, shape.heads, padded(dim))
+        self._cos, self._sin = torch.empty(most_tokens, dim // 2), torch.empty(most_tokens, dim // 2)
+        self._shared = (
+            *(table.data_ptr(), table.shape[1], block_size, padded(block_size)),
+            *(shape.heads, cache.shape.kv_heads, dim, padded(dim), self._queries.data_ptr()),
+        )
+
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        turns = self._cos.data_ptr(), self._sin.data_ptr()
+        self._where = (slots.data_ptr(), positions.data_ptr(), *turns)
+        values = (positions.data_ptr(), self._shape.frequencies.data_ptr(), *turns, self._cos.shape[1])
+        self._launcher.launch(self._rotary, positions, values)
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        weights = tuple(weight.data_ptr() for weight in norms) if norms else (0, 0)
+        numbers = self._shape.norm_eps, self._cache.shape.head_dim**-0.5
+        values = (*self._of(layer), qkv.data_ptr(), *self._where, *weights, *numbers)
+        self._launcher.launch(self._write, qkv, values)
+
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+        values = (*self._of(layer), out.data_ptr(), tiles.data_ptr(), self._shape.windows[layer])
+        self._launcher.launch(self._attend, tiles, values, self._cache.shape.kv_heads)
+
+    def _of(self, layer: int) -> tuple[int, ...]:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        return keys.data_ptr(), values.data_ptr(), *self._shared

@@ -1,0 +1,173 @@
+"""Recorded kernels, replayed without Python in between: for few rows Python would take more time than the kernels.
+
+Each call has its argument block prepared, with addresses that stay. Only numbers of rows differ from run to run; a call
+reads its own from the cell of its kind of rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numba import carray, njit
+from numpy.typing import NDArray
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, shared, take
+from services.worker.backends.native.kernels.interface import Buffers
+
+T = TypeVar("T")
+Cell = NDArray[np.int64]
+"""int64[1]: a number of rows."""
+_CALL = np.dtype(
+    [
+        ("function", np.int64),
+        ("block", np.int64),
+        ("rows", np.int64),  # address of a `Cell`
+        ("items", np.int64),  # for each `chunk` rows
+        ("chunk", np.int64),
+        ("rows_field", np.int64),  # address in the block that gets the number of rows, or 0
+        ("cost", np.int64),
+    ]
+)
+REPLAY = [
+    ("calls", np.int64),  # _CALL[number]
+    ("number", np.int64),
+    ("share", np.int64),  # see `thread_team.shared`
+    ("among", np.int64),
+]
+_REPLAY = np.dtype(HEADER + REPLAY, align=True)
+
+
+@njit(inline="always")
+def run(calls, number, share, among):  # type: ignore[no-untyped-def]
+    """Run recorded calls in order; the last two are what `thread_team.shared` returns."""
+    every = carray(simd.pointer(calls), (number,), _CALL)
+    for i in range(number):
+        one = every[i]
+        rows = simd.i64_at(one.rows, 1)[0]
+        header = simd.i64_at(one.block, 2)
+        header[0], header[1] = 0, one.items * ((rows + one.chunk - 1) // one.chunk)
+        if one.rows_field != 0:
+            simd.i64_at(one.rows_field, 1)[0] = rows
+        if share == 0 or one.items * rows < 2 * one.cost:
+            simd.call(one.function, one.block)
+        else:
+            simd.call_shared(share, one.function, one.block, among)
+
+
+def replay_kernel() -> Kernel:
+    """One item is a whole sequence, whose kernels may be shared with other threads."""
+
+    def replay(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _REPLAY)[0]
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            run(a.calls, a.number, a.share, a.among)
+
+    return Kernel(replay, REPLAY, cost=1)
+
+
+class Sequence:
+    """Recorded calls that follow one another. For one calling thread."""
+
+    def __init__(self, replay: Kernel) -> None:
+        self._kernels: list[Kernel] = []
+        self._calls = np.empty(0, _CALL)
+        self._replay = replay.again()
+
+    def add(
+        self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str
+    ) -> None:
+        """Append `kernel` with `values` for its fields.
+
+        Args:
+            items: for each `chunk` rows, or part of it
+            field: of the kernel, that gets the number of rows; empty: none
+        """
+        own = kernel.again()
+        own.fill(values)
+        rows_field = own.address_of(field) if field else 0
+        call = np.array(
+            [(own.function, own.address, rows.ctypes.data, items, chunk, rows_field, own.cost)], _CALL
+        )
+        self._kernels.append(own)
+        self._calls = np.concatenate((self._calls, call))
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Address and number, as long as nothing more is added."""
+        return self._calls.ctypes.data, len(self._calls)
+
+    def run(self) -> None:
+        self._replay.run(1, (*self.calls, *shared()))
+
+
+class HostCall(NamedTuple):
+    """A function of the host inside a recording."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor
+    out: torch.Tensor
+    rows: Cell
+
+    def run(self) -> None:
+        rows = int(self.rows[0])
+        self.out[:rows] = self.function(self.x[:rows])
+
+
+class Recorder:
+    """A recording in the making."""
+
+    def __init__(self, buffers: Buffers, replay: Kernel) -> None:
+        self._buffers, self._replay = buffers, replay
+        self.cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
+        self.parts: list[Sequence | HostCall] = []
+
+    def add(
+        self,
+        kernel: Kernel,
+        counted: torch.Tensor,
+        values: tuple[Any, ...],
+        items: int = 1,
+        chunk: int = 1,
+        field: str = "",
+    ) -> None:
+        """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
+        last = self.parts[-1] if self.parts else None
+        if not isinstance(last, Sequence):
+            self.parts.append(last := Sequence(self._replay))
+        last.add(kernel, values, self._cell(counted), items, chunk, field)
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        self.parts.append(HostCall(function, x, out, self._cell(x)))
+
+    def _cell(self, counted: torch.Tensor) -> Cell:
+        return self.cells[self._buffers.kind_of(counted)]
+
+
+class CpuRecording(Generic[T]):
+    """A `Recording`: sequences of kernels, and between them functions of the host."""
+
+    def __init__(self, recorder: Recorder, result: T) -> None:
+        self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
+
+    def run(self, **counts: int) -> T:
+        for kind, count in counts.items():
+            self._cells[kind][0] = count
+        for part in self._parts:
+            part.run()
+        return self._result
+
+    def single(self, kind: str) -> tuple[int, int, int]:
+        """What a kernel needs to run this recording: address and number of its calls, and of the cell of `kind`.
+
+        Raises: ValueError, when the recording calls functions of the host.
+        """
+        if len(self._parts) != 1 or not isinstance(sequence := self._parts[0], Sequence):
+            raise ValueError("a kernel can only run a recording of kernels")
+        return (*sequence.calls, self._cells[kind].ctypes.data)

@@ -1,0 +1,49 @@
+"""The rows of a step, by compiled functions."""
+
+import torch
+
+from services.worker.backends.native.kernels.cpu.compiled import rows as compiled
+from services.worker.backends.native.kernels.cpu.compiled.attention import TILE
+from services.worker.backends.native.kernels.interface import (
+    I32,
+    BatchTensors,
+    SettledRows,
+    SlotDrafts,
+    Verified,
+)
+from services.worker.batch.slots import Rows
+
+_NO_HISTORY = torch.empty(0, 0, dtype=torch.int32).numpy()
+
+
+class CpuRows:
+    """`RowKernels`"""
+
+    tile = TILE
+
+    def spread(self, counts: I32) -> tuple[I32, I32]:
+        owners, offsets = compiled.spread(counts)
+        return owners, offsets
+
+    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
+        planned = rows.slots, rows.starts, rows.counts, rows.drafts
+        state = (tensor.numpy() for tensor in drafts)
+        *columns, bad = compiled.settle(*planned, *state, history.numpy())
+        return (SettledRows(*columns) if bad < 0 else None), bad
+
+    def lay_out(
+        self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
+    ) -> tuple[int, int]:
+        columns = rows.slots, rows.starts, rows.counts, rows.samples, rows.drafts
+        tokens = _NO_HISTORY if history is None else history.numpy()
+        written = (tensor.numpy() for tensor in batch)
+        tiles, sampled = compiled.lay_out(*columns, tokens, vocab_size, TILE, *written)
+        if tiles < 0:
+            slot, position = int(batch.slots[sampled]), int(batch.positions[sampled])
+            raise RuntimeError(f"slot {slot} is computed at position {position}, which has no token")
+        return tiles, sampled
+
+    def verify(
+        self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
+    ) -> Verified:
+        return Verified(*compiled.verify(slots, firsts, drafts, acceptable, ids.numpy(), history.numpy()))

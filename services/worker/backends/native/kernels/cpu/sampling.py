@@ -1,0 +1,71 @@
+"""From logits to tokens with compiled kernels."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.backends.native.kernels.cpu.compiled.choosing import draw_kernel, greedy_kernel
+from services.worker.backends.native.kernels.cpu.compiled.logit_rules import mask_kernel
+from services.worker.backends.native.kernels.cpu.compiled.logprobs import logprobs_kernel
+from services.worker.backends.native.kernels.cpu.logit_rules import CpuLogitRules
+from services.worker.backends.native.kernels.interface import I32, DrawColumns, LogitRules, ScoredTokens
+from services.worker.sampling.noise import Purpose, keys
+from services.worker.sampling.reference import GREEDY_BELOW
+
+
+class CpuSampling:
+    """`SamplingKernels`. For one calling thread."""
+
+    def __init__(self) -> None:
+        self._greedy, self._draw, self._mask = greedy_kernel(), draw_kernel(), mask_kernel()
+        self._logprobs = logprobs_kernel()
+
+    def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
+        return CpuLogitRules(num_slots, vocab_size, history)
+
+    def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
+        addresses = rows.ctypes.data, words.ctypes.data
+        self._mask.run(len(rows), (logits.data_ptr(), logits.shape[1], *addresses))
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._greatest(logits, np.arange(len(logits), dtype=np.int32)))
+
+    def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+        draws = columns.temperature >= GREEDY_BELOW
+        if not draws.any():
+            return self.greedy(logits)
+        ids = np.empty(len(logits), np.int32)
+        if len(rows := np.flatnonzero(~draws).astype(np.int32)):
+            ids[rows] = self._greatest(logits, rows)
+        rows = np.flatnonzero(draws).astype(np.int32)
+        ids[rows] = self._drawn(logits, rows, columns)
+        return torch.from_numpy(ids)
+
+    def _greatest(self, logits: torch.Tensor, rows: I32) -> I32:
+        ids = np.empty(len(rows), np.int32)
+        addresses = logits.data_ptr(), rows.ctypes.data
+        self._greedy.run(len(rows), (*addresses, logits.shape[1], ids.ctypes.data))
+        return ids
+
+    def _drawn(self, logits: torch.Tensor, rows: I32, columns: DrawColumns) -> I32:
+        ids = np.empty(len(rows), np.int32)
+        noise = keys(columns.seed[rows], columns.position[rows], Purpose.SAMPLE)
+        filters = columns.temperature, columns.min_p, columns.top_k, columns.top_p
+        drawn: list[NDArray[Any]] = [*(column[rows] for column in filters), *noise, ids]
+        addresses = logits.data_ptr(), rows.ctypes.data
+        self._draw.run(len(rows), (*addresses, logits.shape[1], *(column.ctypes.data for column in drawn)))
+        return ids
+
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: I32, tops: I32) -> ScoredTokens:
+        vocab_size = logits.shape[1]
+        counts = tops + np.int32(1)
+        firsts = np.cumsum(counts, dtype=np.int32) - counts
+        entries = int(counts.sum())
+        ids, values = np.empty(entries, np.int32), np.empty(entries, np.float32)
+        token_ranks = np.empty(len(rows), np.int32)
+        columns = rows, tokens, tops, firsts, ids, values, token_ranks
+        addresses = (column.ctypes.data for column in columns)
+        self._logprobs.run(len(rows), (logits.data_ptr(), vocab_size, *addresses, entries))
+        return ScoredTokens(counts, ids, values, token_ranks)

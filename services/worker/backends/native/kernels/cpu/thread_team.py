@@ -1,0 +1,134 @@
+"""Runs compiled kernels, alone or shared with other threads.
+
+A kernel is a C function of one address; every thread that shares it calls it, and each takes the next items from the
+counter at that address until none are left.
+"""
+
+import copy
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numba import cfunc, njit
+from numba.core import types
+
+from services.worker.backends.native.kernels.cpu.compiled.simd import fetch_add
+from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
+
+HEADER = [("next", np.int64), ("items", np.int64)]
+"""First fields of every argument block: the counter, and how many items there are."""
+ALONE = (0, 0)
+
+
+@njit(inline="always")
+def take(address):  # type: ignore[no-untyped-def]
+    """The next item."""
+    return fetch_add(address, 1)
+
+
+def _openmp() -> int:
+    """Where `GOMP_parallel(function, data, threads, flags)` stands; 0 where torch has another library."""
+    try:
+        return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+_OPENMP = _openmp()
+_SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
+_CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
+
+
+class _Own(threading.local):
+    helpers: Helpers | None = None
+    """Of a calling thread."""
+
+
+_own = _Own()
+_threads = 1
+
+
+def set_num_threads(number: int) -> None:
+    """Kernels of this process may use so many threads from now on, the calling one included."""
+    global _threads
+    _threads = number if sys.platform == "linux" else 1
+
+
+def shared(beside_torch: bool = False) -> tuple[int, int]:
+    """How the calling thread shares a kernel with others: the address of a function like `GOMP_parallel`, and its third
+    argument. ALONE: not at all.
+
+    Args:
+        beside_torch: what comes before and after is computed by torch on threads of its own, which wait spinning; so
+            it is shared with these.
+    """
+    if beside_torch:
+        threads = torch.get_num_threads()
+        return (_OPENMP, threads) if _OPENMP and threads > 1 else ALONE
+    if not (others := _threads - 1):
+        return ALONE
+    if _own.helpers is None or _own.helpers.number != others:
+        _own.helpers = None  # they leave first
+        _own.helpers = Helpers(others)
+    return SHARE, _own.helpers.state
+
+
+class Kernel:
+    """A compiled kernel and its argument block, for one calling thread.
+
+    Args:
+        body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
+        fields: names and types of its arguments, after `HEADER`; pointers are int64.
+        cost: how much work is worth another thread: items, unless `run` is told otherwise.
+        beside_torch: see `shared`
+    """
+
+    def __init__(
+        self,
+        body: Callable[[int], None],
+        fields: list[tuple[str, Any]],
+        cost: int,
+        beside_torch: bool = False,
+    ) -> None:
+        self._compiled = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
+        self.function: int = self._compiled.address
+        self.cost, self._fields, self._beside_torch = (
+            cost,
+            np.dtype(HEADER + fields, align=True),
+            beside_torch,
+        )
+        self._place()
+
+    def _place(self) -> None:
+        self._block = np.zeros(1, self._fields)
+        self.address: int = self._block.ctypes.data
+        self.args = self._block[0]
+
+    def again(self) -> Self:
+        """The same code with an argument block of its own."""
+        other = copy.copy(self)
+        other._place()
+        return other
+
+    def address_of(self, field: str) -> int:
+        """Where a field of the argument block is."""
+        offset = self._block.dtype.fields[field][1]  # type: ignore[index]
+        return self.address + int(offset)
+
+    def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
+        """Sets the argument block: the values of the fields, in order."""
+        self._block[0] = (0, items, *values)
+
+    def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
+        """Runs over `items` items with the values of the fields, in order; `work`: how much it is, if not the items."""
+        self.fill(values, items)
+        share, among = ALONE if (work or items) < 2 * self.cost else shared(self._beside_torch)
+        if share:
+            _CALLABLE[share](self.function, self.address, among, 0)
+        else:
+            self._call(self.address)

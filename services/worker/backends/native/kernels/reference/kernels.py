@@ -1,0 +1,30 @@
+"""The reference implementation."""
+
+import torch
+
+from services.worker.backends.native.kernels.interface import (
+    DraftingKernels,
+    NetworkKernels,
+    RowKernels,
+    SamplingKernels,
+)
+from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
+from services.worker.backends.native.kernels.reference.network import ReferenceNetwork
+from services.worker.backends.native.kernels.reference.rows import ReferenceRows
+from services.worker.backends.native.kernels.reference.sampling import ReferenceSampling
+
+
+class ReferenceKernels:
+    """`Kernels`"""
+
+    def __init__(self, activations: torch.dtype) -> None:
+        self.network: NetworkKernels = ReferenceNetwork(activations)
+        self.rows: RowKernels = ReferenceRows()
+        self.sampling: SamplingKernels = ReferenceSampling()
+        self.drafting: DraftingKernels = ReferenceDrafting()
+
+    def float32_network(self) -> NetworkKernels:
+        return ReferenceNetwork(torch.float32)
+
+    def use_threads(self, number: int) -> None:
+        torch.set_num_threads(number)

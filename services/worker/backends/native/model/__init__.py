@@ -1,0 +1,1 @@
+"""The transformer of one rank: its configuration, its share of the weights, and its forward pass."""

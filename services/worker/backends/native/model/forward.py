@@ -1,0 +1,229 @@
+"""The forward pass of one rank over its paged cache, for as long as an epoch lasts."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.backends.native.kernels.interface import BatchTensors, Buffers
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.sampling.logprobs import PromptScores
+from services.worker.backends.native.token_history import TokenHistory
+from services.worker.backends.pooling import PooledRows
+from services.worker.batch.slots import Rows
+from services.worker.distributed.ranks import Ranks
+
+FINAL = -1
+"""In place of a layer's number: after the final norm."""
+_FEW = {"tokens": 64, "tiles": 32, "sampled": 32}
+"""Rows that there is room for at first."""
+
+
+class ForwardBuffers(Buffers):
+    """Rows are tokens, tiles of queries, and sampled tokens."""
+
+    def __init__(self, model: Model, taps: tuple[int, ...], **capacity: int) -> None:
+        super().__init__(**capacity)
+        c, kind = model.config, model.kernels.network.activations
+        heads, hidden = c.num_heads * c.head_dim, c.hidden_size
+        self.ids, self.slots, self.positions = (self._rows("tokens", dtype=torch.int32) for _ in range(3))
+        self.tiles = self._rows("tiles", 4, dtype=torch.int32)
+        self.sampled = self._rows("sampled", dtype=torch.int32)
+        self.residual = self._rows("tokens", hidden)
+        self.normed = self._rows("tokens", hidden, dtype=kind)
+        self.qkv = self._rows("tokens", heads + 2 * c.num_kv_heads * c.head_dim, dtype=kind)
+        self.attended = self._rows("tokens", heads, dtype=kind)
+        self.gate_up = self._rows("tokens", 2 * c.intermediate_size, dtype=kind)
+        self.gated = self._rows("tokens", c.intermediate_size, dtype=kind)
+        self.attention_out = self._rows("tokens", hidden, dtype=kind)
+        self.mlp_out = self._rows("tokens", hidden, dtype=kind)
+        self.reduced = self._rows("tokens", hidden, dtype=kind)
+        """Sums over ranks; not in place, as what was sent must not change before the next exchange."""
+        self.taps = tuple(
+            self._rows("tokens", hidden, dtype=kind if tap == FINAL else torch.float32) for tap in taps
+        )
+        """For a drafter."""
+        self.final = self._rows("sampled", hidden)
+        self.final_normed = self._rows("sampled", hidden, dtype=kind)
+        logits = model.part.vocabulary_width if model.part.is_last else 1
+        self.logits = self._rows("sampled", logits, dtype=kind)
+
+    @property
+    def batch(self) -> BatchTensors:
+        return BatchTensors(self.ids, self.slots, self.positions, self.tiles, self.sampled)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The size of one step."""
+
+    tokens: int
+    tiles: int
+    sampled: int
+
+
+class ForwardPass:
+    """For one calling thread.
+
+    Args:
+        ranks: the group; its ranks make the same calls in the same order.
+        table: int32[slots, blocks], the block table of every slot, which the scheduler's plans change in place.
+        taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ranks: Ranks,
+        num_blocks: int,
+        block_size: int,
+        table: NDArray[np.int32],
+        taps: Collection[int] = (),
+    ) -> None:
+        self._model, self._network, self._ranks = model, model.kernels.network, ranks
+        self._table, self._taps = torch.from_numpy(table), tuple(taps)
+        self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks)
+        self._counts = Counts(0, 0, 0)
+        self._make_room(_FEW)
+
+    def _make_room(self, capacity: dict[str, int]) -> None:
+        """New buffers, and what is computed on them."""
+        model = self._model
+        self._buffers = ForwardBuffers(model, self._taps, **capacity)
+        self._attention = self._network.attention(
+            model.attention, self._cache, self._table, capacity["tokens"]
+        )
+        self._recording = self._network.record(self._body, self._buffers)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def lay_out(self, rows: Rows, history: TokenHistory | None, ids: torch.Tensor | None = None) -> None:
+        """Prepare a step.
+
+        Args:
+            history: of the tokens to compute; None where another stage reads them
+            ids: int32[tokens] instead of those in the history
+
+        Raises: RuntimeError, when the history has no token at a position.
+        """
+        kernels, sampled = self._model.kernels.rows, 1 + rows.drafts[rows.samples]
+        tokens = int(rows.counts.sum())
+        needed = {
+            "tokens": tokens,
+            "tiles": len(rows.slots) + tokens // kernels.tile,
+            "sampled": int(sampled.sum()),
+        }
+        if not self._buffers.holds(**needed):
+            before = self._buffers.capacity
+            self._make_room({kind: max(before[kind], _power(count)) for kind, count in needed.items()})
+        where = history.tokens if history is not None and ids is None else None
+        counts = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self._buffers.batch)
+        self._counts = Counts(tokens, *counts)
+        if ids is not None:
+            self._buffers.ids[:tokens] = ids
+
+    def run(
+        self, pooled: PooledRows | None = None, prompts: PromptScores | None = None
+    ) -> torch.Tensor | None:
+        """Compute every token of the step in this rank's layers and write its keys and values to the cache.
+
+        Args:
+            pooled: takes the hidden states that it needs; only the last stage has them.
+            prompts: takes the logits that it needs, on the output rank; the last stage's ranks agree on them.
+
+        Returns:
+            float32[sampled tokens, vocab_size], on the output rank; until the next step. None on the others.
+
+        Raises: RanksLost
+        """
+        counts, part, pipeline = self._counts, self._model.part, self._ranks.pipeline
+        residual = self._buffers.residual[: counts.tokens]
+        if not part.is_first:
+            pipeline.receive_activations(residual)
+        elif self._ranks.tensor_parallel.size > 1:
+            residual[:] = self._embedded_by_ranks()
+        logits = self._recording.run(tokens=counts.tokens, tiles=counts.tiles, sampled=counts.sampled)
+        if not part.is_last:
+            pipeline.send_activations(residual.clone())
+            return None
+        if pooled is not None:
+            pooled.take(self._final_normed(pooled.tokens).float())
+        if prompts is not None:
+            for tokens in prompts.slices(part.whole.vocab_size):
+                if (scored := self._whole_logits(self._head(self._final_normed(tokens)))) is not None:
+                    prompts.take(scored)
+        return self._whole_logits(logits[: counts.sampled])
+
+    def tapped(self) -> list[torch.Tensor]:
+        """[tokens, hidden] of what a drafter reads, until the next step."""
+        return [tap[: self._counts.tokens] for tap in self._buffers.taps]
+
+    # -- what is computed ------------------------------------------------------------------------------------------
+
+    def _body(self, b: ForwardBuffers) -> torch.Tensor:
+        """From token ids to logits, or from the stage before to the next one. Returns [sampled, vocabulary width]."""
+        network, model, team = self._network, self._model, self._ranks.tensor_parallel
+        if model.embedding is not None and team.size == 1:
+            network.gather(b.ids, model.embedding, b.residual)
+        self._attention.begin(b.positions, b.slots)
+        eps, delta = model.config.norm_eps, None
+        for number, layer in enumerate(model.layers):
+            network.norm(b.residual, delta, layer.input_norm, eps, b.normed)
+            if (whole := model.part.layers[number]) in self._taps:
+                network.copy(b.residual, b.taps[self._taps.index(whole)])
+            self._attention.write(number, layer.qkv(b.normed, b.qkv), layer.head_norms)
+            self._attention.attend(number, b.tiles, b.attended)
+            delta = self._sum_over_ranks(layer.out(b.attended, b.attention_out), b)
+            network.norm(b.residual, delta, layer.post_norm, eps, b.normed)
+            network.silu_and_multiply(layer.gate_up(b.normed, b.gate_up), b.gated)
+            delta = self._sum_over_ranks(layer.down(b.gated, b.mlp_out), b)
+        assert delta is not None, "a stage has at least one layer"
+        network.add(delta, b.residual)
+        if not model.part.is_last:
+            return b.logits
+        if FINAL in self._taps:
+            network.norm(b.residual, None, model.final_norm, eps, b.taps[self._taps.index(FINAL)])
+        network.gather(b.sampled, b.residual, b.final)
+        network.norm(b.final, None, model.final_norm, eps, b.final_normed)
+        return model.head(b.final_normed, b.logits)
+
+    def _sum_over_ranks(self, partial: torch.Tensor, b: ForwardBuffers) -> torch.Tensor:
+        team = self._ranks.tensor_parallel
+        return partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
+
+    def _embedded_by_ranks(self) -> torch.Tensor:
+        """[tokens, hidden]: each token's row comes from the rank that has it, zeros from the others."""
+        embedding = self._model.embedding
+        assert embedding is not None, "the first stage has the embedding"
+        own = self._buffers.ids[: self._counts.tokens].long() - self._model.part.vocabulary.start
+        foreign = (own < 0) | (own >= len(embedding))
+        rows = embedding[own.masked_fill_(foreign, 0)].masked_fill_(foreign[:, None], 0)
+        return self._ranks.tensor_parallel.all_reduce(rows)
+
+    def _final_normed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """activations[some, hidden] after the final norm, of int64[some] tokens of the step."""
+        residual = self._buffers.residual[tokens]
+        out = torch.empty(residual.shape, dtype=self._network.activations)
+        self._network.norm(residual, None, self._model.final_norm, self._model.config.norm_eps, out)
+        return out
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        width = self._model.part.vocabulary_width
+        return self._model.head(states, torch.empty(len(states), width, dtype=states.dtype))
+
+    def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
+        """float32[rows, vocab] on the first rank of the last stage, from each rank's share of the vocabulary."""
+        vocab, team = self._model.part.whole.vocab_size, self._ranks.tensor_parallel
+        if not len(own):
+            return torch.empty(0, vocab) if team.is_first else None
+        parts = team.gather(own)
+        if len(parts) == 1:
+            return parts[0].float()
+        return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()

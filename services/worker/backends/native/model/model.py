@@ -1,0 +1,53 @@
+"""The transformer's weights. Llama, Mistral, Qwen2 and Qwen3 are one forward pass with different parts present.
+
+Tensor parallelism cuts products in pairs: the first of a pair by its outputs (queries, keys and values; gate and up),
+the second by its inputs (out; down), so that one sum over the ranks per pair makes every rank's residual stream whole
+again, with the same bits. Embedding and head are cut by token ids.
+"""
+
+import torch
+
+from services.worker.backends.native.kernels.interface import AttentionShape, CacheShape, Kernels
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.loading import ShardLoader
+from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.rope import inverse_frequencies
+from services.worker.runner import Progress
+from services.worker.weights import Checkpoint
+
+
+class Model:
+    """The weights of one rank."""
+
+    def __init__(
+        self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, kernels: Kernels, progress: Progress
+    ) -> None:
+        """Raises: LoadError, when a tensor is missing or has another shape."""
+        self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
+        self.attention = attention_shape(part.config)
+        loader = ShardLoader(part, checkpoint, dtype, kernels.network)
+        self.embedding = loader.embedding() if part.is_first else None
+        """[this rank's token ids, hidden] in the model's dtype"""
+        self.layers = []
+        for number in part.layers:
+            self.layers.append(loader.layer(number))
+            progress("loading weights", len(self.layers) / (len(part.layers) + 1))
+        if part.is_last:
+            self.final_norm = loader.vector("model.norm.weight", part.whole.hidden_size)
+            self.head = loader.head(self.embedding)
+        progress("loading weights", 1.0)
+
+    def cache_shape(self, block_size: int) -> CacheShape:
+        return cache_shape(self.config, block_size, self.dtype)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return self.kernels.network.bytes_per_block(self.cache_shape(block_size))
+
+
+def attention_shape(config: ModelConfig) -> AttentionShape:
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    return AttentionShape(config.num_heads, config.head_dim, config.windows, config.norm_eps, frequencies)
+
+
+def cache_shape(config: ModelConfig, block_size: int, dtype: torch.dtype) -> CacheShape:
+    return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)

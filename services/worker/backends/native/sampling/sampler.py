@@ -1,0 +1,119 @@
+"""From logits to token ids, all rows at once; a row's result depends on its own logits and parameters only.
+
+The order is vLLM's: allowed ids, bad words, banned ids, biases, penalties (the slot's logit rule), the grammar's mask,
+then temperature, min-p, top-k, top-p and the noise of `services.worker.sampling.noise`. Tokens that tie with the last
+one kept are kept too. Of equal maxima the lowest id wins, also where nothing is left. Log-probabilities are those of
+the logits before all this.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.rows import LogprobRows
+from protocol.steps import GrammarOutput
+from services.worker.backends.native.kernels.interface import DrawColumns, Kernels
+from services.worker.backends.native.sampling.acceptance import SamplePositions
+from services.worker.backends.native.sampling.grammar_mask import GrammarMask
+from services.worker.backends.native.sampling.logit_rules import rule_of_slot
+from services.worker.backends.native.sampling.logprobs import score
+from services.worker.backends.native.token_history import TokenHistory
+from services.worker.batch.slots import NONE, SlotTable
+
+I32 = NDArray[np.int32]
+
+
+class SampledTokens(NamedTuple):
+    """For each row the drafts that were accepted and one token more."""
+
+    ids: torch.Tensor
+    """int32[sum(counts)], rows back to back"""
+    counts: I32
+    """int32[rows]"""
+    drafted: I32
+    """int32[rows]: drafts that were verified"""
+    logprobs: LogprobRows | None
+    """Of the rows that ask for them; owners are slots."""
+
+
+class Sampler:
+    """For one calling thread, on the rank that samples."""
+
+    def __init__(self, table: SlotTable, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
+        self._table, self._history, self._vocab_size, self._kernels = table, history, vocab_size, kernels
+        self.rules = kernels.sampling.logit_rules(table.num_slots, vocab_size, history.tokens)
+        self._copy = torch.empty(0, vocab_size)
+        """Raw logits of one step; kept, as fresh memory costs more than the copy."""
+
+    def assign(self, slot: int) -> None:
+        """The slot has another request; the table has its parameters, the history its tokens."""
+        self.rules.assign(slot, rule_of_slot(self._table, slot, self._vocab_size))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: I32,
+        positions: I32,
+        grammar: GrammarOutput | None = None,
+        drafts: I32 | None = None,
+    ) -> SampledTokens:
+        """Sample a token after each row, and one after each of its drafts as long as they are accepted.
+
+        Args:
+            logits: float32[rows + drafts, vocab], changed in place
+            slots: int32[rows], where each row's parameters are
+            positions: int32[rows], the absolute position of each row's first sampled token; its drafts stand in the
+                history from there on
+            drafts: int32[rows], how many there are; None: none
+        """
+        none, kernels = np.zeros(len(slots), np.int32), self._kernels
+        drafts = none if drafts is None else drafts
+        if not len(slots):
+            return SampledTokens(torch.empty(0, dtype=torch.int32), none, none, None)
+        rows = SamplePositions.from_rows(kernels.rows, slots, positions, drafts)
+        slots, positions = rows.slots, rows.positions
+        mask = None
+        if grammar is not None:
+            mask = GrammarMask.from_message(grammar, slots[rows.offsets == 0], drafts, logits.shape[1])
+        scored = np.flatnonzero(self._table.logprobs[slots] != NONE).astype(np.int32)
+        raw, raw_rows = self._raw(logits, slots, scored, mask)
+        self.rules.apply(logits, slots, positions)
+        if mask is not None and len(mask.rows):
+            kernels.sampling.apply_bitmask(logits, mask.rows, mask.words)
+        ids = kernels.sampling.choose(logits, self._columns(slots, positions))
+        acceptable = drafts if mask is None else mask.acceptable
+        accepted = rows.accept(kernels.rows, ids, self._history.tokens, acceptable)
+        tokens = ids.numpy()
+        result = SampledTokens(
+            torch.from_numpy(tokens[accepted.stays]), accepted.counts, accepted.drafted, None
+        )
+        if not len(scored):
+            return result
+        emitted = accepted.stays[scored]
+        scored, raw_rows = scored[emitted], raw_rows[emitted]
+        tops = self._table.logprobs[slots[scored]]
+        columns = slots[scored], positions[scored], tokens[scored], tops
+        return result._replace(logprobs=score(kernels.sampling, raw, raw_rows, *columns))
+
+    def _raw(
+        self, logits: torch.Tensor, slots: I32, scored: I32, mask: GrammarMask | None
+    ) -> tuple[torch.Tensor, I32]:
+        """Where the logits of `scored` rows will still be after sampling, and in which rows; copied if one changes."""
+        changes = self.rules.changes(slots)
+        if mask is not None:
+            changes[mask.rows] = True
+        if not changes[scored].any():
+            return logits, scored
+        if len(scored) > len(self._copy):
+            self._copy = torch.empty(len(scored), logits.shape[1])
+        copy = self._copy[: len(scored)]
+        torch.index_select(logits, 0, torch.from_numpy(scored), out=copy)
+        return copy, np.arange(len(scored), dtype=np.int32)
+
+    def _columns(self, slots: I32, positions: I32) -> DrawColumns:
+        t = self._table
+        return DrawColumns(
+            t.temperature[slots], t.min_p[slots], t.top_k[slots], t.top_p[slots], t.seed[slots], positions
+        )

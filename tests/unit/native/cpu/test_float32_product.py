@@ -1,0 +1,50 @@
+"""Float32 products by our own kernel: the right sums, and a row's bits do not depend on its batch."""
+
+import pytest
+import torch
+
+from services.worker.backends.native.kernels.cpu.compiled import product as product_kernels
+from services.worker.backends.native.kernels.cpu.launching import Launcher
+from services.worker.backends.native.kernels.cpu.products import Float32Product
+from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
+
+SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
+SIZES = [*range(1, 20), 47, 48, 49, 70, 96, 97, 128, 257]
+
+
+def multiply(product: Float32Product, x: torch.Tensor, outputs: int) -> torch.Tensor:
+    return product(x, torch.full((len(x), outputs), float("nan")))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("digits", ["bfloat16", "float32"])
+def test_equals_torch(shape: tuple[int, int], bias: bool, digits: str) -> None:
+    """With weights that are kept in bfloat16, because they have no more digits, and with others."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape).to(getattr(torch, digits)).float()
+    added = torch.randn(shape[0]) if bias else None
+    product = Float32Product(Launcher(), weight.clone(), added)
+    for rows in (0, 1, 2, 3, 4, 5, 8, 23, 49):
+        x = torch.randn(rows, shape[1])
+        expected = torch.nn.functional.linear(x, weight, added)
+        torch.testing.assert_close(multiply(product, x, shape[0]), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_at_every_batch_size(
+    shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch invariance (docs/invariants.md), also where other threads compute parts."""
+    monkeypatch.setattr(product_kernels, "WORTH", 1)  # small products are shared too
+    torch.manual_seed(0)
+    product = Float32Product(Launcher(), torch.randn(shape), torch.randn(shape[0]))
+    x = torch.randn(max(SIZES), shape[1])
+    set_num_threads(threads)
+    try:
+        alone = torch.cat([multiply(product, x[i : i + 1].contiguous(), shape[0]) for i in range(len(x))])
+        for size in SIZES:
+            assert torch.equal(multiply(product, x[-size:].contiguous(), shape[0]), alone[-size:]), size
+    finally:
+        set_num_threads(1)

@@ -1,0 +1,124 @@
+"""Threads that share kernels: every item is computed once, however many threads come."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numba import carray
+
+from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
+from services.worker.backends.native.kernels.cpu.thread_team import (
+    HEADER,
+    Kernel,
+    set_num_threads,
+    shared,
+    take,
+)
+
+FIELDS = [("out", np.int64), ("met", np.int64), ("wanted", np.int64)]
+BLOCK = np.dtype(HEADER + FIELDS, align=True)
+
+
+def count(address):  # type: ignore[no-untyped-def]
+    """Adds one to each item's number, then waits until so many items were begun as are `wanted`."""
+    a = carray(simd.pointer(address), 1, BLOCK)[0]
+    while True:
+        item = take(address)
+        if item >= a.items:
+            break
+        simd.i64_at(a.out + item * 8, 1)[0] += 1
+        simd.fetch_add(a.met, 1)
+        while simd.load_i64(a.met) < a.wanted:
+            pass
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Kernel:
+    return Kernel(count, FIELDS, cost=1)
+
+
+@pytest.fixture(autouse=True)
+def alone_afterwards() -> Iterator[None]:
+    yield
+    set_num_threads(1)
+
+
+def run(kernel: Kernel, items: int, wanted: int = 0) -> list[int]:
+    out, met = np.zeros(items, np.int64), np.zeros(1, np.int64)
+    kernel.run(items, (out.ctypes.data, met.ctypes.data, wanted))
+    return out.tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_item_is_computed_once(kernel: Kernel, threads: int) -> None:
+    set_num_threads(threads)
+    for items in [*range(2, 40), 1000] * 20:
+        assert run(kernel, items) == [1] * items
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_helpers_take_part(kernel: Kernel, threads: int) -> None:
+    """As many items as threads, of which each waits until all were begun."""
+    set_num_threads(threads)
+    for _ in range(20):
+        assert run(kernel, threads, wanted=threads) == [1] * threads
+
+
+def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
+    nobody = Helpers(0)
+    own, out, met = kernel.again(), np.zeros(9, np.int64), np.zeros(1, np.int64)
+    own.fill((out.ctypes.data, met.ctypes.data, 0), items=9)
+    caller = Kernel(
+        share, [("function", np.int64), ("block", np.int64), ("among", np.int64), ("how", np.int64)], 1
+    )
+    caller.run(1, (own.function, own.address, nobody.state, SHARE))
+    assert out.tolist() == [1] * 9
+
+
+def share(address):  # type: ignore[no-untyped-def]
+    """Another kernel, shared: as a kernel that runs others does it."""
+    words = simd.i64_at(address, 6)
+    simd.call_shared(words[5], words[2], words[3], words[4])
+
+
+def test_each_calling_thread_has_helpers_of_its_own(kernel: Kernel) -> None:
+    set_num_threads(2)
+    states: dict[int, int] = {}
+    wrong: list[int] = []
+    together = threading.Barrier(3)
+
+    def work(number: int) -> None:
+        own = kernel.again()
+        states[number] = shared()[1]
+        together.wait(60)
+        wrong.extend(items for items in [*range(2, 40)] * 20 if run(own, items) != [1] * items)
+
+    callers = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+    assert len(set(states.values())) == 3
+
+
+@pytest.mark.parametrize(("items", "helpers"), [(7, 0), (8, 2)])
+def test_helpers_come_for_what_is_worth_it_and_leave_with_their_caller(items: int, helpers: int) -> None:
+    def there() -> int:
+        return sum(thread.name == "kernels" for thread in threading.enumerate())
+
+    before = there()
+    seen: list[int] = []
+
+    def work() -> None:
+        run(Kernel(count, FIELDS, cost=4), items)
+        seen.append(there() - before)
+
+    set_num_threads(3)
+    caller = threading.Thread(target=work)
+    caller.start()
+    caller.join()
+    assert seen == [helpers]
+    assert there() == before

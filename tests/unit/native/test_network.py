@@ -1,0 +1,179 @@
+"""Operations of the forward pass of every implementation against torch, and the compiled ones against the reference."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from services.worker.backends.native.kernels.interface import Buffers, NetworkKernels
+from services.worker.backends.native.kernels.selection import ONEDNN_BFLOAT16, processor_features
+from tests.unit.native.implementations import BF16, F32, every_implementation, make
+
+ROWS = [0, 1, 7, 40, 150]
+each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+WIDTHS = [1, 5, 16, 64, 104, 1000]
+
+
+def network(implementation: str, dtype: torch.dtype = F32) -> NetworkKernels:
+    return make(implementation, dtype).network
+
+
+@every_implementation
+@each_dtype
+@pytest.mark.parametrize("shape", [(96, 64), (1, 5), (211, 104)], ids=str)
+def test_linear(implementation: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if dtype == BF16 and ONEDNN_BFLOAT16 not in processor_features():
+        pytest.skip("this processor has no bfloat16 products")
+    torch.manual_seed(0)
+    for bias in (None, torch.randn(shape[0]).to(dtype)):
+        weight = torch.randn(shape).to(dtype)
+        linear = network(implementation, dtype).linear(weight.clone(), bias)
+        for rows in ROWS:
+            x = torch.randn(rows, shape[1]).to(dtype)
+            result = linear(x, torch.empty(rows, shape[0], dtype=dtype))
+            expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+            close = {"atol": 1e-4, "rtol": 1e-5} if dtype == F32 else {"atol": 0.1, "rtol": 0.02}
+            torch.testing.assert_close(result.float(), expected, **close)
+
+
+@every_implementation
+@each_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm(implementation: str, dtype: torch.dtype, width: int) -> None:
+    """With and without a delta that is added first; each row by itself has the same bits."""
+    torch.manual_seed(0)
+    kernels, weight = network(implementation, dtype), torch.randn(width)
+    for rows in ROWS:
+        x = torch.randn(rows, width)
+        for delta in (None, torch.randn(rows, width).to(dtype)):
+            residual, out = x.clone(), torch.empty(rows, width, dtype=dtype)
+            kernels.norm(residual, delta, weight, 1e-6, out)
+            total = x if delta is None else x + delta.float()
+            assert torch.equal(residual, total)
+            normed = F.rms_norm(total, (width,), weight, 1e-6)
+            torch.testing.assert_close(out.float(), normed, atol=0.04 if dtype == BF16 else 1e-5, rtol=1e-5)
+            if rows > 3:
+                row, alone = total[3:4].clone(), torch.empty(1, width, dtype=dtype)
+                kernels.norm(row, None, weight, 1e-6, alone)
+                assert torch.equal(alone[0], out[3])
+
+
+@every_implementation
+@each_dtype
+@pytest.mark.parametrize("width", [1, 5, 16, 104])
+def test_silu_and_multiply(implementation: str, dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    for rows in ROWS:
+        gate_up = (torch.randn(rows, 2 * width) * 30).to(dtype)
+        if rows > 1:
+            gate_up[0, 0], gate_up[1, 0] = -200.0, 200.0  # beyond the range of exp
+        out = torch.empty(rows, width, dtype=dtype)
+        network(implementation, dtype).silu_and_multiply(gate_up, out)
+        gate, up = gate_up.float().split(width, -1)
+        close = {"atol": 1e-3, "rtol": 0.01 if dtype == BF16 else 1e-5}
+        torch.testing.assert_close(out.float(), F.silu(gate) * up, **close)
+
+
+@every_implementation
+@each_dtype
+@pytest.mark.parametrize("width", [5, 16, 100])
+def test_gather_copy_and_add(implementation: str, dtype: torch.dtype, width: int) -> None:
+    """To the bit; into columns of a wider matrix too, whose other columns stay."""
+    torch.manual_seed(0)
+    kernels, source = network(implementation, dtype), torch.randn(30, width).to(dtype)
+    for rows in ROWS:
+        index = torch.randint(0, 30, (rows,), dtype=torch.int32)
+        wide = torch.full((rows, width + 7), -5.0)
+        kernels.gather(index, source, wide[:, 7:])
+        assert torch.equal(wide[:, 7:], source[index.long()].float())
+        kernels.copy(torch.arange(rows * 7.0).view(rows, 7), wide[:, :7])
+        assert wide[:, :7].flatten().tolist() == list(range(rows * 7))
+        total, delta = torch.randn(rows, width), torch.randn(rows, width).to(dtype)
+        expected = total + delta.float()
+        kernels.add(delta, total)
+        assert torch.equal(total, expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("vocab", [1, 7, 16, 211, 1024])
+def test_most_likely(implementation: str, vocab: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(9, vocab) * 5
+    logits[1] = 3.0  # all equal: the lowest id
+    logits[2, -1] = 200.0
+    ids, chances = torch.empty(9, dtype=torch.int32), torch.empty(9)
+    sharpness = torch.tensor([1, 1, 0.5, 2.5, 1, 4, 0.1, 1, 2])
+    network(implementation).most_likely(logits, sharpness, ids, chances)
+    assert ids.tolist() == logits.argmax(1).tolist()
+    assert ids[1] == 0
+    torch.testing.assert_close(chances, (logits * sharpness[:, None]).softmax(1).amax(1), rtol=1e-5, atol=0)
+
+
+# -- recording ---------------------------------------------------------------------------------------------------
+
+
+class Squares(Buffers):
+    def __init__(self, rows: int, picked: int) -> None:
+        super().__init__(rows=rows, picked=picked)
+        self.x, self.sum = self._rows("rows", 20), self._rows("rows", 20)
+        self.normed = self._rows("rows", 20)
+        self.index = self._rows("picked", dtype=torch.int32)
+        self.out = self._rows("picked", 20)
+
+
+def test_buffers_know_their_kinds_and_room() -> None:
+    buffers = Squares(rows=8, picked=3)
+    assert (buffers.kind_of(buffers.x), buffers.kind_of(buffers.out[:2])) == ("rows", "picked")
+    with pytest.raises(KeyError):
+        buffers.kind_of(torch.empty(8, 20))
+    assert buffers.holds(rows=8, picked=2)
+    assert not buffers.holds(rows=8, picked=4)
+    some = buffers.first(rows=5)
+    assert (len(some.x), len(some.index), len(buffers.x)) == (5, 3, 8)
+    assert some.x.data_ptr() == buffers.x.data_ptr()
+
+
+@every_implementation
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_recording_runs_over_as_many_rows_as_it_is_given(implementation: str, threads: int) -> None:
+    """Rows behind them stay as they are; a function of the host is called in its place, each time."""
+    kernels, calls = make(implementation), []
+    net = kernels.network
+
+    def host(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return x * 2
+
+    def body(b: Squares) -> torch.Tensor:
+        net.add(b.x, b.sum)
+        doubled = net.call(host, b.sum, b.normed)
+        net.gather(b.index, doubled, b.out)
+        return b.out
+
+    torch.manual_seed(0)
+    kernels.use_threads(threads)
+    try:
+        buffers = Squares(rows=200, picked=6)
+        recording = net.record(body, buffers)
+        calls.clear()
+        for rows, picked in ((200, 6), (1, 1), (150, 0), (3, 2)):
+            buffers.x.copy_(torch.randn(200, 20))
+            buffers.sum.copy_(before := torch.randn(200, 20))
+            buffers.out.fill_(-1.0)
+            buffers.index[:picked] = torch.arange(picked) % rows
+            result = recording.run(rows=rows, picked=picked)
+            expected = before.clone()
+            expected[:rows] += buffers.x[:rows]
+            assert torch.equal(buffers.sum, expected)
+            assert torch.equal(result[:picked], 2 * expected[buffers.index[:picked].long()])
+            assert (buffers.out[picked:] == -1).all()
+        assert calls == [200, 1, 150, 3]
+    finally:
+        kernels.use_threads(1)
+
+
+def test_what_is_no_buffer_cannot_be_recorded() -> None:
+    net, x = network("compiled"), torch.zeros(3, 20)
+    with pytest.raises(KeyError):
+        net.record(lambda b: net.add(x, b.sum), Squares(rows=3, picked=1))
+    net.add(torch.ones(3, 20), x)
+    assert x.sum() == 60, "after the failure operations are run at once again"

@@ -1,0 +1,77 @@
+"""Kernels are chosen from one table: by what the user wants, device, dtype and processor."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from services.config import WorkerConfig
+from services.worker.backends.native.kernels.selection import (
+    ONEDNN_BFLOAT16,
+    TABLE,
+    choose,
+    create,
+    processor_features,
+)
+from services.worker.runner import LoadError
+from tests.unit.native.implementations import BF16, F32
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "features", "implementation", "activations"),
+    [
+        ("auto", F32, (), "compiled", F32),
+        ("auto", F32, (ONEDNN_BFLOAT16, "amx_bf16"), "compiled", F32),
+        ("auto", BF16, (ONEDNN_BFLOAT16,), "compiled", BF16),
+        ("auto", BF16, ("avx2",), "compiled", F32),
+        ("compiled", BF16, (), "compiled", F32),
+        ("reference", F32, (ONEDNN_BFLOAT16,), "reference", F32),
+        ("reference", BF16, (), "reference", BF16),
+    ],
+)
+def test_first_row_that_fits(
+    wanted: str,
+    dtype: torch.dtype,
+    features: tuple[str, ...],
+    implementation: str,
+    activations: torch.dtype,
+) -> None:
+    choice = choose(wanted, "cpu", dtype, features)
+    assert (choice.implementation, choice.activations) == (implementation, activations)
+    assert create(choice).network.activations == activations
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    with pytest.raises(LoadError, match=r"no kernels \(auto\) compute torch.float32 on 'tpu'"):
+        choose("auto", "tpu", F32, ())
+
+
+def test_the_choice_is_described_in_one_line() -> None:
+    line = choose("auto", "cpu", BF16, (ONEDNN_BFLOAT16,)).describe((ONEDNN_BFLOAT16, "amx_bf16", "avx2"))
+    assert (
+        line
+        == "kernels: compiled (cpu: avx2, amx_bf16); products: oneDNN, bfloat16; threads: torch's OpenMP threads"
+    )
+    assert all("\n" not in choice.describe(processor_features()) for choice in TABLE)
+
+
+@pytest.mark.parametrize("backend", ["sim", "vllm"])
+def test_kernels_of_another_backend_are_refused(backend: str) -> None:
+    assert WorkerConfig(backend=backend).kernels == "auto"
+    with pytest.raises(ValueError, match=f"--kernels reference chooses .* not of --backend {backend}"):
+        WorkerConfig(backend=backend, kernels="reference")
+    assert WorkerConfig(kernels="reference").kernels == "reference"
+
+
+def test_the_reference_serves_without_the_compiled_implementation() -> None:
+    """Nor does anything else import numba: implementations for other devices run where there is none."""
+    code = (
+        "import sys; sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+        "import torch\n"
+        "import services.worker.backends.native\n"
+        "from services.worker.backends.native.kernels.selection import choose, create\n"
+        "create(choose('reference', 'cpu', torch.float32, ()))\n"
+        "assert not any('kernels.cpu' in name for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
