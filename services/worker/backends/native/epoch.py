@@ -73,7 +73,7 @@ class Epoch:
         )
         self._pending = PendingStep[ComputedStep]()
         self.logits: torch.Tensor | None = None
-        """float32[sampled tokens, vocab] of the step executed last, until it is sampled; None where another rank samples."""
+        """float32[sampled tokens, vocab] of the step executed last, before sampling; None if another rank samples."""
 
     # -- the forward pass ----------------------------------------------------------------------------------------
 
@@ -140,7 +140,9 @@ class Epoch:
         for message in self._feedback.due(rows.slots):
             if self._ranks.tensor_parallel.is_first:
                 self._ranks.pipeline.receive_feedback(message.body)
-            outcome = Outcome.from_message(self._ranks.tensor_parallel.broadcast(message.body), message.drafts)
+            outcome = Outcome.from_message(
+                self._ranks.tensor_parallel.broadcast(message.body), message.drafts
+            )
             stays = self._feedback.wanted(message)
             self._keep(message.slots[stays], message.firsts[stays], outcome.select(stays))
 

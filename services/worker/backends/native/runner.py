@@ -172,4 +172,3 @@ def _digest(directory: Path, checkpoint: Checkpoint) -> str:
 def _dtype(worker: WorkerConfig, model: ModelConfig) -> torch.dtype:
     wanted = worker.dtype if worker.dtype != "auto" else default_dtype(worker.model) or model.dtype
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
-

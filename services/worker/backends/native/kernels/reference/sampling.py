@@ -50,7 +50,7 @@ class ReferenceSampling:
             np.array([len(each.token_ids) for each in scored], np.int32),
             np.concatenate([each.token_ids for each in scored]),
             np.concatenate([each.values for each in scored]),
-            np.array([each.rank for each in scored], np.int32),
+            np.array([each.token_rank for each in scored], np.int32),
         )
 
 
