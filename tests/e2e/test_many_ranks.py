@@ -137,7 +137,7 @@ async def test_worker_that_keeps_dying_ends_all_and_is_named() -> None:
 def test_auto_is_refused_where_workers_do_not_come_by_themselves() -> None:
     with serving("--tensor-parallel-size", "auto", wait=False) as server:
         assert server.wait() == 2
-        assert "serve starts them and needs a number" in server.last_line()
+        assert "serve starts the workers and needs a number" in server.last_line()
 
 
 def test_size_that_the_model_does_not_allow_is_refused_by_name() -> None:
