@@ -3,19 +3,19 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from tests.e2e.server import Server, serving
+from tests.e2e.server import ServeProcess, serving
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """The demo model in float32, as `make serve` would have it."""
+def server() -> Iterator[ServeProcess]:
+    """The demo model in float32, as with `make serve`."""
     with serving() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def sim() -> Iterator[Server]:
-    """Answers that mean nothing, at once: a short context ends what asks for no end."""
+def sim() -> Iterator[ServeProcess]:
+    """The simulator without delays. A short context bounds every output."""
     arguments = (
         "--backend",
         "sim",
@@ -31,7 +31,7 @@ def sim() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def client(server: Server) -> Iterator[OpenAI]:
+def client(server: ServeProcess) -> Iterator[OpenAI]:
     with server.client() as client:
         yield client
 

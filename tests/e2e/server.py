@@ -1,4 +1,4 @@
-"""`runahead serve` as a process of its own, and what is left of it afterwards."""
+"""`runahead serve` as a process of its own, and checks that nothing is left of it afterwards."""
 
 import contextlib
 import os
@@ -18,17 +18,17 @@ import psutil
 from openai import AsyncOpenAI, OpenAI
 
 PATIENCE = 120.0
-"""Seconds after which waiting for something counts as a failure."""
+"""Seconds after which a condition that does not hold is a failure."""
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"gave up waiting until {what}"
+        assert time.monotonic() < deadline, f"not true in time: {what}"
         time.sleep(0.02)
 
 
-class Server:
+class ServeProcess:
     """A running `serve`. Its sockets are under `runtime`, its log is the file `log`."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
@@ -50,14 +50,16 @@ class Server:
         assert self.process.stdout is not None
         self.welcome = self.process.stdout.readline()
         match = re.search(r"http://\S+(?=/v1 )", self.welcome)
-        assert match, f"not ready; its log says:\n{self.log.read_text()}"
+        assert match, f"not ready; its log:\n{self.log.read_text()}"
         self.url = match[0]
         self.find_services()
 
     def find_services(self) -> None:
-        """Names the children; again, after one was started again."""
+        """Find the child processes by name. Call it again after a restart."""
         for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it has just ended, or not begun
+            with contextlib.suppress(
+                psutil.NoSuchProcess, ValueError
+            ):  # it has ended, or its command line is not there yet
                 command = child.cmdline()
                 self.services[Path(command[command.index("services.cli.child") + 2]).stem] = child
 
@@ -68,7 +70,7 @@ class Server:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 when nobody answers."""
+        """Return status and body; 0 without an answer."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=10) as response:
                 return response.status, response.read().decode()
@@ -78,7 +80,7 @@ class Server:
             return 0, ""
 
     def metric(self, name: str) -> float:
-        """A gauge or counter by its name without prefix, summed over its labels."""
+        """Return a gauge or counter by its name without prefix, summed over its labels."""
         found = re.findall(rf"^\w+:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         assert found, f"no metric {name}"
         return sum(map(float, found))
@@ -93,7 +95,7 @@ class Server:
         return self.log.read_text().splitlines()[-1]
 
     def assert_nothing_is_left(self) -> None:
-        wait_until(lambda: not any(map(is_alive, self.services.values())), "no service is left")
+        wait_until(lambda: not any(map(is_alive, self.services.values())), "all services have ended")
         assert list(self.runtime.iterdir()) == [], "sockets or files are left"
 
     def clean_up(self) -> None:
@@ -115,9 +117,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, wait: bool = True, **environment: str) -> Iterator[Server]:
-    """A server on a free port; whatever happens, nothing of it is left."""
-    server = Server("--port", "0", *arguments, **environment)
+def serving(*arguments: str, wait: bool = True, **environment: str) -> Iterator[ServeProcess]:
+    """Start a server on a free port and yield it. At the end, kill all its processes and remove its files."""
+    server = ServeProcess("--port", "0", *arguments, **environment)
     try:
         if wait:
             server.wait_ready()

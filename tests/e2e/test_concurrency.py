@@ -1,4 +1,4 @@
-"""Many at once get what each would get alone: the promise of run-ahead scheduling, in float32, through everything."""
+"""Same tokens (docs/invariants.md): requests at the same time get the outputs that each gets alone, in float32."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tests.e2e.server import Server
+from tests.e2e.server import ServeProcess
 
 TEXT = (
     "Return a new array of bytes. The bytearray class is a mutable sequence of integers in the range 0 <= x < 256. "
@@ -15,7 +15,7 @@ TEXT = (
 
 
 def mixed_requests(model: str, count: int) -> list[dict[str, Any]]:
-    """Greedy and sampled, long and short, with shared prefixes, stops and streams."""
+    """Return greedy and sampled requests of different lengths, with shared prefixes, stop strings and streams."""
     rng = random.Random(0)
     requests = []
     for number in range(count):
@@ -36,7 +36,7 @@ def mixed_requests(model: str, count: int) -> list[dict[str, Any]]:
 
 
 async def answer(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[str, str | None]:
-    """Text and finish reason."""
+    """Return text and finish reason."""
     result = await client.completions.create(**request)
     if not request["stream"]:
         return result.choices[0].text, result.choices[0].finish_reason
@@ -44,7 +44,7 @@ async def answer(client: AsyncOpenAI, request: dict[str, Any]) -> tuple[str, str
     return "".join(choice.text for choice in choices), choices[-1].finish_reason
 
 
-async def test_64_mixed_requests_at_once_equal_their_single_runs(server: Server, model: str) -> None:
+async def test_64_concurrent_requests_equal_their_single_runs(server: ServeProcess, model: str) -> None:
     requests = mixed_requests(model, 64)
     async with server.async_client() as client:
         alone = [await answer(client, request) for request in requests]

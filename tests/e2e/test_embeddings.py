@@ -1,4 +1,4 @@
-"""/v1/embeddings of a running server with the official client: transformers' vectors, also beside generation."""
+"""/v1/embeddings with the official client: vectors equal those of transformers, also beside generation."""
 
 import asyncio
 import base64
@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.checkpoint import DEMO_MODEL
-from tests.e2e.server import Server
+from tests.e2e.server import ServeProcess
 
 TEXTS = [
     "How do I read a file line by line?",
@@ -22,7 +22,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def references() -> list[np.ndarray]:
-    """float32[192] of length 1 each: the state of the last token after the final norm."""
+    """Return float32[192] of length 1 for each text: the hidden state of the last token after the final norm."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval().model
     found = []
@@ -35,7 +35,7 @@ def references() -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("form", ["base64", "float"])
-def test_vectors_are_transformers(
+def test_vectors_equal_those_of_transformers(
     client: OpenAI, model: str, references: list[np.ndarray], form: str
 ) -> None:
     answer = client.embeddings.create(model=model, input=TEXTS, encoding_format=form)
@@ -47,10 +47,10 @@ def test_vectors_are_transformers(
     np.testing.assert_allclose(np.array(short), cut / np.linalg.norm(cut), atol=1e-5)
 
 
-async def test_vectors_and_texts_do_not_notice_one_another(
-    server: Server, model: str, references: list[np.ndarray]
+async def test_embeddings_and_completions_at_the_same_time_do_not_change(
+    server: ServeProcess, model: str, references: list[np.ndarray]
 ) -> None:
-    async def say(client: AsyncOpenAI, number: int) -> str:
+    async def complete(client: AsyncOpenAI, number: int) -> str:
         answer = await client.completions.create(
             model=model, prompt=f"Number {number} is", max_tokens=48, seed=number, temperature=float(number % 2),
             extra_body={"ignore_eos": True},
@@ -58,9 +58,9 @@ async def test_vectors_and_texts_do_not_notice_one_another(
         return answer.choices[0].text
 
     async with server.async_client() as client:
-        alone = await asyncio.gather(*(say(client, number) for number in range(4)))
+        alone = await asyncio.gather(*(complete(client, number) for number in range(4)))
         embed = (client.embeddings.create(model=model, input=TEXTS) for _ in range(6))
-        mixed = await asyncio.gather(*(say(client, number) for number in range(4)), *embed)
+        mixed = await asyncio.gather(*(complete(client, number) for number in range(4)), *embed)
     assert list(mixed[:4]) == list(alone)
     for answer in mixed[4:]:
         for item, expected in zip(answer.data, references, strict=True):

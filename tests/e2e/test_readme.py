@@ -1,4 +1,4 @@
-"""The commands that the README shows do what it says."""
+"""Commands and flags in the README work."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import ServeProcess
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -16,32 +16,34 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def here(text: str, server: Server) -> str:
+def at_server(text: str, server: ServeProcess) -> str:
     return text.replace("http://127.0.0.1:8000", server.url)
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_example_runs(server: Server, code: str) -> None:
+def test_python_example_runs(server: ServeProcess, code: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", here(code, server)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", at_server(code, server)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("command", [block for block in blocks("sh") if block.startswith("curl")])
-def test_curl_example_runs(server: Server, command: str) -> None:
-    done = subprocess.run(["bash", "-ec", here(command, server)], capture_output=True, text=True, timeout=120)
+def test_curl_example_runs(server: ServeProcess, command: str) -> None:
+    done = subprocess.run(
+        ["bash", "-ec", at_server(command, server)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert '"choices"' in done.stdout
 
 
-def test_examples_were_found() -> None:
+def test_readme_has_examples() -> None:
     assert blocks("python")
     assert any(block.startswith("curl") for block in blocks("sh"))
 
 
-def test_flags_in_the_readme_exist() -> None:
+def test_flags_of_the_readme_exist() -> None:
     from services.config import BenchConfig, ServeConfig
 
     known = {name.replace("_", "-") for model in (ServeConfig, BenchConfig) for name in model.model_fields}

@@ -1,4 +1,4 @@
-"""Demanded calls of the demo model, which knows nothing of tools: the grammar makes what it writes valid."""
+"""Required tool calls of the demo model, which was not trained for tools: the grammar makes its output valid."""
 
 import json
 from collections.abc import Iterator
@@ -41,13 +41,13 @@ TOOLS: list[Any] = [
 ]
 TOKENIZER = Tokenizer(DEMO_MODEL)
 SCHEMAS: dict[str, Any] = {"plan_trip": TRIP, "now": {"type": "object", "maxProperties": 0}}
-ASK: list[Any] = [{"role": "user", "content": "A week in Rome, please."}]
+MESSAGES: list[Any] = [{"role": "user", "content": "A week in Rome, please."}]
 NAMED = {"type": "function", "function": {"name": "plan_trip"}}
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Iterator[OpenAI]:
-    """A server that takes what comes before `</think>` for reasoning."""
+def reasoning_client() -> Iterator[OpenAI]:
+    """A server whose outputs have reasoning up to `</think>`."""
     settings = (
         "--reasoning-parser",
         "deepseek_r1",
@@ -59,44 +59,44 @@ def thinker() -> Iterator[OpenAI]:
         yield client
 
 
-def asked(choice: Any, seed: int, **more: Any) -> dict[str, Any]:
+def request_of(choice: Any, seed: int, **more: Any) -> dict[str, Any]:
     sampling = {"temperature": 1.0 if seed else 0.0, "seed": seed, "max_tokens": 400}
-    return {"messages": ASK, "tools": TOOLS, "tool_choice": choice, **sampling, **more}
+    return {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, **sampling, **more}
 
 
-def assert_calls_are_valid(choice: Any, demand: Any) -> None:
+def assert_calls_are_valid(choice: Any, tool_choice: Any) -> None:
     assert choice.message.tool_calls
     for call in choice.message.tool_calls:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
-    ends = "stop" if demand == NAMED else "tool_calls"
+    ends = "stop" if tool_choice == NAMED else "tool_calls"
     assert (choice.finish_reason, choice.message.content) == (ends, None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("demand", [NAMED, "required"], ids=["named", "required"])
-def test_demanded_call_is_valid_and_its_stream_says_the_same(
-    client: OpenAI, model: str, demand: Any, seed: int
+@pytest.mark.parametrize("tool_choice", [NAMED, "required"], ids=["named", "required"])
+def test_required_call_is_valid_and_equals_its_stream(
+    client: OpenAI, model: str, tool_choice: Any, seed: int
 ) -> None:
-    body = asked(demand, seed, model=model, parallel_tool_calls=False)
+    body = request_of(tool_choice, seed, model=model, parallel_tool_calls=False)
     whole = client.chat.completions.create(**body).choices[0]
     with client.chat.completions.stream(**body) as stream:
         deltas = [e.chunk.choices[0].delta for e in stream if e.type == "chunk"]
         streamed = stream.get_final_completion().choices[0]
     for choice in (whole, streamed):
-        assert_calls_are_valid(choice, demand)
+        assert_calls_are_valid(choice, tool_choice)
         assert len(choice.message.tool_calls or []) == 1
     calls = [
         [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
         for choice in (whole, streamed)
     ]
     assert calls[0] == calls[1]
-    if demand == NAMED:
+    if tool_choice == NAMED:
         assert calls[0][0][0] == "plan_trip"
-        assert len([delta for delta in deltas if delta.tool_calls]) > 1, "arguments are streamed"
+        assert len([delta for delta in deltas if delta.tool_calls]) > 1, "the arguments came in one chunk"
 
 
-def test_several_choices_each_call(client: OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(**asked(NAMED, 3, model=model, n=3))
+def test_every_choice_has_a_call(client: OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(**request_of(NAMED, 3, model=model, n=3))
     assert len(answer.choices) == 3
     for choice in answer.choices:
         assert_calls_are_valid(choice, NAMED)
@@ -105,64 +105,68 @@ def test_several_choices_each_call(client: OpenAI, model: str) -> None:
     )
 
 
-def test_call_that_max_tokens_cuts_off_is_content(client: OpenAI, model: str) -> None:
-    choice = client.chat.completions.create(**asked(NAMED, 0, model=model, max_tokens=3)).choices[0]
+def test_call_cut_off_by_max_tokens_is_content(client: OpenAI, model: str) -> None:
+    choice = client.chat.completions.create(**request_of(NAMED, 0, model=model, max_tokens=3)).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
     assert (choice.message.content or "").startswith("{")
 
 
-def test_tools_change_nothing_for_a_template_without_them(client: OpenAI, model: str) -> None:
-    body = asked("none", 0, model=model, max_tokens=24)
+def test_tools_do_not_change_a_template_without_tools(client: OpenAI, model: str) -> None:
+    body = request_of("none", 0, model=model, max_tokens=24)
     with_tools = client.chat.completions.create(**body)
     without = client.chat.completions.create(
-        model=model, messages=ASK, temperature=0.0, seed=0, max_tokens=24
+        model=model, messages=MESSAGES, temperature=0.0, seed=0, max_tokens=24
     )
     assert with_tools.choices[0].message.content == without.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
-        client.chat.completions.create(**asked("auto", 0, model=model))
+        client.chat.completions.create(**request_of("auto", 0, model=model))
 
 
-def test_schema_that_no_grammar_can_be_made_of_is_400(client: OpenAI, model: str) -> None:
+def test_schema_with_an_external_reference_is_400(client: OpenAI, model: str) -> None:
     parameters = {"type": "object", "properties": {"x": {"$ref": "http://example.com/schema"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="refers to another document"):
-        client.chat.completions.create(model=model, messages=ASK, tools=[tool], tool_choice="required")
+        client.chat.completions.create(model=model, messages=MESSAGES, tools=[tool], tool_choice="required")
 
 
-def test_grammar_begins_when_the_reasoning_has_ended(thinker: OpenAI) -> None:
-    """The demo model never ends its thoughts; where the conversation has ended them, the grammar holds at once."""
-    model = thinker.models.list().data[0].id
-    free = thinker.chat.completions.create(model=model, messages=ASK, temperature=0.0, max_tokens=16).choices[
-        0
-    ]
+def test_grammar_begins_after_the_reasoning(reasoning_client: OpenAI) -> None:
+    """The demo model never ends its reasoning. If the conversation has ended it, the grammar begins at once."""
+    model = reasoning_client.models.list().data[0].id
+    free = reasoning_client.chat.completions.create(
+        model=model, messages=MESSAGES, temperature=0.0, max_tokens=16
+    ).choices[0]
     assert free.message.content is None
-    assert free.message.reasoning.strip(), "all that comes before the closing tag"
-    unended = thinker.chat.completions.create(**asked(NAMED, 0, model=model, max_tokens=16)).choices[0]
-    assert unended.message.reasoning == free.message.reasoning, "nothing is constrained before its end"
-    continued = [*ASK, {"role": "assistant", "content": "<think>So.</think>"}]
-    body = asked(NAMED, 0, model=model) | {"messages": continued}
+    assert free.message.reasoning.strip(), "the text before the closing tag is not reasoning"
+    unended = reasoning_client.chat.completions.create(
+        **request_of(NAMED, 0, model=model, max_tokens=16)
+    ).choices[0]
+    assert unended.message.reasoning == free.message.reasoning, "the reasoning is constrained"
+    continued = [*MESSAGES, {"role": "assistant", "content": "<think>So.</think>"}]
+    body = request_of(NAMED, 0, model=model) | {"messages": continued}
     more = {"continue_final_message": True, "add_generation_prompt": False}
-    closed = thinker.chat.completions.create(**body, extra_body=more).choices[0]
+    closed = reasoning_client.chat.completions.create(**body, extra_body=more).choices[0]
     assert_calls_are_valid(closed, NAMED)
 
 
-def test_grammar_begins_when_the_model_itself_ends_its_thoughts(thinker: OpenAI) -> None:
-    """Made to say the tokens of the closing tag one after the other: each is likelier than the next, but only once."""
-    model = thinker.models.list().data[0].id
+def test_grammar_begins_after_the_model_ends_its_reasoning(reasoning_client: OpenAI) -> None:
+    """Biases make the model generate the tokens of the closing tag in order; a penalty prevents their repetition."""
+    model = reasoning_client.models.list().data[0].id
     tag = TOKENIZER.encode_rendered("</think>")
     assert len(set(tag)) == len(tag)
-    bias = {str(token): 100 - 15 * place for place, token in enumerate(tag)}
-    body = asked(NAMED, 0, model=model, logit_bias=bias)
-    choice = thinker.chat.completions.create(**body, extra_body={"repetition_penalty": 10.0}).choices[0]
+    bias = {str(token): 100 - 15 * index for index, token in enumerate(tag)}
+    body = request_of(NAMED, 0, model=model, logit_bias=bias)
+    choice = reasoning_client.chat.completions.create(
+        **body, extra_body={"repetition_penalty": 10.0}
+    ).choices[0]
     assert_calls_are_valid(choice, NAMED)
     assert choice.message.reasoning is None
 
 
-def test_auto_without_a_call_is_plain_content(thinker: OpenAI) -> None:
-    model = thinker.models.list().data[0].id
-    continued = [*ASK, {"role": "assistant", "content": "</think>Well"}]
-    body = asked("auto", 0, model=model, max_tokens=16) | {"messages": continued}
+def test_auto_without_a_call_is_content(reasoning_client: OpenAI) -> None:
+    model = reasoning_client.models.list().data[0].id
+    continued = [*MESSAGES, {"role": "assistant", "content": "</think>Well"}]
+    body = request_of("auto", 0, model=model, max_tokens=16) | {"messages": continued}
     more = {"continue_final_message": True, "add_generation_prompt": False}
-    choice = thinker.chat.completions.create(**body, extra_body=more).choices[0]
+    choice = reasoning_client.chat.completions.create(**body, extra_body=more).choices[0]
     assert choice.message.content
     assert choice.message.tool_calls is None

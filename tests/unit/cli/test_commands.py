@@ -1,6 +1,7 @@
 """Commands with their exit status and output. Those that do not start a service run in this process."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
         (["serve", "--max-num-seqs"], "requires an argument"),
         (["serve", "/no/such/model"], "no such model directory: /no/such/model; give a directory"),
         (["serve", "a-model", "--model", "another"], "'a-model' contradicts --model 'another'"),
+        (["serve", "--tensor-parallel-size", "auto"], "serve starts the workers and needs a number"),
         (["scheduler", "--config", "/no/such/file"], "cannot read the configuration file /no/such/file"),
         (["bench", "--base-url", "localhost:80"], "--base-url"),
         (["bench", "--random-id-low", "9", "--random-id-high", "9"], "--random-id-high 9 must be above"),
@@ -49,6 +51,14 @@ def test_invalid_command_line_exits_2_with_one_line(
     assert reason in done.stderr
     assert done.stderr.startswith("runahead: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_serve_refuses_a_port_in_use_before_a_service_starts(capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        done = run_command(capsys, "serve", "--port", str(port))
+    assert (done.status, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"runahead: cannot listen on 127.0.0.1 port {port}")
 
 
 def test_process_exits_2_with_one_line() -> None:
