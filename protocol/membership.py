@@ -1,18 +1,19 @@
-"""scheduler <-> worker: who is there, in which epoch.
+"""Messages between scheduler and worker about the worker group and its epochs.
 
 worker                      scheduler
 Register            ───►
-                    ◄───    Assignment          (or Refused, see protocol.handshake; a spare waits for one)
+                    ◄───    Assignment          (or Refused, see protocol.handshake; a spare worker waits for it)
 LoadProgress ...    ───►
-Loaded              ───►                        (all ranks are connected to one another)
-                    ◄───    InitializeCache     (the least that all ranks can hold)
-Ready               ───►                        (a canary step has run)
+Loaded              ───►                        (all ranks are connected)
+                    ◄───    InitializeCache     (the minimum over all ranks)
+Ready               ───►                        (a test step has run)
 Heartbeat ...       ───►
-                    ◄───    EndEpoch            (a rank was lost, or joined: back to Register, on the same connection)
+                    ◄───    EndEpoch            (a rank was lost or joined: Register again, on the same connection)
                     ◄───    Shutdown
 
 Ranks are numbered `pp_rank * tensor_parallel_size + tp_rank`. Every rank gets every plan; the first rank of the last
-stage samples and sends the results. Tensors between ranks travel by torch.distributed, from `rendezvous` on.
+stage samples and sends the results. Tensors between ranks are sent by torch.distributed, which connects at
+`rendezvous`.
 """
 
 from typing import Annotated
@@ -23,7 +24,7 @@ from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, Ste
 
 
 class Shard(msgspec.Struct, array_like=True, frozen=True):
-    """A place in the group, by which weights are cut. It outlives an epoch if the worker gets the same one again."""
+    """Part of the weights of one rank. It is kept over epochs if the worker gets the same shard again."""
 
     tp_rank: Count = 0
     tensor_parallel_size: Count = 1
@@ -32,47 +33,49 @@ class Shard(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Speculation(msgspec.Struct, array_like=True, frozen=True):
-    """How drafts are proposed; vLLM's field names. The scheduler has it from its user, workers from the scheduler."""
+    """Configuration of speculative decoding, sent to workers by the scheduler. The field names are vLLM's."""
 
     method: Name
     """"ngram", "eagle", "eagle3" or "draft_model"."""
     num_speculative_tokens: Count
-    """Most drafts in a row."""
+    """Maximum number of drafts of a row."""
     model: Text = ""
     """Directory or Hugging Face name of the drafter's checkpoint; "": the method has none."""
     revision: Text = ""
     max_model_len: Count = 0
-    """The drafter's own longest sequence; 0: its checkpoint's."""
+    """Longest sequence that gets drafts, tokens; 0: the limit of the drafter's checkpoint."""
     prompt_lookup_min: Count = 0
+    """ngram: shortest match, tokens."""
     prompt_lookup_max: Count = 0
+    """ngram: longest match, tokens."""
 
 
 class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
-    """What a worker is. The first message after the handshake, and again after each `EndEpoch`."""
+    """Properties of a worker. The first message after the handshake, and again after each `EndEpoch`."""
 
     backend: Name
     model: Text
-    """Name of the model as configured, for people."""
+    """Name of the model in the configuration, for logs."""
     hostname: Name = ""
     pid: Count = 0
     model_hash: Name = ""
     """Hex digest of the checkpoint's configuration and weight index; ranks of one group must agree."""
     dtype: Name = ""
-    """Of the weights; ranks of one group must agree."""
+    """Data type of the weights; ranks of one group must agree."""
     tensor_parallel_sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ITEMS)] = (1,)
-    """Sizes that the model can be cut to, in ascending order."""
+    """Tensor-parallel sizes that the model allows, in ascending order."""
     max_pipeline_parallel_size: Count = 1
-    """Most stages that the model can be cut to."""
+    """Maximum number of stages that the model allows."""
     rendezvous: Name = ""
-    """"HOST:PORT" of a listening socket that this worker holds: where the others meet if it becomes rank 0."""
+    """"HOST:PORT" of a listening socket of this worker, to which the other ranks connect if it becomes rank 0."""
     epoch: Count = 0
-    """The last epoch this worker was in; 0: none."""
+    """Last epoch of this worker; 0: none."""
     shard: Shard | None = None
-    """What it has in memory already."""
+    """Shard of the weights in memory; None: no weights are loaded."""
 
 
 class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):
-    """The worker's place in the group of this epoch, and the engine's limits it must size itself for."""
+    """Rank of the worker in this epoch, and the limits of the engine for its buffers."""
 
     epoch: Count
     rank: Count
@@ -82,13 +85,13 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
     num_slots: Count
     """Slots are numbered 0 .. num_slots - 1."""
     max_num_batched_tokens: Count
-    """Most tokens in one step."""
+    """Maximum number of tokens in one step."""
     max_model_len: Count = 0
-    """The user's limit; 0: what the checkpoint says."""
+    """Configured context length, tokens; 0: the checkpoint's."""
     tensor_parallel_size: Count = 1
     pipeline_parallel_size: Count = 1
     rendezvous: Name = ""
-    """What rank 0 registered with; "" in a group of one."""
+    """`Register.rendezvous` of rank 0; "" in a group of one."""
     speculation: Speculation | None = None
 
     @property
@@ -98,7 +101,7 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
 
     @property
     def output_rank(self) -> int:
-        """The one that samples and sends the results: the first rank of the last stage."""
+        """Rank that samples and sends the results: the first rank of the last stage."""
         return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
 
 
@@ -109,60 +112,62 @@ class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress")
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
-    """Weights are in memory; what the KV cache costs and how much of it fits."""
+    """The weights are loaded; sizes of the model and of the KV cache that fits into memory."""
 
     model_hash: Name
-    """As registered."""
+    """`Register.model_hash`"""
     vocab_size: Count
-    """Width of the logits row."""
+    """Width of the logits."""
     max_model_len: Count
-    """The checkpoint's own limit, or the user's where that is lower."""
+    """Context length, tokens: the minimum of the checkpoint's and the configured one."""
     bytes_per_block: Bytes
     num_blocks: Count
-    """Blocks this rank can hold."""
+    """Number of KV blocks that fit into the memory of this rank."""
     simulated: bool = False
     epoch: Count = 0
     hidden_size: Count = 0
-    """Length of an embedding; 0: this backend gives none."""
+    """Length of an embedding; 0: the backend computes none."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
+    """Allocate the KV cache."""
+
     num_blocks: Count
     max_model_len: Count
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """The cache is allocated and a canary step ran through forward and sampling, on all ranks together."""
+    """The KV cache is allocated, and a test step ran on all ranks together, through forward pass and sampling."""
 
     epoch: Count
 
 
 class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
-    """Sent by a thread that the forward pass cannot block, on the connection for results."""
+    """Sign of life, sent on the connection for results by a thread that the forward pass cannot block."""
 
     epoch: Count
     last_step_id: StepId
-    """The last step this rank has finished."""
+    """Last step that this rank has finished."""
     rank: Count = 0
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):
-    """The worker cannot serve; it exits after this. One line: what is wrong and what to do."""
+    """The worker cannot serve and exits after this message. `error` is one line with the reason and the remedy."""
 
     error: Text
 
 
 class RankLost(msgspec.Struct, array_like=True, frozen=True, tag="rank_lost"):
-    """The worker lost another rank (a collective failed); it is well itself and waits for `EndEpoch`."""
+    """A collective failed, because another rank was lost. This worker waits for `EndEpoch`."""
 
     epoch: Count
     error: Text
 
 
 class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
-    """The epoch is over: its batch and its process groups are void. The worker registers again.
+    """The epoch has ended: its batch and its process groups are void. The worker registers again.
 
-    Comes on both connections of a worker, so that it is read although the executing thread hangs in a collective.
+    Sent on both connections of a worker, so that it is read even if the executing thread hangs in a collective.
     """
 
     epoch: Count
@@ -170,14 +175,14 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Shows that the connection exists; the worker answers with a `Pong`."""
+    """Checks the connection. The worker answers with a `Pong`."""
 
     sent: Finite = 0.0
     """Seconds on the scheduler's monotonic clock."""
 
 
 class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
-    """The answer to a `Ping`, from which the scheduler computes how far the two clocks are apart."""
+    """Answer to a `Ping`. The scheduler computes the offset of the two clocks from it."""
 
     ping_sent: Finite
     """`Ping.sent`"""
@@ -188,7 +193,7 @@ class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
-    """The worker leaves in an orderly way."""
+    """The worker ends in an orderly way."""
 
     reason: Text = ""
 

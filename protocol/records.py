@@ -1,8 +1,7 @@
-"""scheduler -> subscriber: how each step was planned, executed and applied, as data.
+"""Records of steps from the scheduler to subscribers.
 
-A frontend subscribes with `Subscribe` and then receives `StepRecords`: batched, bounded, and only while subscribed.
-Every time is in seconds on the scheduler's monotonic clock; times of workers are shifted by the clock offset that is
-measured on their connection.
+A frontend subscribes with `Subscribe` and then receives `StepRecords`, batched and bounded. All times are in seconds on
+the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their connection.
 """
 
 import enum
@@ -21,7 +20,7 @@ class Subscribe(msgspec.Struct, array_like=True, frozen=True, tag="subscribe"):
 
 
 class RankTimes(msgspec.Struct, array_like=True, frozen=True):
-    """The times of one rank in one step."""
+    """Times of one rank in one step."""
 
     rank: Count
     times: StepTimes
@@ -38,28 +37,29 @@ class StepRecord(msgspec.Struct, array_like=True, frozen=True):
     """The plan was handed to the sockets."""
     result_received: Finite
     applied: Finite
-    """The result was applied; its tokens were on their way to the frontends."""
+    """The result was applied and its outputs were queued for the frontends."""
     ranks: Annotated[list[RankTimes], msgspec.Meta(max_length=MAX_ITEMS)]
-    """In ascending order; ranks whose report came too late are missing."""
+    """In ascending order; ranks whose report arrived too late are missing."""
     frontends: bytes
-    """int32[rows]: the scheduler's number of the frontend whose request the row is."""
+    """int32[rows]: the scheduler's number of the request's frontend"""
     numbers: bytes
-    """uint32[rows]: the frontend's number of the request."""
+    """uint32[rows]: the frontend's number of the request"""
     scheduled: bytes
-    """int32[rows]: tokens computed, drafts included."""
+    """int32[rows]: number of computed tokens, including drafts"""
     prefills: bytes
-    """uint8[rows]: 1 where the row is a prefill chunk."""
+    """uint8[rows]: 1 if the row is a prefill chunk"""
     drafted: bytes
-    """int32[rows]: drafts among the scheduled tokens."""
+    """int32[rows]: number of drafts among the scheduled tokens"""
     generated: bytes
-    """int32[rows]: output tokens appended to the request."""
+    """int32[rows]: number of output tokens appended to the request"""
     steps_in_flight: Count
-    """With this one, when it was dispatched."""
+    """Steps in flight at the dispatch, including this one."""
     num_running: Count
-    """Requests, when the step was dispatched."""
+    """Running requests at the dispatch."""
     num_waiting: Count
+    """Waiting requests at the dispatch."""
     kv_cache_usage: Fraction
-    """Share of the KV blocks in use, when the step was dispatched."""
+    """Share of the KV blocks in use at the dispatch."""
 
 
 class EngineEventKind(enum.IntEnum):
@@ -70,21 +70,21 @@ class EngineEventKind(enum.IntEnum):
 
 
 class EngineEvent(msgspec.Struct, array_like=True, frozen=True):
-    """What happened between two steps."""
+    """Event between two steps."""
 
     kind: EngineEventKind
     at: Finite
     epoch: Count
     text: Text = ""
-    """For people: the reason, or the id of the request."""
+    """Reason, or id of the request, for people."""
 
 
 class StepRecords(msgspec.Struct, array_like=True, frozen=True, tag="records"):
-    """What was recorded since the last message, in order of time."""
+    """Records and events since the last message, in order of time."""
 
     records: Annotated[list[StepRecord], msgspec.Meta(max_length=MAX_ITEMS)]
     events: Annotated[list[EngineEvent], msgspec.Meta(max_length=MAX_ITEMS)]
     dropped: Count
-    """Records and events left out since the last message, the oldest first, because the bound was reached."""
+    """Number of records and events dropped since the last message, oldest first, because the bound was reached."""
     sent: Finite
-    """The scheduler's clock when this was sent: a subscriber aligns its own clock by the least difference it sees."""
+    """Time of sending. A subscriber computes the offset of its clock from the minimum difference."""

@@ -1,7 +1,7 @@
-"""frontend <-> scheduler.
+"""Messages between frontend and scheduler.
 
-A frontend numbers its own requests (uint32) and both sides speak of a request by that number only.
-Every accepted request ends in exactly one `Finish`.
+A frontend numbers its own requests (uint32); all messages identify a request by this number only. Every accepted
+request ends with exactly one `Finish`.
 """
 
 import enum
@@ -16,24 +16,25 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. STOP and LENGTH are successes; the others are not."""
+    """Reason for the end of a request. STOP and LENGTH are successes; the others are not."""
 
     STOP = 0
     """EOS or a stop token."""
     LENGTH = 1
     """max_tokens or the context limit."""
     ABORT = 2
-    """The frontend asked for it; nobody waits for this one."""
+    """The frontend aborted the request. This reason is never sent."""
     ERROR = 3
-    """This request failed; `Finish.message` says why."""
+    """The request failed; `Finish.message` has the reason."""
     REJECTED = 4
     """Not admitted: a bounded queue was full; try again later."""
     INVALID = 5
-    """Not admitted: it can never be served as it is; `Finish.message` says why."""
+    """Not admitted: it can never be served; `Finish.message` has the reason."""
 
 
 class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generate"):
-    """Asks for a continuation. Carries what a replay after a fault needs: delivered output, seed, prompt length."""
+    """Request for output tokens. It contains all data for a replay after a fault: delivered output, seed, prompt
+    length."""
 
     number: Number
     """uint32, unique among this frontend's open requests."""
@@ -42,19 +43,19 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     num_prompt_tokens: Count
     params: SamplingParams
     priority: Int32 = 0
-    """Lower runs earlier under the `priority` scheduling policy (vLLM's meaning)."""
+    """Lower values run earlier with the `priority` scheduling policy, as in vLLM."""
     cache_salt: Text = ""
-    """Requests share prefix-cache blocks only with requests of equal salt."""
+    """Requests share prefix-cache blocks only with requests of the same salt."""
     request_id: Text = ""
     """The external id, for logs only."""
     structured: StructuredOutputParams | None = None
-    """What the output must match; the request waits until that is compiled, others do not."""
+    """Grammar of the output. The request waits until it is compiled; other requests do not."""
     pooling: Pooling = Pooling.NONE
-    """Other than NONE: the request ends with an `Embedding` and no token; `params` ask for one token, greedy."""
+    """Other than NONE: the request ends with an `Embedding` and no token; `params` must have one greedy token."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """Ends open requests; unknown numbers are ignored. No `Finish` follows."""
+    """End open requests. Unknown numbers are ignored, and no `Finish` follows."""
 
     numbers: Annotated[list[Number], msgspec.Meta(max_length=MAX_ITEMS)]
 
@@ -72,46 +73,48 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
+    """End of a request."""
+
     number: Number
     reason: FinishReason
     stop_reason: Count | None = None
-    """The token of `stop_token_ids` that ended it; None for EOS and for every other reason."""
+    """Token of `stop_token_ids` that ended the output; None for EOS and for every other reason."""
     num_cached_tokens: Count = 0
     """Prompt tokens that came from the prefix cache when the request was first scheduled."""
     num_preemptions: Count = 0
     message: Text = ""
-    """For ERROR, REJECTED and INVALID: what happened and what would work, fit for the client's eyes."""
+    """For ERROR, REJECTED and INVALID: the reason and the remedy, for the client."""
     num_draft_tokens: Count = 0
-    """Drafts that were verified for it, and ..."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: Count = 0
-    """... how many of them became output."""
+    """Number of drafts that became output."""
     times: RequestTimes | None = None
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):
-    """What a pooling request asked for; its `Finish` follows."""
+    """Result of a pooling request. Its `Finish` follows."""
 
     number: Number
     values: bytes
-    """float32[hidden size], as the model has it: not normalised."""
+    """float32[hidden size], not normalised"""
 
 
 class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
-    """Everything one step produced for one frontend: columns of equal length, then the requests that ended.
+    """Outputs of one step for one frontend: columns of equal length, and the requests that ended.
 
-    Rows of one request stand in order of `indices`; a `Finish` comes after all rows of its request.
+    Rows of one request are ordered by `indices`. A `Finish` belongs after all rows of its request.
     """
 
     numbers: bytes
-    """uint32: whose token it is."""
+    """uint32[rows]: request number"""
     indices: bytes
-    """int32: the token's index in the output, counted from 0; a receiver accepts the next one only."""
+    """int32[rows]: index of the token in the output, from 0; a receiver accepts only the next index"""
     token_ids: bytes
-    """int32."""
+    """int32[rows]"""
     finished: Annotated[list[Finish], msgspec.Meta(max_length=MAX_ITEMS)] = []
     logprobs: Logprobs | None = None
-    """Of output tokens, in the message that has the token. Of prompt tokens, before the first output token of their
-    request; after a preemption such a position may come again, and the first one counts."""
+    """Log-probabilities of output tokens, in the message with the token, and of prompt tokens, before the first output
+    token of the request. After a preemption a prompt position may be sent again; the first message counts."""
     embeddings: Annotated[list[Embedding], msgspec.Meta(max_length=MAX_ITEMS)] = []
 
 
@@ -122,34 +125,35 @@ class EnginePhase(enum.IntEnum):
     DRAINING = 3
     FAILED = 4
     RECOVERING = 5
-    """Workers were lost; open requests go on when the group is complete again, and new ones may queue."""
+    """Workers were lost. Open requests continue when the group is complete again; new ones may wait."""
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
-    """What a frontend must know of the engine: sent on connect, on every change, and each second while busy."""
+    """State of the engine for frontends: sent on connect, on every change, and every second while requests run."""
 
     phase: EnginePhase
     detail: Text = ""
-    """One line for people: what is being loaded, or why it failed."""
+    """One line for people: the progress of loading, or the reason of a failure."""
     progress: Fraction = 0.0
     """0 to 1 while loading."""
     max_model_len: Count = 0
     vocab_size: Count = 0
-    """Width of the logits row; token ids at or beyond it are invalid."""
+    """Width of the logits; token ids at or above it are invalid."""
     num_blocks: Count = 0
     block_size: Count = 0
     max_num_seqs: Count = 0
     simulated: bool = False
-    """True when the answers come from the simulator and mean nothing."""
+    """True: the outputs come from the simulator and have no meaning."""
     stats: Annotated[dict[Name, float], msgspec.Meta(max_length=MAX_ITEMS)] = {}
-    """Gauges and running totals under vLLM's metric names, without the prefix; "name:position" for one of several."""
+    """Gauges and totals under vLLM's metric names without the prefix; "name:position" for the metric of a draft
+    position."""
     info: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
-    """What is combined: the cell of the capability table, and the sizes of the group."""
+    """Combination of features, as in the capability table, and sizes of the group."""
     hidden_size: Count = 0
     """Length of an embedding; 0: none are served."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe
-"""What a frontend sends after its handshake."""
+"""frontend -> scheduler, after the handshake"""
 EngineMessage = RequestOutputs | EngineState | StepRecords
-"""What the scheduler sends to a frontend after the handshake."""
+"""scheduler -> frontend, after the handshake"""

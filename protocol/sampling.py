@@ -94,9 +94,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         self._check_penalties()
         self._check_lists()
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
-                raise ValueError(f"{name} must lie between 0 and {MAX_LOGPROBS}, got {wanted}")
+            number = getattr(self, name)
+            if number is not None and not 0 <= number <= MAX_LOGPROBS:
+                raise ValueError(f"{name} must lie between 0 and {MAX_LOGPROBS}, got {number}")
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def penalizes(self) -> bool:
-        """Whether penalties make the logits depend on earlier tokens."""
+        """True if penalties make the logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 

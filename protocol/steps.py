@@ -1,8 +1,8 @@
-"""scheduler <-> worker, once per step.
+"""Messages between scheduler and worker for each step.
 
-A worker keeps the batch in *slots*; a step says only what changed. A request is named by its tokens once,
-when it enters a slot; from then on rows are columns (slot, generation, count) of little-endian int32.
-A slot's generation grows each time the slot is given away, so that a late row can never be taken for its successor.
+A worker keeps the batch in *slots*; a step contains only changes. The tokens of a request are sent once, when it enters
+a slot; from then on rows are columns (slot, generation, count) of little-endian int32. The generation of a slot
+increases each time the slot is assigned, so that a late row is never mistaken for a row of the next request.
 """
 
 from typing import Annotated
@@ -14,31 +14,31 @@ from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
 
 NO_DRAFT = -1
-"""Stands in `draft_token_ids` from where a drafter had nothing to propose; never an input."""
+"""Value in `draft_token_ids` at positions without a draft. Never an input of the model."""
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
-    """A request that enters a slot: new, or resumed after preemption with every token it has."""
+    """A request that enters a slot: a new one, or one that resumes after preemption with all its tokens."""
 
     slot: Count
     generation: Count
     token_ids: bytes
-    """int32: prompt and confirmed output tokens, all of them, never cut to the chunk."""
+    """int32[tokens]: all prompt and confirmed output tokens, not only the first chunk"""
     num_prompt_tokens: Count
     block_ids: bytes
-    """int32: the whole block table so far."""
+    """int32[blocks]: the block table"""
     params: SamplingParams
     pooling: Pooling = Pooling.NONE
-    """Other than NONE: the row with `samples` yields an embedding; the token it returns means nothing."""
+    """Other than NONE: the row with `samples` returns an embedding; its token is ignored."""
     request_id: Text = ""
     """The external id, for log lines only."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """One step's plan, an immutable snapshot. The worker applies `released`, then `new`, then the block columns.
+    """Plan of a step, an immutable snapshot. The worker applies `released`, then `new`, then the block columns.
 
-    Row i computes positions `starts[i] .. starts[i] + counts[i] - 1` of the request in `slots[i]`. Input tokens
-    that the scheduler does not know yet are on the device, in the slot's own token history.
+    Row i computes positions `starts[i] .. starts[i] + counts[i] - 1` of the request in `slots[i]`. Input tokens that
+    the scheduler does not know yet are on the device: slot history (docs/invariants.md).
     """
 
     epoch: Count
@@ -49,57 +49,58 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     generations: bytes
     """int32[rows]"""
     starts: bytes
-    """int32[rows]: first position computed (an upper bound under speculation, where the device's own count decides)."""
+    """int32[rows]: first position computed. With drafts it is an upper bound; the device knows the true position."""
     counts: bytes
-    """int32[rows]: num_scheduled_tokens, each at least 1, drafts included."""
+    """int32[rows]: number of scheduled tokens, at least 1, including drafts"""
     samples: bytes
-    """uint8[rows]: 1 where the row covers the last known or promised token and so must return tokens; else none."""
+    """uint8[rows]: 1 if the row includes the last known or promised token and returns tokens, else 0"""
     new: Annotated[list[NewRequest], msgspec.Meta(max_length=MAX_ITEMS)] = []
     block_slots: bytes = b""
-    """int32[blocks]: the slot that gets ..."""
+    """int32[blocks]: slot whose block table grows"""
     block_ids: bytes = b""
-    """int32[blocks]: ... this block appended to its table, in order."""
+    """int32[blocks]: block that is appended to it, in order"""
     released: bytes = b""
-    """int32: slots whose request finished, was aborted or preempted; no in-flight step names them."""
+    """int32[slots]: slots whose request finished, was aborted or preempted; no step in flight has a row of them"""
     has_structured_output_requests: bool = False
     """True: sampling of the whole step waits for this step's `GrammarOutput`."""
     drafts: bytes = b""
-    """int32[rows]: how many of `counts` are draft tokens, the last ones of a row that samples; b"": none anywhere. The
-    drafts are on the device, proposed by the step before; there may be fewer, and then the row is shorter."""
+    """int32[rows]: number of draft tokens, the last of `counts`, of a row that samples; b"": no drafts. The drafts are
+    on the device, proposed by the step before; if there are fewer, the row is shorter."""
     num_speculative_tokens: Count = 0
-    """Drafts to propose for each row that samples, for the next step; 0: none."""
+    """Number of drafts to propose for each row that samples, for the next step; 0: none."""
     least_chance: Fraction = 0.0
-    """A draft that its drafter gives less chance of being accepted is not worth verifying; drafters that know none
-    propose all."""
+    """Minimum probability of acceptance, as estimated by the drafter, of a draft that is proposed. Drafters without an
+    estimate propose all drafts."""
     report_times: bool = False
-    """True: ranks that return no result send a `StepReport` of this step."""
+    """True: ranks that return no result send a `StepReport` for this step."""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
-    """`released` when no step is left to carry it, so that worker rows end empty."""
+    """`SchedulerOutput.released` without a step, sent when no step follows: the release notice (docs/invariants.md)."""
 
     epoch: Count
     slots: bytes
-    """int32"""
+    """int32[slots]"""
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
-    """The bitmask of one step's constrained rows; sampling of that step waits for it."""
+    """Token masks of the constrained rows of a step. The sampling of that step waits for them."""
 
     epoch: Count
     step_id: StepId
     slots: bytes
-    """int32: constrained rows, in the plan's order"""
+    """int32[rows]: slots of the constrained rows, in plan order"""
     bitmask: memoryview
-    """int32[masks, ceil(vocab / 32)]: bit set = token allowed. It may have megabytes: encoding copies it once, decoding
+    """int32[masks, ceil(vocab / 32)]: a set bit allows the token. May take megabytes; encoding copies it once, decoding
     does not."""
     counts: bytes = b""
-    """int32[rows]: masks of each row, for as many positions from its first sampled one; at most one less drafts may be
-    accepted (spec 2(b) 14). b"": one each."""
+    """int32[rows]: number of masks of each row, one per position from the first sampled one; b"": one each. A draft
+    without a mask cannot be accepted: acceptable drafts (docs/invariants.md)."""
 
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
-    """When one rank executed one step, in this order: seconds on its process's monotonic clock; 0.0: not measured."""
+    """Times of one step on one rank, in this order: seconds on the monotonic clock of its process; 0.0: not
+    measured."""
 
     received: Finite = 0.0
     """The executing thread read the plan."""
@@ -108,19 +109,19 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     forward_began: Finite = 0.0
     forward_ended: Finite = 0.0
     sampled: Finite = 0.0
-    """The sampled ids had arrived on the host; on a rank that does not sample, its part of the step had ended."""
+    """The sampled ids arrived on the host. On a rank that does not sample: its part of the step ended."""
     sent: Finite = 0.0
     """The result was handed to the socket."""
     idle: Finite = 0.0
-    """Seconds just before the forward pass in which the device had no work, because no plan was queued."""
+    """Seconds directly before the forward pass in which the device had no work, because no plan was queued."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
-    """What one step produced; results leave a worker in step order.
+    """Result of a step. A worker sends results in step order.
 
-    One row per plan row with `samples`, in plan order. A runner that pads may get less or more far in a prefill row
-    than the plan says, and then reports it. Rows of that generation which are on their way are not computed (their
-    count is 0); the plan's next generation of the slot goes on from the frontier.
+    One row per plan row with `samples`, in plan order. A runner that pads may compute fewer or more positions of a
+    prefill row than planned, and reports that as progress. Later rows of the same generation are then not computed
+    (their count is 0); the next generation of the slot continues at the reported frontier.
     """
 
     epoch: Count
@@ -130,31 +131,31 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     generations: bytes
     """int32[rows]"""
     counts: bytes
-    """int32[rows]: tokens of the row: accepted drafts and one more; 0 where the runner did not come to sample"""
+    """int32[rows]: number of tokens: accepted drafts and one more; 0 if the runner did not sample the row"""
     token_ids: bytes
-    """int32[sum(counts)], rows back to back"""
+    """int32[sum(counts)]: tokens, row after row"""
     times: StepTimes = StepTimes()
-    """Of the rank that reports the step."""
+    """Times of the rank that sends the result."""
     progress_slots: bytes = b""
-    """int32[reports]: slots of prefill rows of this step whose progress is reported"""
+    """int32[reports]: slots of prefill rows with reported progress"""
     progress_frontiers: bytes = b""
-    """int32[reports]: tokens of the request whose KV is written; at least one more than where the row started"""
+    """int32[reports]: number of positions whose KV is written; above the start of the row"""
     logprobs: Logprobs | None = None
-    """Where the request asks for them: of tokens sampled in this step, and of prompt tokens whose predecessor was
-    computed in it."""
+    """Log-probabilities for requests with that parameter: of tokens sampled in this step, and of prompt tokens whose
+    predecessor was computed in it."""
     embedding_slots: bytes = b""
     """int32[embeddings]: slots of pooling rows with `samples`, in plan order"""
     embeddings: bytes = b""
     """float32[embeddings, hidden size]"""
     drafted: bytes = b""
-    """int32[rows]: drafts that were verified, those a grammar forbade not counted; b"": none anywhere"""
+    """int32[rows]: number of verified drafts, without those that a grammar forbids; b"": no drafts"""
     draft_token_ids: bytes = b""
-    """int32[rows, num_speculative_tokens]: what was proposed for the next step, NO_DRAFT where nothing was; of plans
-    with `has_structured_output_requests`, whose grammars look at drafts, else b\"\""""
+    """int32[rows, num_speculative_tokens]: drafts for the next step, NO_DRAFT at positions without a draft. Sent only
+    for plans with `has_structured_output_requests`, whose masks depend on the drafts."""
 
 
 class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):
-    """The times of a rank that returns no result; sent only for plans with `report_times`."""
+    """Times of a rank that returns no result. Sent only for plans with `report_times`."""
 
     epoch: Count
     step_id: StepId
@@ -163,13 +164,13 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):
 
 
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
-    """A step failed; it takes the place of that step's result and nothing after it is valid."""
+    """A step failed. This message replaces its result, and no later message of the epoch is valid."""
 
     epoch: Count
     step_id: StepId
-    """0: the fault belongs to no step."""
+    """0: the fault occurred outside of a step."""
     error: Text
-    """Type and text of the worker's own exception."""
+    """Type and text of the exception in the worker."""
 
 
 StepMessage = SchedulerOutput | ReleaseSlots | GrammarOutput

@@ -42,7 +42,7 @@ class SpeculativeConfig(_Config):
 
     @property
     def has_kv_cache(self) -> bool:
-        """Whether the drafter has a KV cache of its own, which needs blocks for the positions of drafts too."""
+        """True if the drafter has a KV cache of its own, which also needs blocks for the positions of drafts."""
         return self.method != "ngram"
 
     @model_validator(mode="after")

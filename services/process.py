@@ -15,7 +15,7 @@ def die_with_parent(parent: int) -> None:
     only notices a parent that has already ended.
 
     Args:
-        parent: process id of the parent, as the parent itself knows it.
+        parent: process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -35,7 +35,7 @@ class Server:
     def __init__(self, endpoint: str, roles: Collection[str], keys: ServerKeys | None = None) -> None:
         """Raises: ValueError, if the endpoint must not be bound; OSError, if it is in use or a key is missing."""
         check_endpoint(endpoint, encrypted=keys is not None)
-        self.roles = roles
+        self._roles = roles
         self.peers: dict[bytes, Hello] = {}
         self.errors: Counter[str] = Counter()
         """Number of invalid messages, refused peers and failed connections by role."""
@@ -117,8 +117,8 @@ class Server:
         return None if is_probe else hello
 
     def _objection(self, hello: Hello) -> str | None:
-        if hello.role not in self.roles:
-            return f"a {hello.role!r} may not connect here, only {' or '.join(sorted(self.roles))}"
+        if hello.role not in self._roles:
+            return f"a {hello.role!r} may not connect here, only {' or '.join(sorted(self._roles))}"
         if len(self.peers) >= MAX_PEERS:
             return f"{MAX_PEERS} peers are connected already"
         return None

@@ -24,8 +24,8 @@ config_app = typer.Typer(help="Inspect the configuration.")
 app.add_typer(config_app, name="config")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_given: bool) -> None:
+    if is_given:
         from importlib.metadata import version
 
         typer.echo(f"runahead {version('runahead')}")
@@ -53,16 +53,14 @@ def _bench(settings: Settings[BenchConfig]) -> int:
     return bench(settings.config)
 
 
-app.command("serve", help="Serve MODEL: start frontend, scheduler and worker on this machine.")(
+app.command("serve", help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
 )
 for _name, _model in SERVICES.items():
     app.command(_name, help=f"Run one {_name} service.")(
         command(_model, lambda settings: start(settings.config))
     )
-app.command("bench", help="Send load to an OpenAI-compatible API and measure its latency and throughput.")(
-    command(BenchConfig, _bench)
-)
+app.command("bench", help="Measure the speed of an OpenAI-compatible API.")(command(BenchConfig, _bench))
 
 
 @app.command("healthcheck")
@@ -77,7 +75,10 @@ def _healthcheck(
         ),
     ] = False,
 ) -> None:
-    """Check a frontend, a scheduler or a worker; exit with status 0 or 1. For the health checks of containers."""
+    """Check the health of one service.
+
+    For the health checks of containers: exits with status 0 if the frontend, scheduler or worker is healthy, else 1.
+    """
     from services.cli.healthcheck import main
 
     raise typer.Exit(main([target] + ["--connected"] * connected))
@@ -85,7 +86,10 @@ def _healthcheck(
 
 @app.command("capabilities")
 def _capabilities() -> None:
-    """Print which batching policies, pipeline stages, run-ahead, backends and drafters can be combined."""
+    """Print the supported combinations of features.
+
+    One line per combination of batching policy, pipeline stages, depth, backend, drafts and structured output.
+    """
     from services.cli.capabilities import show as show_capabilities
 
     show_capabilities()

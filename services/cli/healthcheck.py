@@ -99,8 +99,8 @@ def _connection(endpoint: str, proc: Path) -> None:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Unhealthy(f"{endpoint}: {error.strerror}") from None
-    wanted = {(ipaddress.ip_address(address[4][0]), parts.port) for address in found}
-    if wanted.isdisjoint(_connections(proc)):
+    expected = {(ipaddress.ip_address(address[4][0]), parts.port) for address in found}
+    if expected.isdisjoint(_connections(proc)):
         raise Unhealthy(f"there is no connection to {endpoint}")
 
 

@@ -6,7 +6,7 @@ The configuration model alone checks the values, so that every origin gives the 
 import os
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -30,8 +30,6 @@ class Settings(Generic[M]):
     config: M
     origins: Mapping[str, str]
     """Field -> "flag --port", "environment RUNAHEAD_PORT", "file PATH" or "default"."""
-    omitted: Collection[str] = field(default=())
-    """Fields that no origin may set."""
 
 
 def flag(name: str) -> str:
@@ -94,7 +92,7 @@ def merge(
         for name in found:
             origins[name] = origin.format(file=file, variable=PREFIX + name.upper(), flag=flag(name))
     try:
-        return Settings(model.model_validate(values), origins, omitted)
+        return Settings(model.model_validate(values), origins)
     except ValidationError as error:
         raise ConfigurationError(_describe(error, fields, origins)) from None
 

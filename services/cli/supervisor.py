@@ -111,7 +111,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.failure: Child | None = None
         """The first child that ended unexpectedly, or that failed when it was stopped."""
-        self.draining = False
+        self._draining = False
         self._show = show
         self._stopping_child: Child | None = None
         self._aborted_by = 0
@@ -202,12 +202,12 @@ class Supervisor:
 
     @property
     def _stopping(self) -> bool:
-        return self.draining or self.failure is not None
+        return self._draining or self.failure is not None
 
-    def _timeout(self, wanted: float | None) -> float | None:
+    def _timeout(self, tick_seconds: float | None) -> float | None:
         now, times = time.monotonic(), [self._deadline, *(child.restart_at for child in self.children)]
         left = [max(0.0, at - now) for at in times if at is not None]
-        return min(left if wanted is None else [wanted, *left], default=None)
+        return min(left if tick_seconds is None else [tick_seconds, *left], default=None)
 
     def _restart(self) -> None:
         """Restart the children whose pause is over."""
@@ -223,10 +223,10 @@ class Supervisor:
         for number in numbers:
             if number not in STOP_SIGNALS:
                 continue
-            if self.draining:
+            if self._draining:
                 self._aborted_by = number
                 self._abort()
-            self.draining = True
+            self._draining = True
 
     def _check_children(self) -> None:
         """Read output, handle ends of children, continue an orderly stop and enforce the deadline."""
@@ -240,7 +240,7 @@ class Supervisor:
                 continue
             self.failure = child
             self._abort()
-        if self.draining and self.failure is None and not self._aborted_by:
+        if self._draining and self.failure is None and not self._aborted_by:
             self._stop_next()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             for child in self.children:
