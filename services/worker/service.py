@@ -206,8 +206,13 @@ class Worker:
     def _load(self, assignment: Assignment) -> None:
         listener, self._listener, self._shard = self._listener, None, None
         self._results.begin_epoch(assignment.epoch, assignment.rank)
-        with self._starting():
-            loaded = self._runner.load(assignment, self._progress, listener)
+        try:
+            with self._starting():
+                loaded = self._runner.load(assignment, self._progress, listener)
+        except LoadError:
+            if listener is not None:  # the runner may not have come so far as to own it
+                listener.close()
+            raise
         self._shard = assignment.shard
         log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
         self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
@@ -325,11 +330,7 @@ def _leave(_: int, __: FrameType | None) -> None:
 
 
 def run(config: WorkerConfig) -> int:
-    """Run one worker process. Return its exit status.
-
-    0: it left in order; 3: the model cannot be served; 4: the scheduler refused it; 5: the scheduler is gone; 6: a step
-    failed. A process whose last step never ends exits with 7 (result_sender.EXIT_STUCK).
-    """
+    """Run one worker process. Return its exit status, as `run_worker` does."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
@@ -339,6 +340,20 @@ def run(config: WorkerConfig) -> int:
         return EXIT_MODEL
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.leave)
+    try:
+        return run_worker(worker)
+    finally:
+        if worker.sockets_closed:
+            zmq.Context.instance().term()  # waits until the last messages have left
+        gc.freeze()  # otherwise the interpreter scans all of torch before it ends, which takes most of a second
+
+
+def run_worker(worker: Worker) -> int:
+    """Run a worker from registration to its end. Return the exit status of its process.
+
+    0: it left in order; 3: the model cannot be served; 4: the scheduler refused it; 5: the scheduler is gone; 6: a step
+    failed. A process whose last step never ends exits with 7 (result_sender.EXIT_STUCK).
+    """
     try:
         return worker.run()
     except LoadError as error:
@@ -350,7 +365,3 @@ def run(config: WorkerConfig) -> int:
     except (PeerGone, PeerSlow, HandshakeTimeout) as error:
         log.error("the scheduler is lost: %s", error)
         return EXIT_LOST
-    finally:
-        if worker.sockets_closed:
-            zmq.Context.instance().term()  # waits until the last messages have left
-        gc.freeze()  # otherwise the interpreter scans all of torch before it ends, which takes most of a second

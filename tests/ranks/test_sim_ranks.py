@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
@@ -11,7 +10,7 @@ from services.worker.distributed.pipeline import STEPS_AHEAD
 from tests.ranks.failures import RankFailure
 from tests.ranks.recorded_run import record
 from tests.ranks.sim_group import MakeGroup
-from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, tokens
+from tests.unit.worker.plans import GREEDY, PlanBuilder, alone, prompt, tokens
 
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 
@@ -20,33 +19,20 @@ LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_many_ranks_give_the_tokens_of_one(make_group: MakeGroup, seed: int, tp: int, pp: int) -> None:
     """All plans are queued ahead: chunked prompts, prefix hits, steps without a sampling row (plan agreement), resumed
-    requests, and slots that are assigned again while feedback for them is on its way."""
+    requests, grammars, and slots that are assigned again while feedback for them is on its way."""
     recorded = record(seed)
     assert recorded.without_sampling
     assert recorded.shared
     assert recorded.resumed
     assert recorded.reused_at_once
     assert any(recorded.logprobs)
+    assert any(recorded.grammars)
     group = make_group(tp, pp)
     for step in recorded.steps:
         group.launch(*step)
     results = group.results()
     assert [tokens(result) for result in results] == recorded.tokens
     assert [result.logprobs for result in results] == recorded.logprobs
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_grammar_is_applied_on_all_ranks_that_sample(make_group: MakeGroup, tp: int, pp: int) -> None:
-    group, plans = make_group(tp, pp), PlanBuilder()
-    a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 6))
-    mask = np.zeros(-(-VOCAB // 32), np.int32)
-    mask[1] = 1 << 9
-    plan = plans.step(a, b, grammar=True)
-    group.launch(plan, grammar_output(plan, [b.slot], mask.tobytes()))
-    group.launch(plans.step(b))
-    first, second = group.results()
-    assert tokens(first) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0], b.slot: 41}
-    assert tokens(second)[b.slot] == alone([*prompt(2, 6), 41], GREEDY, 1)[0]
 
 
 def test_a_warm_up_leaves_nothing_to_the_first_request(make_group: MakeGroup) -> None:

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from protocol.membership import (
 from protocol.steps import ModelRunnerOutput, StepFault, StepResult
 from protocol.transport import PeerGone, Server
 from services.config import WorkerConfig
+from services.worker.backends.sim import SimRunner
+from services.worker.runner import ModelRunner
+from services.worker.service import Worker, run_worker
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
 
 PATIENCE = 60.0
@@ -146,19 +150,62 @@ class ScriptedWorkerServer:
         self._server.close()
 
 
+def worker_config(directory: Path, **values: object) -> WorkerConfig:
+    """Return the configuration of a simulated worker whose scheduler is at `directory`."""
+    return WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
+
+
+class WorkerThread:
+    """A worker in a thread of this process, on real sockets: for tests that need no process of its own."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._status = run_worker(self.worker)
+
+    def exit_status(self) -> int:
+        """Wait for the worker to end by itself. Return the exit status that its process would have."""
+        self._thread.join(PATIENCE)
+        assert self._status is not None, "the worker has not ended"
+        return self._status
+
+
+def checking_runner(config: WorkerConfig) -> ModelRunner:
+    return SimRunner(config, full_check=True)
+
+
+@contextmanager
+def worker_thread(
+    scheduler: ScriptedWorkerServer,
+    directory: Path,
+    make_runner: Callable[[WorkerConfig], ModelRunner] = checking_runner,
+    **values: object,
+) -> Iterator[WorkerThread]:
+    """Run a worker in a thread; it is shut down at the end. `values` are settings of the worker."""
+    config = worker_config(directory, **values)
+    thread = WorkerThread(Worker(config, make_runner(config)))
+    try:
+        yield thread
+    finally:
+        scheduler.send_while_there(Shutdown())
+        thread.exit_status()
+
+
 @contextmanager
 def worker_process(directory: Path, before: str = "", **values: object) -> Iterator[subprocess.Popen[str]]:
     """Run a real worker process, which is killed at the end. `before` is code that it runs first."""
-    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
     code = (
         f"{before}import logging, sys; logging.basicConfig(level=logging.INFO)\n"
         "from services.config import WorkerConfig\n"
         "from services.worker.service import run\n"
         "sys.exit(run(WorkerConfig.model_validate_json(sys.argv[1])))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, config.model_dump_json()], stderr=subprocess.PIPE, text=True
-    )
+    arguments = [sys.executable, "-c", code, worker_config(directory, **values).model_dump_json()]
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

@@ -1,13 +1,11 @@
 """A worker serves several epochs on the same connections (docs/membership.md)."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from protocol.membership import (
-    Assignment,
     InitializeCache,
     Loaded,
     LoadProgress,
@@ -18,15 +16,14 @@ from protocol.membership import (
 )
 from protocol.steps import ModelRunnerOutput
 from services.worker.result_sender import EXIT_STUCK
-from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process
-from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
-    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
-    yield scheduler
-    scheduler.close()
+from tests.integration.worker.scripted import (
+    HANG,
+    ScriptedWorkerServer,
+    exit_status,
+    worker_process,
+    worker_thread,
+)
+from tests.unit.worker.plans import BLOCKS, CONTEXT, GREEDY, PlanBuilder, alone, prompt, tokens
 
 
 def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int]:
@@ -42,7 +39,7 @@ def answers(scheduler: ScriptedWorkerServer, epoch: int, steps: int) -> list[int
 def test_the_next_epoch_keeps_nothing_but_the_weights(
     scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve(1)
         first = scheduler.received[0]
         assert isinstance(first, Register)
@@ -55,19 +52,16 @@ def test_the_next_epoch_keeps_nothing_but_the_weights(
         assert again.rendezvous != first.rendezvous, "each epoch has its own rendezvous"
         assert answers(scheduler, 2, 4) == alone(prompt(1, 6), GREEDY, 4)
         scheduler.send(Shutdown("enough"))
-        assert exit_status(process)[0] == 0
+        assert worker.exit_status() == 0
 
 
-@pytest.mark.parametrize("phase", ["registered", "loading", "loaded", "initialising"])
+@pytest.mark.parametrize("phase", ["registered", "loaded", "initialising"])
 def test_an_epoch_may_end_before_it_serves(
     scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
 ) -> None:
-    """In "loading" the worker waits for a second rank that never joins, and the end of the epoch ends the wait."""
-    with worker_process(tmp_path) as process:
-        register = scheduler.registered()
-        if phase == "loading":
-            scheduler.send(Assignment(1, 0, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, register.rendezvous))
-        elif phase != "registered":
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.registered()
+        if phase != "registered":
             scheduler.assign(1)
             while not isinstance(message := scheduler.next_message(), Loaded):
                 assert isinstance(message, LoadProgress)
@@ -75,8 +69,7 @@ def test_an_epoch_may_end_before_it_serves(
             scheduler.send(InitializeCache(BLOCKS, CONTEXT))
             assert scheduler.next_message() == Ready(1)
         scheduler.end(1)
-        while not isinstance(message := scheduler.next_message(), Register):
-            assert phase == "loading", message
+        scheduler.registered()
         scheduler.assign(2)
         while not isinstance(message := scheduler.next_message(), Loaded):
             assert isinstance(message, LoadProgress)
@@ -84,11 +77,11 @@ def test_an_epoch_may_end_before_it_serves(
         assert scheduler.next_message() == Ready(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
         scheduler.send(Shutdown())
-        assert exit_status(process)[0] == 0
+        assert worker.exit_status() == 0
 
 
 def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve(1)
         plans = PlanBuilder()
         late = plans.step(plans.admit(prompt(3, 4)))
@@ -97,14 +90,7 @@ def test_plans_of_the_epoch_before_are_not_executed(scheduler: ScriptedWorkerSer
         scheduler.send(late)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
         scheduler.send(Shutdown())
-        assert exit_status(process)[0] == 0
-
-
-def test_a_spare_sends_heartbeats(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path):
-        scheduler.registered()
-        beats = [scheduler.wait_heartbeat() for _ in range(3)]
-        assert {(beat.epoch, beat.last_step_id) for beat in beats} == {(0, 0)}
+        assert worker.exit_status() == 0
 
 
 def test_a_worker_with_a_stuck_step_exits(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
@@ -125,7 +111,7 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
     scheduler: ScriptedWorkerServer, tmp_path: Path, phase: str
 ) -> None:
     """Their late results carry the number of their epoch. In "sampling" a grammar never arrives."""
-    with worker_process(tmp_path, sim_step_ms=100.0) as process:
+    with worker_thread(scheduler, tmp_path, sim_step_ms=100.0) as worker:
         scheduler.serve(1)
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -146,4 +132,4 @@ def test_steps_in_flight_when_the_epoch_ends_are_void(
         assert scheduler.next_message() == Ready(2)
         assert answers(scheduler, 2, 3) == alone(prompt(1, 6), GREEDY, 3)
         scheduler.send(Shutdown())
-        assert exit_status(process)[0] == 0
+        assert worker.exit_status() == 0

@@ -1,5 +1,6 @@
 """Lost ranks, and what ends the wait of a rank that hangs in a collective (docs/membership.md)."""
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from protocol.membership import (
     Assignment,
+    Heartbeat,
     InitializeCache,
     Loaded,
     LoadProgress,
@@ -20,159 +22,200 @@ from protocol.membership import (
 )
 from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
-from tests.integration.worker.scripted import HANG, ScriptedWorkerServer, exit_status, worker_process
+from tests.integration.worker.scripted import (
+    HANG,
+    ScriptedWorkerServer,
+    exit_status,
+    worker_process,
+    worker_thread,
+)
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
 
 
-class RankPair:
-    """Two tensor-parallel ranks, each with a scripted scheduler of its own, so that each gets messages of its own."""
+class RankProcess:
+    """A worker process and the scripted scheduler that it alone is connected to."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.schedulers, self.processes = [], []
-        for name in ("0", "1"):
-            (directory / name).mkdir()
-            self.schedulers.append(ScriptedWorkerServer(f"ipc://{directory}/{name}/w"))
-            stack.callback(self.schedulers[-1].close)
-            self.processes.append(stack.enter_context(worker_process(directory / name)))
+        directory.mkdir()
+        self.scheduler = ScriptedWorkerServer(f"ipc://{directory}/w")
+        stack.callback(self.scheduler.close)
+        self.process: subprocess.Popen[str] = stack.enter_context(worker_process(directory))
 
-    def load(self, epoch: int) -> None:
-        """Take both ranks from registration to Loaded."""
-        registers = [next_of(scheduler, Register) for scheduler in self.schedulers]
-        for rank, scheduler in enumerate(self.schedulers):
-            rendezvous = registers[0].rendezvous
-            scheduler.send(Assignment(epoch, rank, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, rendezvous))
-        for scheduler in self.schedulers:
-            assert next_of(scheduler, Loaded).epoch == epoch
+    def next_of(self, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
+        """Return the next message of this kind; only progress and lost ranks may be reported before."""
+        while not isinstance(message := self.scheduler.next_message(), kind):
+            assert isinstance(message, LoadProgress | RankLost), message
+        return message
 
-    def serve(self, epoch: int) -> None:
-        """Take both ranks from registration to Ready."""
-        self.load(epoch)
-        for scheduler in self.schedulers:
-            scheduler.send(InitializeCache(BLOCKS, CONTEXT))
-        for scheduler in self.schedulers:
-            assert next_of(scheduler, Ready).epoch == epoch
 
-    def answers(self, epoch: int, steps: int) -> list[int]:
+class RankPair:
+    """Two tensor-parallel ranks that serve one epoch after the other; each gets messages of its own.
+
+    Between tests both wait for their assignment. A process that a test ends is replaced: each start imports torch.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory, self._stack = directory, stack
+        self.epoch = 0
+        self.ranks: list[RankProcess] = []
+        self._registered: list[Register] = []
+
+    def begin_epoch(self) -> None:
+        """Replace ended processes, and take both ranks from their registration to Loaded in the next epoch."""
+        self.epoch += 1
+        self.ranks = [rank for rank in self.ranks if rank.process.poll() is None]
+        while len(self.ranks) < 2:
+            name = f"{self.epoch}.{len(self.ranks)}"
+            self.ranks.append(RankProcess(self._directory / name, self._stack))
+        rendezvous = self._registrations()[0].rendezvous
+        for number, rank in enumerate(self.ranks):
+            place = Assignment(self.epoch, number, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, rendezvous)
+            rank.scheduler.send(place)
+        for rank in self.ranks:
+            assert rank.next_of(Loaded).epoch == self.epoch
+
+    def _registrations(self) -> list[Register]:
+        return [rank.next_of(Register) for rank in self.ranks]
+
+    def serve(self) -> None:
+        """Take both ranks from their registration to Ready in the next epoch."""
+        self.begin_epoch()
+        for rank in self.ranks:
+            rank.scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+        for rank in self.ranks:
+            assert rank.next_of(Ready).epoch == self.epoch
+
+    def end_epoch(self) -> None:
+        for rank in self.ranks:
+            rank.scheduler.end(self.epoch)
+
+    def answers(self, steps: int) -> list[int]:
         """Return the tokens of one request, which the first rank reports."""
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         for _ in range(steps):
-            step = msgspec.structs.replace(plans.step(request), epoch=epoch)
-            for scheduler in self.schedulers:
-                scheduler.send(step)
-        results = self.schedulers[0].results(steps)
-        assert [(r.epoch, r.step_id) for r in results] == [(epoch, i + 1) for i in range(steps)]
+            step = msgspec.structs.replace(plans.step(request), epoch=self.epoch)
+            for rank in self.ranks:
+                rank.scheduler.send(step)
+        results = self.ranks[0].scheduler.results(steps)
+        assert [(r.epoch, r.step_id) for r in results] == [(self.epoch, i + 1) for i in range(steps)]
         return [tokens(result)[request.slot] for result in results]
 
+    def one_step(self) -> msgspec.Struct:
+        """Return the first step of the epoch."""
+        plans = PlanBuilder()
+        return msgspec.structs.replace(plans.step(plans.admit(prompt(1, 6))), epoch=self.epoch)
+
     def leave(self) -> None:
-        for scheduler, process in zip(self.schedulers, self.processes, strict=True):
-            scheduler.send(Shutdown())
-            assert exit_status(process)[0] == 0
+        """Shut both ranks down; they leave in order."""
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                rank.scheduler.send(Shutdown())
+                assert exit_status(rank.process)[0] == 0
 
 
-def next_of(scheduler: ScriptedWorkerServer, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
-    """Return the next message of this kind; only progress and lost ranks may be reported before."""
-    while not isinstance(message := scheduler.next_message(), kind):
-        assert isinstance(message, LoadProgress | RankLost), message
-    return message
-
-
-def one_step(epoch: int) -> msgspec.Struct:
-    plans = PlanBuilder()
-    return msgspec.structs.replace(plans.step(plans.admit(prompt(1, 6))), epoch=epoch)
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[RankPair]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
     with ExitStack() as stack:
-        yield RankPair(tmp_path, stack)
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
-    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
-    yield scheduler
-    scheduler.close()
+        pair = RankPair(tmp_path_factory.mktemp("pair"), stack)
+        yield pair
+        pair.leave()
 
 
 # -- in a group --------------------------------------------------------------------------------------------------
 
 
+def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_that_never_joins(pair: RankPair) -> None:
+    """The rank serves a later epoch."""
+    pair.serve()
+    pair.end_epoch()
+    first, second = pair.ranks
+    rendezvous = first.next_of(Register).rendezvous
+    epoch = pair.epoch = pair.epoch + 1
+    first.scheduler.send(Assignment(epoch, 0, 2, BLOCK, SLOTS, 512, CONTEXT, 2, 1, rendezvous))
+    first.scheduler.wait_heartbeat()
+    first.scheduler.end(epoch)
+    assert second.next_of(Register).epoch == epoch - 1
+    second.scheduler.end(epoch)  # so that it registers again, as the first one does
+    pair.serve()
+    pair.end_epoch()
+
+
 def test_a_rank_that_loses_its_partner_in_a_step_reports_it_and_serves_alone(pair: RankPair) -> None:
-    pair.serve(1)
-    survivor = pair.schedulers[0]
-    survivor.send(one_step(1))  # it waits for its partner, which does not get the step
-    pair.processes[1].kill()
-    lost = survivor.next_message()
+    pair.serve()
+    epoch, survivor = pair.epoch, pair.ranks[0]
+    survivor.scheduler.send(pair.one_step())  # it waits for its partner, which does not get the step
+    pair.ranks[1].process.kill()
+    lost = survivor.scheduler.next_message()
     assert isinstance(lost, RankLost)
-    assert lost.epoch == 1
-    survivor.send(one_step(1))
-    survivor.end(1)
-    again = next_of(survivor, Register)
-    assert (again.epoch, again.shard) == (1, Shard(0, 2, 0, 1))
-    survivor.assign(2)
-    assert next_of(survivor, Loaded).epoch == 2
-    survivor.send(InitializeCache(BLOCKS, CONTEXT))
-    assert survivor.next_message() == Ready(2)
+    assert lost.epoch == epoch
+    survivor.scheduler.send(pair.one_step())
+    survivor.scheduler.end(epoch)
+    again = survivor.next_of(Register)
+    assert (again.epoch, again.shard) == (epoch, Shard(0, 2, 0, 1))
+    epoch = pair.epoch = pair.epoch + 1
+    survivor.scheduler.assign(epoch)
+    assert survivor.next_of(Loaded).epoch == epoch
+    survivor.scheduler.send(InitializeCache(BLOCKS, CONTEXT))
+    assert survivor.scheduler.next_message() == Ready(epoch)
     plans = PlanBuilder()
     request = plans.admit(prompt(1, 6))
-    survivor.send(*(msgspec.structs.replace(plans.step(request), epoch=2) for _ in range(3)))
-    assert [tokens(r)[request.slot] for r in survivor.results(3)] == alone(prompt(1, 6), GREEDY, 3)
-    survivor.send(Shutdown())
-    assert exit_status(pair.processes[0])[0] == 0
+    survivor.scheduler.send(*(msgspec.structs.replace(plans.step(request), epoch=epoch) for _ in range(3)))
+    results = survivor.scheduler.results(3)
+    assert [tokens(result)[request.slot] for result in results] == alone(prompt(1, 6), GREEDY, 3)
+    survivor.scheduler.end(epoch)
 
 
 def test_a_rank_that_loses_its_partner_in_the_canary_step_is_healthy(pair: RankPair) -> None:
     """It reports lost ranks and not that its model cannot be served."""
-    pair.load(1)
-    survivor = pair.schedulers[0]
+    pair.begin_epoch()
+    survivor = pair.ranks[0].scheduler
     survivor.send(InitializeCache(BLOCKS, CONTEXT))
     survivor.wait_heartbeat()
-    pair.processes[1].kill()
+    pair.ranks[1].process.kill()
     lost = survivor.next_message()
     assert isinstance(lost, RankLost)
-    assert lost.epoch == 1
-    survivor.end(1)
-    assert next_of(survivor, Register).epoch == 1
-    survivor.send(Shutdown())
-    assert exit_status(pair.processes[0])[0] == 0
+    assert lost.epoch == pair.epoch
+    survivor.end(pair.epoch)
 
 
 def test_the_end_of_the_epoch_ends_the_wait_for_a_partner_without_the_step(pair: RankPair) -> None:
     """Both are alive, and the first hangs in a collective. The same two processes form the next group."""
-    pair.serve(1)
-    first, second = pair.schedulers
-    first.send(one_step(1))
-    assert first.wait_heartbeat().epoch == 1
-    for scheduler in (first, second):
-        scheduler.end(1)
-    pair.serve(2)
-    assert pair.answers(2, 4) == alone(prompt(1, 6), GREEDY, 4)
-    pair.leave()
-
-
-def test_the_loss_of_the_scheduler_ends_the_wait_of_a_rank_that_hangs(pair: RankPair) -> None:
-    """Without a scheduler its epoch cannot be ended; its partner stays."""
-    pair.serve(1)
-    first, _ = pair.schedulers
-    first.send(one_step(1))
-    first.wait_heartbeat()
-    first.close()
-    status, log = exit_status(pair.processes[0])
-    assert status == EXIT_LOST
-    assert "the scheduler is lost" in log
-    assert pair.processes[1].poll() is None
+    pair.serve()
+    processes = [rank.process for rank in pair.ranks]
+    first = pair.ranks[0].scheduler
+    first.send(pair.one_step())
+    assert first.wait_heartbeat().epoch == pair.epoch
+    pair.end_epoch()
+    pair.serve()
+    assert [rank.process for rank in pair.ranks] == processes
+    assert pair.answers(4) == alone(prompt(1, 6), GREEDY, 4)
+    pair.end_epoch()
 
 
 def test_heartbeats_report_the_last_step_of_each_rank(pair: RankPair) -> None:
     """Only the output rank sends results; the heartbeats of the other one show its progress."""
-    pair.serve(1)
-    pair.answers(1, 3)
-    for rank, scheduler in enumerate(pair.schedulers):
-        while scheduler.wait_heartbeat().last_step_id != 3:
+    pair.serve()
+    pair.answers(3)
+    for number, rank in enumerate(pair.ranks):
+        while (beat := rank.scheduler.wait_heartbeat()).last_step_id != 3:
             pass
-        assert (scheduler.heartbeats[-1].epoch, scheduler.heartbeats[-1].rank) == (1, rank)
-    pair.leave()
+        assert (beat.epoch, beat.rank) == (pair.epoch, number)
+    pair.end_epoch()
+
+
+def test_the_loss_of_the_scheduler_ends_the_wait_of_a_rank_that_hangs(pair: RankPair) -> None:
+    """Without a scheduler its epoch cannot be ended; its partner stays."""
+    pair.serve()
+    first, partner = pair.ranks
+    first.scheduler.send(pair.one_step())
+    first.scheduler.wait_heartbeat()
+    first.scheduler.close()
+    status, log = exit_status(first.process)
+    assert status == EXIT_LOST
+    assert "the scheduler is lost" in log
+    assert partner.process.poll() is None
+    partner.scheduler.end(pair.epoch)
 
 
 # -- one worker --------------------------------------------------------------------------------------------------
@@ -183,7 +226,8 @@ def test_a_worker_with_a_stuck_step_exits_when_its_scheduler_is_gone(
 ) -> None:
     with worker_process(tmp_path, before=HANG) as process:
         scheduler.serve()
-        scheduler.send(one_step(1))
+        plans = PlanBuilder()
+        scheduler.send(plans.step(plans.admit(prompt(1, 6))))
         scheduler.wait_heartbeat()
         scheduler.close()
         status, log = exit_status(process)
@@ -193,26 +237,25 @@ def test_a_worker_with_a_stuck_step_exits_when_its_scheduler_is_gone(
 
 @pytest.mark.parametrize("serving", [False, True])
 def test_a_worker_that_is_refused_after_it_registered_logs_the_reason(
-    scheduler: ScriptedWorkerServer, tmp_path: Path, serving: bool
+    scheduler: ScriptedWorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, serving: bool
 ) -> None:
     """The log has the reason, and the exit status is that of a refused worker."""
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         if serving:
             scheduler.serve()
         else:
             scheduler.registered()
         scheduler.refuse("dtype mismatch: this worker has 'float32', the group 'bfloat16'")
-        status, log = exit_status(process)
-        assert status == EXIT_REFUSED
-        assert "this worker has 'float32', the group 'bfloat16'" in log
-        assert "Traceback" not in log
+        assert worker.exit_status() == EXIT_REFUSED
+    assert "this worker has 'float32', the group 'bfloat16'" in caplog.text
+    assert not any(record.exc_info for record in caplog.records), "a traceback is logged"
 
 
 def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """It sends heartbeats of epoch 0. The end of any epoch makes it register again: the scheduler has dropped it."""
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.registered()
-        assert scheduler.wait_heartbeat().epoch == 0
+        assert scheduler.wait_heartbeat() == scheduler.wait_heartbeat() == Heartbeat(0, 0)
         scheduler.end(4)  # the scheduler has dropped it after a heartbeat timeout
         scheduler.serve(5)
         plans = PlanBuilder()
@@ -223,4 +266,4 @@ def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp
         while scheduler.wait_heartbeat().epoch != 5:
             pass
         scheduler.send(Shutdown())
-        assert exit_status(process)[0] == 0
+        assert worker.exit_status() == 0

@@ -1,9 +1,8 @@
 """The worker's service on real ipc sockets: its messages, their order, and how it leaves."""
 
 import signal
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,24 +25,16 @@ from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
 from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.result_sender import RESULTS_KEPT
-from services.worker.service import EXIT_FAULT, Worker
+from services.worker.service import EXIT_FAULT, EXIT_LOST, EXIT_MODEL, EXIT_REFUSED, Worker
 from tests.integration.worker.scripted import (
     EPOCH,
-    PATIENCE,
-    SIM,
     ScriptedWorkerServer,
     exit_status,
     worker_process,
+    worker_thread,
 )
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, sampled, tokens
-
-
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[ScriptedWorkerServer]:
-    scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
-    yield scheduler
-    scheduler.close()
 
 
 def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
@@ -67,17 +58,17 @@ def in_order(times: StepTimes) -> bool:
 
 
 def test_from_registration_to_orderly_end(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    """The canary ran, and the first real token is right; results of queued steps leave in step order."""
+    """The canary ran, the first real token is right, results leave in step order, and no prompt is logged."""
     with worker_process(tmp_path) as process:
         loaded = scheduler.serve()
         assert (loaded.simulated, loaded.vocab_size) == (True, VOCAB)
         assert any(isinstance(message, LoadProgress) for message in scheduler.received)
         plans = PlanBuilder()
-        a, b = plans.admit(prompt(1, 6)), plans.admit(prompt(2, 9), sampled(4))
+        a, b = plans.admit([91, 92, 93, 94]), plans.admit(prompt(2, 9), sampled(4))
         scheduler.send(*(plans.step(a, b) for _ in range(5)))
         results = scheduler.results(5)
         assert step_ids(results) == [1, 2, 3, 4, 5]
-        assert [tokens(r)[a.slot] for r in results] == alone(prompt(1, 6), GREEDY, 5)
+        assert [tokens(r)[a.slot] for r in results] == alone(a.prompt, GREEDY, 5)
         assert [tokens(r)[b.slot] for r in results] == alone(prompt(2, 9), sampled(4), 5)
         assert all(in_order(r.times) for r in results)
         assert results[0].times.idle == 0
@@ -85,17 +76,6 @@ def test_from_registration_to_orderly_end(scheduler: ScriptedWorkerServer, tmp_p
         status, text = exit_status(process)
         assert status == 0
         assert "leaving: enough" in text
-
-
-def test_prompts_are_not_logged(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path) as process:
-        scheduler.serve()
-        plans = PlanBuilder()
-        request = plans.admit([91, 92, 93, 94])
-        scheduler.send(plans.step(request))
-        scheduler.results(1)
-        scheduler.send(Shutdown())
-        _, text = exit_status(process)
         assert "91" not in text.replace(str(process.pid), "")
         assert len(text.splitlines()) < 10
 
@@ -103,7 +83,7 @@ def test_prompts_are_not_logged(scheduler: ScriptedWorkerServer, tmp_path: Path)
 def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """No step is queued between these, so the device is idle from the end of one to the start of the next; a result
     carries this time. On a busy machine a plan may arrive before the worker waits for it; then the time is 0."""
-    with worker_process(tmp_path, sim_step_ms=20.0):
+    with worker_thread(scheduler, tmp_path, sim_step_ms=20.0):
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -116,7 +96,7 @@ def test_idle_is_the_wait_for_a_plan(scheduler: ScriptedWorkerServer, tmp_path: 
 
 
 def test_queued_steps_leave_no_idle_time(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path, sim_step_ms=1000.0):
+    with worker_thread(scheduler, tmp_path, sim_step_ms=1000.0):
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -142,7 +122,7 @@ def test_heartbeats_leave_during_a_long_step(scheduler: ScriptedWorkerServer, tm
 def test_the_kept_result_of_a_repeated_step_is_sent_again(
     scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
-    with worker_process(tmp_path):
+    with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -156,7 +136,7 @@ def test_the_kept_result_of_a_repeated_step_is_sent_again(
 def test_a_repeated_step_without_a_kept_result_is_a_fault(
     scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -165,13 +145,13 @@ def test_a_repeated_step_without_a_kept_result_is_a_fault(
         fault = scheduler.results(RESULTS_KEPT + 2)[-1]
         assert isinstance(fault, StepFault)
         assert fault.error == "step 1 was sent again, but only the last 16 results are kept"
-        assert exit_status(process)[0] == EXIT_FAULT
+        assert worker.exit_status() == EXIT_FAULT
 
 
 def test_messages_of_other_epochs_and_bad_frames_are_ignored(
-    scheduler: ScriptedWorkerServer, tmp_path: Path
+    scheduler: ScriptedWorkerServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with worker_process(tmp_path) as process:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -184,14 +164,13 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
         (result,) = scheduler.results(1)
         assert tokens(result) == {request.slot: alone(prompt(1, 6), GREEDY, 1)[0]}
         scheduler.send(Shutdown())
-        status, text = exit_status(process)
-        assert status == 0
-        assert text.count("bad message from the scheduler") == 3
-        assert "InitializeCache is not allowed while SERVING" in text
+        assert worker.exit_status() == 0
+    assert caplog.text.count("bad message from the scheduler") == 3
+    assert "InitializeCache is not allowed while SERVING" in caplog.text
 
 
 def test_sampling_waits_for_the_grammar(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path):
+    with worker_thread(scheduler, tmp_path):
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -242,16 +221,20 @@ def _gap(plans: PlanBuilder) -> list[msgspec.Struct]:
 @pytest.mark.parametrize(
     ("script", "step_id", "text"),
     [
-        (_wrong_generation, 2, "PlanError: slot 0: row of generation 7, but the slot has 1"),
         (_short_bitmask, 2, "ProtocolError: the grammar of step 2 has "),
         (_token_outside_the_vocabulary, 2, f"OracleError: slot 1 position 0: token {VOCAB} is not among"),
         (_gap, 3, "step 3 arrived, but step 2 is next"),
     ],
 )  # fmt: skip
 def test_a_failed_step(
-    scheduler: ScriptedWorkerServer, tmp_path: Path, script, step_id: int, text: str
-) -> None:  # type: ignore[no-untyped-def]
-    with worker_process(tmp_path) as process:
+    scheduler: ScriptedWorkerServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    script: Callable[[PlanBuilder], list[msgspec.Struct]],
+    step_id: int,
+    text: str,
+) -> None:
+    with worker_thread(scheduler, tmp_path) as worker:
         scheduler.serve()
         scheduler.send_while_there(*script(PlanBuilder()))
         good, fault = scheduler.results(2)
@@ -259,21 +242,33 @@ def test_a_failed_step(
         assert isinstance(fault, StepFault)
         assert (fault.epoch, fault.step_id) == (EPOCH, step_id)
         assert fault.error.startswith(text)
+        assert worker.exit_status() == EXIT_FAULT
+        assert fault.error in caplog.text
+        assert scheduler.received[-1] is fault
+
+
+def test_the_process_of_a_failed_step_exits_with_a_status_of_its_own(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
+    with worker_process(tmp_path) as process:
+        scheduler.serve()
+        scheduler.send_while_there(*_wrong_generation(PlanBuilder()))
+        _, fault = scheduler.results(2)
+        text = "PlanError: slot 0: row of generation 7, but the slot has 1 (-1: empty)"
+        assert fault == StepFault(EPOCH, 2, text)
         status, log = exit_status(process)
         assert status == EXIT_FAULT
-        assert fault.error in log
-        assert scheduler.received[-1] is fault
+        assert text in log
 
 
 def test_a_failed_copy(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """The output thread fails, on a FAKE device: the step before has a result, the one after has none."""
     device = FakeDevice()
-    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{tmp_path}/w"})
-    worker = Worker(config, SimRunner(config, lambda: device, full_check=True))
-    status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(worker.run()))
-    thread.start()
-    try:
+
+    def make_runner(config: WorkerConfig) -> SimRunner:
+        return SimRunner(config, lambda: device, full_check=True)
+
+    with worker_thread(scheduler, tmp_path, make_runner) as worker:
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
@@ -283,10 +278,7 @@ def test_a_failed_copy(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
         scheduler.send_while_there(plans.step(request), plans.step(request))
         (fault,) = scheduler.results(1)
         assert fault == StepFault(EPOCH, 2, "OSError: the copy failed")
-    finally:
-        scheduler.send_while_there(Shutdown())
-        thread.join(PATIENCE)
-    assert status == [EXIT_FAULT]
+        assert worker.exit_status() == EXIT_FAULT
     assert scheduler.received[-1] is fault
     assert not device.violations
 
@@ -308,37 +300,31 @@ def test_a_signal_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Pat
 def test_a_signal_during_a_finaliser_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """Python prints an exception that a finaliser raises, and continues."""
 
-    class Finalising(SimRunner):
+    workers: list[Worker] = []
+
+    class FinalisingRunner(SimRunner):
         def release(self, slots: NDArray[np.int32]) -> None:
             mortal = {0}
-            reference = weakref.ref(mortal, worker.leave)
+            reference = weakref.ref(mortal, workers[0].leave)
             del mortal
             assert reference() is None
 
-    config = WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{tmp_path}/w"})
-    worker = Worker(config, Finalising(config))
-    status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(worker.run()))
-    thread.start()
-    try:
+    with worker_thread(scheduler, tmp_path, FinalisingRunner) as thread:
+        workers.append(thread.worker)
         scheduler.serve()  # the canary step has released its slot
-        thread.join(PATIENCE)
-        assert status == [0]
-    finally:
-        scheduler.send_while_there(Shutdown())
-        thread.join(PATIENCE)
+        assert thread.exit_status() == 0
 
 
 def test_results_of_steps_in_flight_are_sent_before_the_worker_leaves(
     scheduler: ScriptedWorkerServer, tmp_path: Path
 ) -> None:
-    with worker_process(tmp_path, sim_step_ms=100.0) as process:
+    with worker_thread(scheduler, tmp_path, sim_step_ms=100.0) as worker:
         scheduler.serve()
         plans = PlanBuilder()
         request = plans.admit(prompt(1, 6))
         scheduler.send(plans.step(request), plans.step(request), Shutdown())
         assert step_ids(scheduler.results(2)) == [1, 2]
-        assert exit_status(process)[0] == 0
+        assert worker.exit_status() == 0
 
 
 def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(
@@ -360,7 +346,7 @@ def test_a_lost_scheduler_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_p
         scheduler.serve()
         scheduler.close()
         status, text = exit_status(process)
-        assert status == 5
+        assert status == EXIT_LOST
         assert "the scheduler is lost" in text
 
 
@@ -371,7 +357,7 @@ def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:
             while process.poll() is None:
                 scheduler.wait_refused()
             status, text = exit_status(process)
-            assert status == 4
+            assert status == EXIT_REFUSED
             assert "a 'worker' may not connect here" in text
     finally:
         scheduler.close()
@@ -389,9 +375,13 @@ def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_served(
-    scheduler: ScriptedWorkerServer, tmp_path: Path, values, text: str
-) -> None:  # type: ignore[no-untyped-def]
-    with worker_process(tmp_path, **values) as process:
+    scheduler: ScriptedWorkerServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    values: dict[str, object],
+    text: str,
+) -> None:
+    with worker_thread(scheduler, tmp_path, **values) as worker:
         failed = scheduler.next_message()
         if isinstance(failed, Register):
             scheduler.assign()
@@ -399,9 +389,8 @@ def test_a_model_that_cannot_be_served(
         assert isinstance(failed, LoadFailed)
         assert text in failed.error
         assert "\n" not in failed.error
-        status, log = exit_status(process)
-        assert status == 3
-        assert "Traceback" not in log
+        assert worker.exit_status() == EXIT_MODEL
+    assert not any(record.exc_info for record in caplog.records), "a traceback is logged"
 
 
 def test_a_cache_that_cannot_be_allocated(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
@@ -415,4 +404,4 @@ def test_a_cache_that_cannot_be_allocated(scheduler: ScriptedWorkerServer, tmp_p
         while isinstance(failed := scheduler.next_message(), Ready | LoadProgress):
             pass
         assert isinstance(failed, LoadFailed)
-        assert exit_status(process)[0] == 3
+        assert exit_status(process)[0] == EXIT_MODEL

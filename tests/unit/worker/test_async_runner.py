@@ -27,9 +27,7 @@ from tests.unit.worker.plans import (
     PlanBuilder,
     SlotRequest,
     alone,
-    grammar_output,
     prompt,
-    run,
     sampled,
     sim_runner,
     tokens,
@@ -286,29 +284,11 @@ def test_a_copy_that_fails_is_that_steps_error(host: AsyncRunner) -> None:
         second.get()
 
 
-def test_a_grammar_is_applied_to_its_own_rows(host: AsyncRunner) -> None:
-    """Two rows, of which the second is constrained to a single token."""
-    a, b = host.plans.admit(prompt(1, 6)), host.plans.admit(prompt(2, 6))
-    mask = np.zeros(-(-VOCAB // 32), np.int32)
-    mask[1] = 1 << 9
-    plan = host.plans.step(a, b, grammar=True)
-    host.runner.execute_model(plan)
-    output = host.runner.sample_tokens(grammar_output(plan, [b.slot], mask.tobytes()))
-    assert tokens(output.get()) == {a.slot: alone(prompt(1, 6), GREEDY, 1)[0], b.slot: 41}
-
-
 def test_a_foreign_grammar_is_refused(host: AsyncRunner) -> None:
     plan = host.plans.step(host.plans.admit(prompt(1, 6)), grammar=True)
     host.runner.execute_model(plan)
     with pytest.raises(RuntimeError, match="step 1 needs its own grammar"):
         host.runner.sample_tokens(GrammarOutput(1, 9, b"", memoryview(b"")))
-
-
-def test_the_simulated_device_answers_as_the_fake_one(host: AsyncRunner) -> None:
-    runner, plans = sim_runner(), PlanBuilder()
-    a, b = plans.admit(prompt(1, 6), sampled(5)), host.plans.admit(prompt(1, 6), sampled(5))
-    for _ in range(5):
-        assert run(runner, plans.step(a)) == tokens(host.launch(b).get())
 
 
 @pytest.mark.parametrize(

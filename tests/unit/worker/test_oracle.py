@@ -20,7 +20,6 @@ from tests.unit.worker.plans import (
     alone,
     prompt,
     run,
-    sampled,
     sim_runner,
 )
 
@@ -55,25 +54,6 @@ def running() -> DecodingRequests:
 # -- correct plans -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [GREEDY, sampled(7), sampled(8, top_k=5, top_p=0.9, min_p=0.01)])
-def test_batch_order_and_chunks_change_no_token(params) -> None:  # type: ignore[no-untyped-def]
-    expected = {seed: alone(prompt(seed, 9 + seed), params, 8) for seed in range(4)}
-    runner, plans = sim_runner(), PlanBuilder()
-    requests = {seed: plans.admit(prompt(seed, 9 + seed), params) for seed in range(4)}
-    outputs: dict[int, list[int]] = {seed: [] for seed in range(4)}
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        some = [int(s) for s in rng.permutation(4)[: rng.integers(1, 5)]]
-        rows = [(requests[s], int(rng.integers(1, requests[s].left + 1))) for s in some]
-        got = run(runner, plans.step(*rows))
-        for s in some:
-            if requests[s].slot in got:
-                outputs[s].append(got[requests[s].slot])
-    for seed, out in outputs.items():
-        assert out[:8] == expected[seed][: len(out[:8])]
-        assert len(out) > 4
-
-
 def test_equal_prompts_of_one_step_share_blocks() -> None:
     """Write before read."""
     runner, plans = sim_runner(), PlanBuilder()
@@ -90,17 +70,6 @@ def test_a_later_request_hits_the_prefix_of_an_earlier_one() -> None:
     plans.release(first)
     second = plans.admit([*prompt(3, 12), 5, 6, 7], hit=12, share=first)
     assert run(runner, plans.step(second))[second.slot] == alone([*prompt(3, 12), 5, 6, 7], GREEDY, 1)[0]
-
-
-def test_a_request_that_is_resumed_with_its_outputs_gets_the_same_tokens() -> None:
-    expected = alone(prompt(4, 11), sampled(9), 9)
-    runner, plans = sim_runner(), PlanBuilder()
-    request = plans.admit(prompt(4, 11), sampled(9))
-    before = [run(runner, plans.step(request))[request.slot] for _ in range(4)]
-    plans.release(request)
-    resumed = plans.admit(prompt(4, 11) + before, sampled(9))
-    after = [run(runner, plans.step(resumed))[resumed.slot] for _ in range(5)]
-    assert before + after == expected
 
 
 # -- faults ------------------------------------------------------------------------------------------------------
@@ -281,33 +250,3 @@ def test_a_plan_that_contradicts_the_batch(
 ) -> None:
     with pytest.raises(PlanError, match=text):
         fault(running)
-
-
-# -- the two calls of a step ------------------------------------------------------------------------------------
-
-
-def test_a_step_that_was_never_sampled_is_not_overwritten(running: DecodingRequests) -> None:
-    running.runner.execute_model(running.plans.step(running.a))
-    with pytest.raises(RuntimeError, match="step 4 was executed but never sampled"):
-        running.runner.execute_model(running.plans.step(running.b))
-
-
-def test_nothing_to_sample(running: DecodingRequests) -> None:
-    with pytest.raises(RuntimeError, match="no step was executed"):
-        running.runner.sample_tokens(None)
-
-
-def test_a_partial_prefill_returns_no_row() -> None:
-    runner, plans = sim_runner(), PlanBuilder()
-    a, b = plans.admit(prompt(1, 12)), plans.admit(prompt(2, 5))
-    assert set(run(runner, plans.step((a, 7), b))) == {b.slot}
-    assert set(run(runner, plans.step(a, b))) == {a.slot, b.slot}
-
-
-def test_min_tokens_keeps_a_text_from_ending() -> None:
-    """The model's top token is forbidden while the text is short."""
-    free = alone(prompt(1, 6), GREEDY, 6)
-    params = msgspec.structs.replace(GREEDY, min_tokens=3, stop_token_ids=(free[0],))
-    bound = alone(prompt(1, 6), params, 6)
-    assert bound[0] != free[0]
-    assert free[0] not in bound[:3]

@@ -1,7 +1,5 @@
 """Every sampling parameter on the simulator gives the tokens of the plain reference sampler."""
 
-from collections import deque
-
 import msgspec
 import numpy as np
 import pytest
@@ -9,12 +7,10 @@ import pytest
 from protocol.codec import pack, unpack
 from protocol.rows import EmbeddingRows
 from protocol.sampling import Pooling, SamplingParams
-from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.worker.backends.sim import SimRunner
+from protocol.steps import ModelRunnerOutput
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE, hidden_states
 from services.worker.backends.sim.model.oracle import OracleError
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.sampling.reference import TokenLogprobs
 from tests.unit.worker.fake_device import FakeDevice
 from tests.unit.worker.plans import (
     GREEDY,
@@ -66,91 +62,29 @@ def test_a_request_alone_gets_the_reference_tokens_and_others_without_the_parame
     assert got != answer(text, plain, 8)
 
 
-class AsyncSteps:
-    """A runner on a FAKE asynchronous device, which runs steps ahead of the host."""
-
-    def __init__(self) -> None:
-        self.device, self.plans = FakeDevice(), PlanBuilder()
-        self.runner: SimRunner = sim_runner(make_device=lambda: self.device)
-
-    def launch(self, plan: SchedulerOutput) -> StepOutput:
-        self.runner.execute_model(plan)
-        return self.runner.sample_tokens(None)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_requests_of_a_batch_get_the_reference_tokens_at_any_depth(depth: int) -> None:
-    """Chunks, rows that skip steps, and requests that are preempted and resumed in other slots."""
-    steps, rng = AsyncSteps(), np.random.default_rng(depth)
-    texts = {name: prompt(i, 5 + i) for i, name in enumerate(NAMES)}
-    requested = {name: msgspec.structs.replace(everything(texts[name])[name], logprobs=3) for name in NAMES}
-    outputs: dict[str, list[int]] = {name: [] for name in NAMES}
-    scored: dict[str, dict[int, TokenLogprobs]] = {name: {} for name in NAMES}
-    running: dict[str, SlotRequest] = {}
-    waiting, resumed = list(NAMES), 0
-    in_flight: deque[tuple[StepOutput, dict[int, str]]] = deque()
-
-    def apply_oldest() -> None:
-        output, names = in_flight.popleft()
-        result = result_of(output)
-        for slot, token in tokens(result).items():
-            outputs[names[slot]].append(token)
-        for (slot, position), entry in scores(result).items():
-            scored[names[slot]][position] = entry
-
-    for _ in range(120):
-        while waiting and len(running) < 5:
-            name = waiting.pop(0)
-            text = texts[name]
-            running[name] = steps.plans.admit(text + outputs[name], requested[name], num_prompt=len(text))
-        chosen = [name for name in running if rng.random() < 0.7]
-        rows = [(running[n], int(rng.integers(1, running[n].left + 1))) for n in chosen]
-        if rows:
-            output = steps.launch(steps.plans.step(*rows))
-            in_flight.append((output, {running[name].slot: name for name in chosen}))
-        while len(in_flight) >= depth:
-            apply_oldest()
-        entered = [name for name, request in running.items() if request.start]
-        if rng.random() < 0.15 and entered:
-            while in_flight:
-                apply_oldest()
-            name = entered[int(rng.integers(len(entered)))]
-            steps.plans.release(running.pop(name))
-            resumed += bool(outputs[name])
-            if len(outputs[name]) < 12:
-                waiting.append(name)
-    while in_flight:
-        apply_oldest()
-    steps.runner.shutdown()
-    assert resumed > 3
-    assert not steps.device.violations
-    for name, got in outputs.items():
-        text = texts[name]
-        assert len(got) > 6
-        assert got == answer(text, requested[name], len(got)), name
-        assert sorted(scored[name]) == [len(text) + i for i in range(len(got))]
-        for i, token in enumerate(got):
-            assert_scored(scored[name][len(text) + i], text + got[:i], token, 3)
-
-
 def test_the_slot_may_have_another_owner_when_the_device_samples() -> None:
     """Immutable result: a row uses the parameters of its launch."""
-    steps, text = AsyncSteps(), prompt(1, 9)
-    first = steps.plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
-    plan = steps.plans.step(first)
-    steps.device.compute.gate.clear()
-    output = steps.launch(plan)
-    steps.plans.release(first, reuse_slot=True)
-    second = steps.plans.admit(prompt(2, 3))
-    later = steps.launch(steps.plans.step(second))
+    device, plans, text = FakeDevice(), PlanBuilder(), prompt(1, 9)
+    runner = sim_runner(make_device=lambda: device)
+
+    def launch(request: SlotRequest) -> StepOutput:
+        runner.execute_model(plans.step(request))
+        return runner.sample_tokens(None)
+
+    first = plans.admit(text, msgspec.structs.replace(everything(text)["bias"], logprobs=2))
+    device.compute.gate.clear()
+    output = launch(first)
+    plans.release(first, reuse_slot=True)
+    second = plans.admit(prompt(2, 3))
+    later = launch(second)
     assert second.slot == first.slot
-    steps.device.compute.gate.set()
+    device.compute.gate.set()
     (token,) = answer(text, first.params, 1)
     assert tokens(output.get()) == {first.slot: token}
     assert_scored(scores(result_of(output))[first.slot, len(text)], text, token, 2)
     assert tokens(later.get()) == {second.slot: answer(prompt(2, 3), GREEDY, 1)[0]}
     assert result_of(later).logprobs is None
-    steps.runner.shutdown()
+    runner.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ ACCEPTANCES = ("always", "never", "periodic", "request")
 
 
 def drafting(acceptance: str = "periodic", longest: int = 0, **options: object) -> SimRunner:
+    """Return a runner whose drafts are accepted as `sim_draft_acceptance` says, or one without drafts for "none"."""
+    if acceptance == "none":
+        return sim_runner(**options)  # type: ignore[arg-type]
     speculation = Speculation("ngram", MOST, max_model_len=longest)
     return sim_runner(speculation=speculation, flags={"sim_draft_acceptance": acceptance}, **options)  # type: ignore[arg-type]
 
@@ -144,14 +147,25 @@ def requests_with_every_parameter() -> list[RequestLife]:
     for i, name in enumerate(NAMES):
         text = prompt(i, 5 + i)
         lives.append(RequestLife(text, msgspec.structs.replace(everything(text)[name], logprobs=3)))
-    return [*lives, RequestLife(prompt(40, 9), GREEDY), RequestLife(prompt(41, 7), sampled(8, top_p=0.9))]
+    drawn = sampled(8, top_k=5, top_p=0.9, min_p=0.01)
+    return [*lives, RequestLife(prompt(40, 9), GREEDY), RequestLife(prompt(41, 7), drawn)]
 
 
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "depth"), [("always", 3), ("never", 2), ("periodic", 1), ("periodic", 2), ("request", 3)]
+    ("acceptance", "depth"),
+    [
+        ("none", 1),
+        ("none", 2),
+        ("none", 3),
+        ("always", 3),
+        ("never", 2),
+        ("periodic", 1),
+        ("periodic", 2),
+        ("request", 3),
+    ],
 )
 def test_requests_of_a_batch_get_the_reference_tokens(acceptance: str, depth: int) -> None:
     """Chunks, rows that skip steps and are reordered, another number of drafts in each step, and requests that are
@@ -169,7 +183,7 @@ def test_requests_of_a_batch_get_the_reference_tokens(acceptance: str, depth: in
         chosen = [running[i] for i in rng.permutation(len(running)) if rng.random() < 0.8]
         chosen = [life for life in chosen if life.request.known < CONTEXT]
         if chosen:
-            propose = int(rng.choice((0, 1, 2, 3, MOST)))
+            propose = int(rng.choice((0, 1, 2, 3, MOST))) if acceptance != "none" else 0
             batch.launch(*chosen, propose=propose, chunk=lambda r: int(rng.integers(1, r.left + 1)))
         entered = [life for life in running if life.request.start]
         if rng.random() < 0.15 and entered:
@@ -188,6 +202,9 @@ def test_requests_of_a_batch_get_the_reference_tokens(acceptance: str, depth: in
         assert len(life.outputs) > 6
         assert_answered(life)
     drafted, accepted = np.array([pair for life in everyone for pair in life.verified]).sum(0)
+    if acceptance == "none":
+        assert not drafted
+        return
     assert drafted > 50
     share = {"always": (1, 1), "never": (0, 0), "periodic": (0.4, 0.8), "request": (0.2, 0.8)}[acceptance]
     assert share[0] <= accepted / drafted <= share[1]
