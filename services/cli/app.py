@@ -28,7 +28,7 @@ def _version(is_given: bool) -> None:
     if is_given:
         from importlib.metadata import version
 
-        typer.echo(f"runahead {version('runahead')}")
+        typer.echo(f"runahead {version('runahead-engine')}")
         raise typer.Exit
 
 

@@ -64,7 +64,7 @@ def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": metadata.version("runahead")})
+        return JSONResponse({"version": metadata.version("runahead-engine")})
 
     @app.get("/metrics")
     async def render_metrics() -> Response:

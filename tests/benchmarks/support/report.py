@@ -56,7 +56,10 @@ def machine() -> dict[str, object]:
         "load_average": os.getloadavg(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("runahead", "numpy", "torch", "pyzmq", "msgspec")},
+        **{
+            package: _version(package)
+            for package in ("runahead-engine", "numpy", "torch", "pyzmq", "msgspec")
+        },
     }
 
 

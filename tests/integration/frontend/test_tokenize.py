@@ -77,4 +77,4 @@ def test_endpoints_work_without_an_engine() -> None:
         answer = frontend.post("/tokenize", {"prompt": "Hi"}).json()
         assert answer["tokens"] == TOKENIZER.encode("Hi")
         assert answer["max_model_len"] is None
-        assert httpx.get(f"{frontend.url}/version").json() == {"version": metadata.version("runahead")}
+        assert httpx.get(f"{frontend.url}/version").json() == {"version": metadata.version("runahead-engine")}

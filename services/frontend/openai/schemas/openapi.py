@@ -97,7 +97,7 @@ def document() -> JSON:
         "openapi": "3.1.0",
         "info": {
             "title": "Runahead",
-            "version": importlib.metadata.version("runahead"),
+            "version": importlib.metadata.version("runahead-engine"),
             "summary": "OpenAI's API with vLLM's additional parameters",
             "description": "Bodies are UTF-8 JSON. Numbers are finite, and integers are written without a fraction. "
             "The header x-request-id names a request in logs and is returned with the response.",
