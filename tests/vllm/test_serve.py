@@ -9,7 +9,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from services.checkpoint import DEMO_MODEL
-from tests.e2e.server import Server, serving
+from tests.e2e.server import ServeProcess, serving
 from tests.vllm.driver import BLOCK
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmRequest, generate
@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[ServeProcess]:
     with serving(
         "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--max-model-len", "512",
         "--kv-cache-memory-bytes", str(64 << 20),
@@ -34,7 +34,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[OpenAI]:
+def client(server: ServeProcess) -> Iterator[OpenAI]:
     with server.client() as client:
         yield client
 
@@ -85,7 +85,7 @@ def test_structured_output_and_log_probabilities(client: OpenAI, model: str) -> 
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
 
 
-def test_stop_leaves_nothing_and_prints_nothing_of_the_libraries(server: Server) -> None:
+def test_stop_leaves_nothing_and_prints_nothing_of_the_libraries(server: ServeProcess) -> None:
     """The last test of this file."""
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
