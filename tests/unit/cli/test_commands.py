@@ -106,7 +106,7 @@ def test_config_show_prints_no_secrets(capsys: Capture, monkeypatch: pytest.Monk
 def test_version_is_that_of_the_distribution(capsys: Capture) -> None:
     from importlib.metadata import version
 
-    assert run_command(capsys, "--version").stdout == f"runahead {version('runahead')}\n"
+    assert run_command(capsys, "--version").stdout == f"runahead {version('runahead-engine')}\n"
 
 
 def test_command_line_without_arguments_lists_the_commands() -> None:
