@@ -20,7 +20,7 @@ class ServedModel:
     template: ChatTemplate
     defaults: SamplingDefaults
     pooling: Pooling = Pooling.LAST
-    """How an embedding is computed from the positions' hidden states."""
+    """The computation of an embedding from the positions' hidden states."""
     formats: OutputFormats = field(default_factory=OutputFormats)
 
     @classmethod

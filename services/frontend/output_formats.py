@@ -18,12 +18,13 @@ class OutputFormats:
     tools: type[ToolParser] | None = None
     auto_tool_choice: bool = False
     tools_are_special: bool = False
-    """Whether the markers around calls are special tokens, which the text lacks by default."""
+    """True if the markers around calls are special tokens, which the text lacks by default."""
     reasoning: ReasoningStart | None = None
-    """Where an answer begins if its prompt does not determine it; None: the model does not reason."""
+    """Start of an answer whose prompt does not determine it; None: the model does not reason."""
     reasoning_end: tuple[int, ...] = ()
     """Token ids of the closing tag."""
     reasoning_is_special: bool = False
+    """True if the tags around reasoning are special tokens."""
 
     @classmethod
     def from_config(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "OutputFormats":

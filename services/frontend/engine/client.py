@@ -84,7 +84,7 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are executed now."""
+        """True if requests are executed now."""
         return self._accepts_requests and self.state.phase is EnginePhase.READY
 
     @property

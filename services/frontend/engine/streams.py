@@ -33,8 +33,8 @@ class RawLogprobs(NamedTuple):
 
     position: int
     """Counted from the first token of the prompt."""
-    rank: int
-    """Rank of the token at this position; 1 is the most likely."""
+    token_rank: int
+    """Rank of the token at this position by its probability; 1 is the most likely."""
     token_ids: list[int]
     """The token at this position, then the most likely tokens in descending order."""
     values: list[float]
@@ -54,7 +54,7 @@ class RequestStream(ABC):
         self.tokens: list[Token] = []
         self.end: Finish | APIError | None = None
         self.is_due = False
-        """Whether the response will feed this request at the next flush."""
+        """True if the next flush feeds this request."""
         self.has_ended = False
         """Set by `feed` when it has returned the last bytes; nothing is fed after that."""
 

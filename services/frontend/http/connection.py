@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         """Handlers find this connection in the ASGI scope as `state.connection`."""
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self.is_full = False
-        """Whether the write buffer is full; then writers wait for `on_writable`."""
+        """True while the write buffer is full; writers wait for `on_writable`."""
         self.on_writable: Callable[[], None] | None = None
         """Called when the write buffer has room again."""
         self._is_lost = False

@@ -113,7 +113,7 @@ class EmbeddingStream(RequestStream):
         """float32[hidden size]"""
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
-        """Ignored: none are asked for."""
+        """Ignored, as none are requested."""
 
     def add_embedding(self, values: bytes) -> None:
         self.values = values

@@ -12,7 +12,7 @@ OPENING, CLOSING = "<think>", "</think>"
 
 
 class ReasoningStart(enum.Enum):
-    """Where an answer begins: inside or outside of the reasoning."""
+    """Start of an answer: inside or outside of the reasoning."""
 
     INSIDE = "inside"
     """The prompt has opened the reasoning, or the model always reasons."""

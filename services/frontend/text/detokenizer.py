@@ -130,7 +130,7 @@ class ByteLevelDetokenizer:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_inside = False
-        """Whether the last character is incomplete."""
+        """True while the last character is incomplete."""
 
     def push(self, token_id: int) -> str:
         content = self._vocabulary[token_id]

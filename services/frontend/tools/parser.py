@@ -56,7 +56,7 @@ class ToolParser(ABC):
         self._trimmer = Trimmer()
         self._has_content = self._has_calls = False
         self._is_after_call = False
-        """Whether only white space has followed a complete call."""
+        """True while only white space has followed a complete call."""
         self._buffer = TextBuffer()
         self._parsing: Generator[None, None, None] = self._read()
         next(self._parsing)

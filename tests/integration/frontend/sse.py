@@ -44,7 +44,7 @@ class EventParser:
 
     @property
     def is_between(self) -> bool:
-        """Whether no event is incomplete."""
+        """True if no event is incomplete."""
         return not self._line and not self._data
 
 

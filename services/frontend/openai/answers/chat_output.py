@@ -1,4 +1,4 @@
-"""How the answers to one chat request are parsed: tools, reasoning, and the grammar that follows from both."""
+"""Parsing of the answers to one chat request: tools, reasoning, and the grammar that follows from both."""
 
 from dataclasses import dataclass
 

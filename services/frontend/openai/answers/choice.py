@@ -32,7 +32,7 @@ class ChoiceContext:
 
 
 class Choice(RequestStream):
-    """Assembles the text of one engine request, with log-probabilities and token ids if they are asked for."""
+    """Assembles the text of one engine request, with log-probabilities and token ids if the body requests them."""
 
     __slots__ = (
         "_assembler",
@@ -62,8 +62,8 @@ class Choice(RequestStream):
     ) -> None:
         """
         Args:
-            is_first: whether this is the first choice of its prompt, which reports what concerns the prompt.
-            logprobs: None, if the request does not ask for log-probabilities of the output.
+            is_first: True for the first choice of its prompt, which receives the prompt's log-probabilities.
+            logprobs: None, if the body does not request log-probabilities of the output.
         """
         super().__init__(response)
         options = context.options
@@ -75,7 +75,7 @@ class Choice(RequestStream):
         self._logprobs = logprobs
         self._writer = writer
         self._echoes = options.echo
-        """Whether the prompt is still to be shown."""
+        """True until the prompt is shown."""
         self._is_text_only = (
             options.generates and logprobs is None and not (options.echo or options.token_ids)
         )

@@ -30,15 +30,15 @@ class Chunk:
 
     text: str = ""
     logprobs: list[ScoredPosition] = field(default_factory=list)
-    """Positions that `text` covers, if the request asks for log-probabilities."""
+    """Positions that `text` covers, if the body requests log-probabilities."""
     finish: str | None = None
     """OpenAI's `finish_reason`; None in all chunks of a choice but the last."""
     stop: int | str | None = None
     """The stop string or token that ended the choice."""
     token_ids: list[int] | None = None
-    """Tokens that arrived; None if the request does not ask for token ids."""
+    """Tokens that arrived; None if the body does not request token ids."""
     prompt_token_ids: list[int] | None = None
-    """Set in the first chunk if the request asks for token ids."""
+    """Set in the first chunk if the body requests token ids."""
 
     @property
     def is_text_only(self) -> bool:

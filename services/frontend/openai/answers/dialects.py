@@ -14,7 +14,7 @@ class Dialect(Protocol):
     object: str
     chunk_object: str
     has_constant_frame: bool
-    """Whether a chunk that is only text always becomes one event, and such events differ only in the text."""
+    """True if a chunk that is only text always becomes one event, and such events differ only in the text."""
 
     def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
         """Return a whole answer."""

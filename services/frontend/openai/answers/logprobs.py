@@ -51,7 +51,7 @@ class LogprobFormatter:
 
     def _by_id(self, logprobs: RawLogprobs) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        ranks = [logprobs.rank, *range(1, len(logprobs.token_ids))]
+        ranks = [logprobs.token_rank, *range(1, len(logprobs.token_ids))]
         for rank, token_id, value in zip(ranks, logprobs.token_ids, logprobs.values, strict=True):
             token = self._token(token_id, value)
             fields = {"logprob": token.logprob, "rank": rank, "decoded_token": token.text}
@@ -105,11 +105,8 @@ def _top(position: ScoredPosition) -> dict[str, float | None] | None:
     if position.token.logprob is None:
         return None
     top: dict[str, float | None] = {}
-    for token in (
-        *position.top,
-        position.token,
-    ):  # of two tokens with the same text, the more likely one stays
-        top.setdefault(token.text, token.logprob)
+    for token in (*position.top, position.token):
+        top.setdefault(token.text, token.logprob)  # of equal texts, the most likely token stays
     return top
 
 

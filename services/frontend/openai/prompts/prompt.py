@@ -13,7 +13,7 @@ class Prompt:
     offsets: list[int] = field(default_factory=list)
     """Characters before each token in `text`; filled if log-probabilities are echoed."""
     logprobs: dict[int, RawLogprobs] = field(default_factory=dict)
-    """By position, if the request asks for them. The first position has none."""
+    """By position, if the body requests them. The first position has none."""
     _waiting: list[RequestStream] = field(default_factory=list)
 
     def add_logprobs(self, logprobs: RawLogprobs) -> None:
@@ -26,7 +26,7 @@ class Prompt:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the log-probabilities of all tokens have arrived."""
+        """True if the log-probabilities of all tokens have arrived."""
         return len(self.logprobs) >= len(self.token_ids) - 1
 
     def feed_when_scored(self, stream: RequestStream) -> None:

@@ -52,7 +52,7 @@ class Route:
     bodies: tuple[type[BaseModel], ...] = ()
     """Alternatives for the body."""
     chunk: type[BaseModel] | None = None
-    """Data of each event, if the body asks for a stream."""
+    """Data of each event, if the body requests a stream."""
     is_probe: bool = False
     """Needs no key; a response with status 503 has the same body."""
 

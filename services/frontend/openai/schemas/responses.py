@@ -9,7 +9,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 class Error(BaseModel):
     message: str
-    """What happened, and what would work."""
+    """The problem, and what would work."""
     type: str
     param: str | None
     """The field of the body that is wrong."""
