@@ -18,7 +18,7 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.request import Request, RequestKey
 from services.scheduler.core.results import DecodedResult, UnknownResult
-from services.scheduler.core.slots import DELIVER, DROP, LIVE, Column, SlotIds
+from services.scheduler.core.slots import DELIVER, DROP, LIVE, Column, Mask, SlotIds
 from services.scheduler.core.store import RequestStore
 
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"
@@ -31,9 +31,9 @@ class NewTokens(NamedTuple):
     ids: Column
     """int32[rows, widest row]; undefined from `counts` on."""
     counts: Column
-    ends: NDArray[np.bool_]
+    ends: Mask
     """bool[rows]: the row's last token ends its request."""
-    stops: NDArray[np.bool_]
+    stops: Mask
     """bool[rows]: the row's last token is a stop token."""
 
 
@@ -82,8 +82,9 @@ class ResultApplier:
             self.settle(rows, drafts, result, live)
         logprobs = self.wanted_logprobs(result.logprobs)
         first = np.cumsum(counts, dtype=np.int32) - counts
-        appended, ended = np.zeros(len(rows), np.int32), []
+        appended, ended = counts, []
         if not all_live:
+            appended = np.zeros(len(rows), np.int32)
             states[~current] = DROP
             for row in np.flatnonzero(states == DELIVER).tolist():
                 slot, token_ids = int(rows[row]), result.token_ids[first[row] : first[row] + counts[row]]
@@ -98,7 +99,10 @@ class ResultApplier:
         if special.any():
             tokens = self._take_special(tokens, special, result, failures)
         self.append(tokens)
-        appended[live] = tokens.counts
+        if all_live:
+            appended = tokens.counts
+        else:
+            appended[live] = tokens.counts
         if result.draft_ids is not None:
             self.keep_drafts(rows, result.draft_ids[live])
         if logprobs is not None:
@@ -139,12 +143,7 @@ class ResultApplier:
                 self.store.counters["rollbacks"] += 1
 
     def check(
-        self,
-        step: InflightStep,
-        result: DecodedResult,
-        rows: SlotIds,
-        drafts: Column,
-        live: NDArray[np.bool_],
+        self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask
     ) -> None:
         """Check the result against the ledger. Nothing has changed if it raises.
 
@@ -164,7 +163,7 @@ class ResultApplier:
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"
             )
 
-    def settle(self, rows: SlotIds, drafts: Column, result: DecodedResult, live: NDArray[np.bool_]) -> None:
+    def settle(self, rows: SlotIds, drafts: Column, result: DecodedResult, live: Mask) -> None:
         """Lower the optimistic position by the rejected drafts (settle), and count what became of drafts."""
         s, accepted = self.epoch.slots, np.maximum(result.counts - 1, 0)
         s.computed[rows[live]] -= (drafts - accepted)[live]
@@ -225,11 +224,7 @@ class ResultApplier:
         return NewTokens(rows, ids, counts, ended, ended & stops[np.arange(len(rows)), last])
 
     def _take_special(
-        self,
-        tokens: NewTokens,
-        special: NDArray[np.bool_],
-        result: DecodedResult,
-        ends: list[tuple[Request, Finish]],
+        self, tokens: NewTokens, special: Mask, result: DecodedResult, ends: list[tuple[Request, Finish]]
     ) -> NewTokens:
         """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Appends the requests that end
         with it to `ends`; these rows get no token that does not match, and embeddings no token at all."""

@@ -4,9 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.scheduler.core.slots import Column, SlotColumns, SlotIds
+from services.scheduler.core.slots import Column, Mask, SlotColumns, SlotIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class InflightStep:
     generations: Column
     starts: Column
     counts: Column
-    samples: NDArray[np.bool_]
+    samples: Mask
     """Sampling rows; decided when the step is formed and followed by the worker."""
     drafts: Column
     """Number of drafts among `counts`."""
@@ -59,7 +58,7 @@ class Ledger:
         s.sampling[rows] = s.sampling.take(rows) - samples
         return step
 
-    def current(self, step: InflightStep) -> NDArray[np.bool_]:
+    def current(self, step: InflightStep) -> Mask:
         """bool[rows]: rows of their slot's present generation. Other rows count for nothing."""
         return step.generations == self._slots.generation.take(step.slots)
 

@@ -1,6 +1,7 @@
 """A request and its states. A transition that is not in the table raises and changes nothing."""
 
 import enum
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ ARRIVAL_BITS = 42
 """An order key is `priority << ARRIVAL_BITS | arrival`; a process never sees 2^42 arrivals."""
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request from arrival to its finish.
 
@@ -49,75 +51,37 @@ class Request:
     the request holds its own tokens.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "cache_salt",
-        "draft_ids",
-        "first_token",
-        "frontend",
-        "grammar",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_draft_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "number",
-        "order_key",
-        "params",
-        "pooling",
-        "queued",
-        "request_id",
-        "scheduled",
-        "slot",
-        "stale_rows",
-        "status",
-        "token_ids",
-    )
-
-    def __init__(
-        self,
-        frontend: int,
-        number: int,
-        token_ids: NDArray[np.int32],
-        num_prompt_tokens: int,
-        params: SamplingParams,
-        order_key: int,
-        cache_salt: str = "",
-        pooling: Pooling = Pooling.NONE,
-        request_id: str = "",
-        queued: float = 0.0,
-    ) -> None:
-        self.frontend = frontend
-        self.number = number
-        self.token_ids = token_ids
-        """int32[T]: prompt and confirmed output tokens; valid while `slot` is -1."""
-        self.num_prompt_tokens = num_prompt_tokens
-        self.params = params
-        self.order_key = order_key
-        """Unique; the request with the lowest key is served first and preempted last."""
-        self.cache_salt = cache_salt
-        self.pooling = pooling
-        self.grammar: Grammar | None = None
-        """Constraint on the output. It has accepted exactly the confirmed output tokens."""
-        self.status = RequestStatus.WAITING
-        self.slot = -1
-        self.stale_rows = 0
-        """Sampling rows of an earlier slot in flight whose tokens will be delivered. The resume gate opens at 0."""
-        self.block_hashes: list[bytes] = []
-        """Hash chain over the full blocks of the known tokens, as far as computed."""
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.draft_ids = _NO_DRAFTS
-        """int32[proposed]: drafts of the latest sampling row, NO_DRAFT where there is none; only with a grammar."""
-        self.num_draft_tokens = 0
-        """Verified drafts, counted when the request leaves a slot."""
-        self.num_accepted_tokens = 0
-        self.request_id = request_id
-        """The external id, for log lines."""
-        self.queued = queued
-        """Times on the scheduler's clock, in seconds; see `RequestTimes`."""
-        self.scheduled = 0.0
-        self.first_token = 0.0
+    frontend: int
+    number: int
+    token_ids: NDArray[np.int32]
+    """int32[T]: prompt and confirmed output tokens; valid while `slot` is -1."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    order_key: int
+    """Unique; the request with the lowest key is served first and preempted last."""
+    cache_salt: str = ""
+    pooling: Pooling = Pooling.NONE
+    request_id: str = ""
+    """The external id, for log lines."""
+    queued: float = 0.0
+    """Times on the scheduler's clock, in seconds; see `RequestTimes`."""
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    grammar: Grammar | None = None
+    """Constraint on the output. It has accepted exactly the confirmed output tokens."""
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    stale_rows: int = 0
+    """Sampling rows of an earlier slot in flight whose tokens will be delivered. The resume gate opens at 0."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash chain over the full blocks of the known tokens, as far as computed."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    draft_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_DRAFTS)
+    """int32[proposed]: drafts of the latest sampling row, NO_DRAFT where there is none; only with a grammar."""
+    num_draft_tokens: int = 0
+    """Verified drafts, counted when the request leaves a slot."""
+    num_accepted_tokens: int = 0
 
     def become(self, status: RequestStatus) -> None:
         """Change the status.

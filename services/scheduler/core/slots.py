@@ -18,6 +18,7 @@ SlotIds = NDArray[np.int64]
 """Slots as an index: NumPy gathers through int64 at a third of the cost of int32; messages carry int32."""
 Column = NDArray[np.int32]
 """One number per slot, or per row of a step."""
+Mask = NDArray[np.bool_]
 
 FREE, LIVE, DELIVER, DROP = range(4)
 """States of a slot. DELIVER and DROP are retired: the request has left, steps in flight still name the slot. Their
@@ -160,11 +161,8 @@ class SlotColumns:
     def wanted(self, rows: SlotIds, next_step: int, stages: int) -> Column:
         """Tokens that each slot could compute in step `next_step`, drafts included (slice size); 0 where the next
         token is not on the device yet."""
-        tokens, computed, sampling = (
-            self.tokens.take(rows),
-            self.computed.take(rows),
-            self.sampling.take(rows),
-        )
+        tokens, computed = self.tokens.take(rows), self.computed.take(rows)
+        sampling = self.sampling.take(rows)
         want = tokens + self.placeholders.take(rows) - computed + self.proposed.take(rows)
         # Position bound: if every draft in flight were accepted, the context may be full.
         np.minimum(want, self.history.shape[1] - computed, out=want)
@@ -175,7 +173,7 @@ class SlotColumns:
             want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
         return want
 
-    def decoding(self, rows: SlotIds) -> NDArray[np.bool_]:
+    def decoding(self, rows: SlotIds) -> Mask:
         """bool[rows]: slots whose whole prefill is dispatched."""
         return self.computed.take(rows) >= self.entry.take(rows)
 
