@@ -26,7 +26,7 @@ def test_a_plan_does_not_change_after_it_was_formed() -> None:
 
 
 def test_no_request_passes_a_head_that_lacks_blocks() -> None:
-    """Of 8 blocks the first request needs 5 to its end; the second needs 6 at once, the third only 1."""
+    """The first request needs 5 of 8 blocks to its end; the second needs 6 at once, the third only 1."""
     world = World(Limits(4, 64, 64, 8, 4), 2)
     first = world.add(prompt_of(12), params(6, eos=False))
     world.dispatch()

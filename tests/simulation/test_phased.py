@@ -189,7 +189,7 @@ def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
 
 
 def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
-    """Of 16 blocks the first request may need 11, so the second (6) waits although many are free, and no request passes
+    """The first request may need 11 of 16 blocks, so the second (6) waits although many are free, and no request passes
     it."""
     world = RigidWorld(limits(num_blocks=16, enable_prefix_caching=False), 2)
     first = world.add(prompt(5), params(40, eos=False))
@@ -237,7 +237,7 @@ def test_a_new_request_waits_until_the_volume_has_room() -> None:
 
 
 def test_projections_leave_nothing_to_pausing() -> None:
-    """Where new requests are delayed, no decode ever pauses; where they are not, some decodes do."""
+    """If new requests are delayed, no decode ever pauses; if not, some decodes pause."""
     paused = Counter[bool]()
     for pausing in (False, True):
         for seed in range(30):

@@ -25,7 +25,7 @@ class CompilingRequests:
 
     @property
     def serves(self) -> bool:
-        """Whether there is a compiler."""
+        """Return whether there is a compiler."""
         return self._compiler is not None
 
     @property

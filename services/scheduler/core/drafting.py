@@ -1,4 +1,4 @@
-"""How many drafts a step proposes: a fixed number, or the number that yields the most tokens per second."""
+"""The number of drafts that a step proposes: fixed, or the one that yields the most tokens per second."""
 
 from typing import Protocol
 

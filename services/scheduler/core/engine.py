@@ -113,7 +113,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is running or in the waiting queue."""
+        """Return whether a request is running or in the waiting queue."""
         return bool(len(self.epoch.running) or len(self.store.waiting))
 
     def advance(self, now: float) -> None:

@@ -1,4 +1,5 @@
-"""What ends with an epoch: slots, the ledger, the KV cache, fences, the policy and the order of running requests.
+"""The state that ends with an epoch: slots, the ledger, the KV cache, fences, the policy and the order of running
+requests.
 
 Rules (docs/invariants.md):
 

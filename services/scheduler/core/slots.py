@@ -1,4 +1,4 @@
-"""What the scheduler knows per request and step, as columns by slot.
+"""The state of running requests, as columns by slot.
 
 A slot belongs to one request from its admission until the request has left and every step that names the slot was
 processed. Each such life of a slot has its own *generation*, and so has each stretch of it between rollbacks. A late
@@ -71,9 +71,9 @@ class SlotColumns:
         self.entry = column()
         """Tokens of the request when it got the slot. Its prefill ends there: the prompt, or more after a resume."""
         self.constrained = np.zeros(num_slots, np.bool_)
-        """Whether a grammar constrains the output."""
+        """True: a grammar constrains the output."""
         self.pooling = np.zeros(num_slots, np.bool_)
-        """Whether the request returns an embedding; its sampled token is ignored."""
+        """True: the request returns an embedding, and its sampled token is ignored."""
         self.sampled_step = np.zeros(num_slots, np.int64)
         """Newest step that samples for the slot."""
         self.capacity = column()

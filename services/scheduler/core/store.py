@@ -1,4 +1,4 @@
-"""What survives an epoch: requests, the waiting queue, outputs, counters, listeners and the time.
+"""The state that survives an epoch: requests, the waiting queue, outputs, counters, listeners and the time.
 
 Rules (docs/invariants.md):
 

@@ -1,4 +1,4 @@
-"""What may share a step. A policy answers three questions about a read-only view; it has no loop and no queue."""
+"""Batching policies decide which requests share a step. A policy reads a view; it has no loop and no queue."""
 
 from services.scheduler.policies.balanced import BalancedPolicy
 from services.scheduler.policies.base import BatchingPolicy, ConfigurablePolicy, SchedulerView, StepBudget

@@ -119,7 +119,7 @@ class PhasedPolicy:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _may_start(self, view: SchedulerView) -> bool:
-        """Whether the first waiting request may start now."""
+        """Return whether the first waiting request may start now."""
         if len(view.running) >= view.limits.max_num_seqs or not view.slots.free:
             return False
         for request in view.waiting.in_order():
@@ -143,16 +143,17 @@ class PhasedPolicy:
         return hit, end - hit
 
     def _may_continue(self, view: SchedulerView, slot: int) -> bool:
-        """Whether the next chunk of a prefill may be dispatched: the last one waits for room among the decodes, unless
-        that was checked at the first chunk."""
+        """Return whether the next chunk of a prefill may be dispatched: the last one waits for room among the decodes,
+        unless that was checked at the first chunk."""
         s = view.slots
         entry = int(s.entry[slot])
         last = self._geometry.chunk_end(entry, int(s.computed[slot])) == entry
         return not (last and self._interleave) or self._fits(view, entry, int(s.limit[slot]))
 
     def _fits(self, view: SchedulerView, tokens: int, limit: int) -> bool:
-        """Whether all can decode to their ends together with a new request of `tokens` that ends at `limit` (volume
-        limit). Lengths are those of the step that is being formed, steps in flight included (predicted length)."""
+        """Return whether all can decode to their ends together with a new request of `tokens` that ends at `limit`
+        (volume limit). Lengths are those of the step that is being formed, steps in flight included (predicted
+        length)."""
         s, geometry = view.slots, self._geometry
         rows = view.running[s.computed.take(view.running) >= s.entry.take(view.running)]
         left = s.limit.take(rows) - s.tokens.take(rows) - s.sampling.take(rows)
@@ -170,8 +171,8 @@ class PhasedPolicy:
 
 
 def _after_prefill(view: SchedulerView) -> bool:
-    """Whether the newest step was a prefill. Its slots may be free again, but no slot is assigned before another step
-    is dispatched."""
+    """Return whether the newest step was a prefill. Its slots may be free again, but no slot is assigned before another
+    step is dispatched."""
     step = view.ledger.newest
     return step is not None and bool(step.starts[0] < view.slots.entry[step.slots[0]])
 
