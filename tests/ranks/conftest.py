@@ -24,6 +24,14 @@ LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 """Tensor-parallel ranks x pipeline stages."""
 
 
+def per_change(*layouts: tuple[int, int]) -> list[object]:
+    """Return all LAYOUTS as parameters, of which only `layouts` run per change; `make soak` runs the others too."""
+    return [
+        pytest.param(layout, id=str(layout), marks=() if layout in layouts else (pytest.mark.soak,))
+        for layout in LAYOUTS
+    ]
+
+
 class RankPool:
     """Processes for any number of ranks; dead ones are replaced."""
 

@@ -12,7 +12,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import Driver, Request, i32, ints
-from tests.ranks.conftest import LAYOUTS
+from tests.ranks.conftest import LAYOUTS, per_change
 from tests.ranks.group import GroupDriver
 
 Start = Callable[..., GroupDriver]
@@ -72,7 +72,7 @@ def test_preempted_with_steps_in_flight_and_recomputed(
     assert outputs(requests) == outputs(alone)
 
 
-@layouts
+@pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
 def test_sampling_parameters_and_grammars_equal_one_rank(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
@@ -98,7 +98,7 @@ def test_sampling_parameters_and_grammars_equal_one_rank(
     assert results[0] == results[1]
 
 
-@layouts
+@pytest.mark.parametrize("layout", per_change((2, 1), (1, 4), (2, 2)))
 def test_steps_without_a_sampling_row(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     """Plan agreement: no feedback is sent for them, which every rank derives from the plan."""
     group = start(tied.path, *layout)

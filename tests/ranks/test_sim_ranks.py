@@ -16,7 +16,7 @@ LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (2, 3))])
 def test_many_ranks_give_the_tokens_of_one(make_group: MakeGroup, seed: int, tp: int, pp: int) -> None:
     """All plans are queued ahead: chunked prompts, prefix hits, steps without a sampling row (plan agreement), resumed
     requests, grammars, and slots that are assigned again while feedback for them is on its way."""

@@ -69,7 +69,7 @@ def check_trace(path: Path, stages: int) -> None:
 @pytest.mark.parametrize(
     ("tp", "pp", "settings"),
     [
-        (1, 4, {}),
+        pytest.param(1, 4, {}, marks=pytest.mark.soak),  # with blocks for all requests, as (1, 3) per change
         (1, 2, {"async_scheduling": False}),
         (2, 2, {"batch_queue_depth": 4, "max_num_batched_tokens": 64}),
         (1, 4, TIGHT),

@@ -22,8 +22,15 @@ def take(pool: object) -> Callable[[int], list[NativeRankProcess]]:
     return pool.take  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "depth"),
+    [
+        ("ngram", 1),
+        ("draft_model", 2),
+        pytest.param("ngram", 2, marks=pytest.mark.soak),
+        pytest.param("draft_model", 1, marks=pytest.mark.soak),
+    ],
+)
 def test_tokens_equal_one_rank_without_drafts(
     tied: Family, take: Callable[[int], list[NativeRankProcess]], method: str, depth: int
 ) -> None:
