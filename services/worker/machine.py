@@ -29,9 +29,9 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def cache_budget(wanted: int) -> int:
-    """Return the bytes for the KV cache: `wanted`, or MEMORY_SHARE of free memory if it is 0."""
-    return wanted or int(free_memory() * MEMORY_SHARE)
+def cache_budget(configured: int) -> int:
+    """Return the bytes for the KV cache: `configured`, or MEMORY_SHARE of free memory if it is 0."""
+    return configured or int(free_memory() * MEMORY_SHARE)
 
 
 def _lines(path: Path) -> list[str]:

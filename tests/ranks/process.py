@@ -88,8 +88,8 @@ class NativeRank:
         return None if logits is None else (logits.numpy().tobytes(), logits.shape)
 
     def sample(self, grammar: bytes | None) -> bytes | None:
-        wanted = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
-        result = self.runner.sample_tokens(wanted).get()
+        decoded = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
+        result = self.runner.sample_tokens(decoded).get()
         return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
 
     def release(self, slots: bytes) -> None:

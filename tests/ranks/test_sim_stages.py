@@ -89,9 +89,9 @@ def test_many_ranks_serve_the_tokens_of_one(
 
 def test_stages_compute_at_the_same_time() -> None:
     """The measurements of the policy benchmark: several microbatches are in the pipeline at once."""
-    asks = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
+    requests = [TimedRequest(prompt(number, 20), 20) for number in range(8)]
     run = run_stages(
-        3, asks, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
+        3, requests, {"max_num_batched_tokens": 40}, {"sim_step_ms": 60.0, "sim_prefill_token_us": 0.0}
     )
     assert run.tokens == 8 * 20
     assert sum(run.microbatches) == 8 * (20 + 20 - 1)

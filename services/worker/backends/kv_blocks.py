@@ -41,13 +41,13 @@ def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> i
     return blocks
 
 
-def context_limit(wanted: int, positions: int) -> int:
-    """Return the context length to serve: `wanted`, or the model's `positions` if `wanted` is 0.
+def context_limit(requested: int, positions: int) -> int:
+    """Return the context length to serve: `requested`, or the model's `positions` if it is 0.
 
-    Raises: LoadError, if more is wanted than the model has.
+    Raises: LoadError, if more is requested than the model has.
     """
-    if wanted > positions:
+    if requested > positions:
         raise LoadError(
-            f"max_model_len {wanted} is more than the {positions} positions of the model; lower --max-model-len"
+            f"max_model_len {requested} is more than the {positions} positions of the model; lower --max-model-len"
         )
-    return wanted or positions
+    return requested or positions

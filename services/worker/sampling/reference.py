@@ -87,8 +87,8 @@ def forbid(logits: F32, token_ids: tuple[int, ...]) -> None:
 
 def ends_of_bad_words(bad_words: BadWords, output: I32) -> tuple[int, ...]:
     """Return the last token of each bad word whose other tokens are the end of the output."""
-    said = tuple(output[-max(map(len, bad_words)) :].tolist()) if bad_words else ()
-    return tuple(word[-1] for word in bad_words if len(word) == 1 or said[-(len(word) - 1) :] == word[:-1])
+    end = tuple(output[-max(map(len, bad_words)) :].tolist()) if bad_words else ()
+    return tuple(word[-1] for word in bad_words if len(word) == 1 or end[-(len(word) - 1) :] == word[:-1])
 
 
 def add_bias(logits: F32, biases: tuple[tuple[int, float], ...]) -> None:
@@ -101,11 +101,11 @@ def add_bias(logits: F32, biases: tuple[tuple[int, float], ...]) -> None:
 def penalize(logits: F32, params: SamplingParams, prompt: I32, output: I32) -> None:
     """Apply, in place, the repetition penalty to tokens of prompt and output, then frequency and presence penalties to
     tokens of the output."""
-    said, counts = np.unique(output, return_counts=True)
-    seen, repetition = np.union1d(prompt, said), np.float32(params.repetition_penalty)
+    emitted, counts = np.unique(output, return_counts=True)
+    seen, repetition = np.union1d(prompt, emitted), np.float32(params.repetition_penalty)
     logits[seen] = np.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
-    logits[said] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-    logits[said] -= np.float32(params.presence_penalty)
+    logits[emitted] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    logits[emitted] -= np.float32(params.presence_penalty)
 
 
 def apply_bitmask(logits: F32, mask: I32) -> None:

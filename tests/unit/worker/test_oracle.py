@@ -59,7 +59,7 @@ def test_equal_prompts_of_one_step_share_blocks() -> None:
     runner, plans = sim_runner(), PlanBuilder()
     first = plans.admit(prompt(3, 14))
     second = plans.admit(prompt(3, 14), hit=12, share=first)
-    got = run(runner, plans.step(second, first))  # the reader stands before the writer
+    got = run(runner, plans.step(second, first))  # the reading row comes before the writing row
     assert got[first.slot] == got[second.slot] == alone(prompt(3, 14), GREEDY, 1)[0]
 
 

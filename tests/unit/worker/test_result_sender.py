@@ -77,8 +77,8 @@ class ResultConnection:
         self.results.begin_epoch(1, 3)
         self.results.start()
 
-    def _receive(self, wanted: Callable[[object], bool]) -> tuple[bytes, object]:
-        while (received := self.server.receive()) is None or not wanted(received[1]):
+    def _receive(self, accepts: Callable[[object], bool]) -> tuple[bytes, object]:
+        while (received := self.server.receive()) is None or not accepts(received[1]):
             if received is None:
                 assert self.server.socket.poll(1000 * PATIENCE), "no message arrives"
         return received

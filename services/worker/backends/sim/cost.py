@@ -18,8 +18,8 @@ class CostModel:
         """Return one stage's share of a step.
 
         A step takes a base, the longer of reading the weights and computing prompt tokens and decoding rows, and the
-        context that attention reads. Planned drafts cost as much as decoded tokens; only the device knows how many
-        there are.
+        context that attention reads. Planned drafts cost as much as decoded tokens; the real number of drafts is known
+        on the device alone.
 
         Args:
             num_prompt: int32[rows], prompt tokens of each row's request.
