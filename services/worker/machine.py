@@ -1,6 +1,7 @@
 """Processors and memory that this process may use, within the limits of its container."""
 
 import os
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -10,7 +11,7 @@ MEMORY_SHARE = 0.25
 
 def cores() -> int:
     """Return the number of processors that this process may run on, at least 1."""
-    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = _words(_CGROUP / "cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
         number = min(number, -(-int(quota[0]) // int(quota[1])))

@@ -1,0 +1,98 @@
+"""Everything of a rank that lives one epoch: the batch on the host, the translation of plans, and the steps."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from protocol.membership import Assignment, InitializeCache
+from protocol.steps import GrammarOutput, SchedulerOutput, StepTimes
+from services.worker.backends.pending_step import PendingStep, own_grammar
+from services.worker.backends.pooling import PooledRows, Pooler
+from services.worker.backends.vllm.engine import VllmEngine
+from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
+from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator
+from services.worker.backends.vllm.process_groups import ProcessGroups
+from services.worker.batch.slots import Rows, SlotTable
+from services.worker.runner import ForwardDone, Output
+
+
+@dataclass(frozen=True)
+class _ExecutedStep:
+    """A step between its forward pass and its sampling."""
+
+    step: SchedulerOutput
+    rows: Rows
+    ids: list[str]
+    requested: RequestedLogprobs
+    pooled: PooledRows | None
+    """None if no row needs a hidden state, or if another rank reports the step."""
+    times: StepTimes
+    """Times until the end of the forward pass."""
+
+
+class VllmEpoch:
+    """One epoch of a rank. Allocates the engine's KV cache.
+
+    Raises: RanksLost, also from `execute` and `sample`.
+    """
+
+    def __init__(
+        self, engine: VllmEngine, groups: ProcessGroups, assignment: Assignment, init: InitializeCache
+    ) -> None:
+        self._engine, self._groups = engine, groups
+        self._reports = assignment.rank == assignment.output_rank
+        with groups.detect_lost_ranks():
+            engine.allocate(init.num_blocks + RESERVED_BLOCKS)
+        self.table = SlotTable(
+            assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
+        )
+        self._pooler = Pooler(assignment.num_slots, engine.hidden_size)
+        batch, speculation = engine.runner, assignment.speculation
+        self._translator = PlanTranslator(
+            self.table,
+            engine.vocab_size,
+            batch.requests,
+            batch.num_prompt_logprobs,
+            speculation.num_speculative_tokens if speculation else 0,
+        )
+        self._pending = PendingStep[_ExecutedStep]()
+
+    def execute(self, step: SchedulerOutput) -> None:
+        """Execute the forward pass of a step, as `ModelRunner.execute_model`."""
+        self._pending.require_none()
+        engine, table = self._engine, self.table
+        vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
+        requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
+        pooled = self._pooler.rows(step, rows, table) if self._reports else None
+        prepared = time.monotonic()
+        with self._groups.detect_lost_ranks():
+            engine.execute(vllm_step)
+        if pooled is not None:
+            engine.pool(pooled, ids, rows)
+        times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
+        self._pending.put(_ExecutedStep(step, rows, ids, requested, pooled, times))
+
+    def sample(self, grammar: GrammarOutput | None) -> Output:
+        """Sample the executed step, as `ModelRunner.sample_tokens`."""
+        p = self._pending.take()
+        step, grammar = p.step, own_grammar(p.step, grammar)
+        engine, translator = self._engine, self._translator
+        masks, acceptable = (
+            translator.translate_grammar(grammar, p.rows) if grammar is not None else (None, None)
+        )
+        with self._groups.detect_lost_ranks():
+            output = engine.sample(masks, p.ids, acceptable)
+        translator.drafts.store(engine.take_drafts())
+        times = replace(p.times, sampled=time.monotonic())
+        if not self._reports:
+            return ForwardDone(times)
+        needs_drafts = step.num_speculative_tokens and step.has_structured_output_requests
+        proposed = translator.drafts.column(p.ids, step.num_speculative_tokens) if needs_drafts else None
+        return VllmOutput(step, p.rows, p.ids, p.requested, output, times, p.pooled, acceptable, proposed)
+
+    def release(self, slots: NDArray[np.int32]) -> None:
+        self.table.release(slots)
+        self._engine.execute(self._translator.translate_release(slots))
