@@ -3,7 +3,7 @@
 Each physical KV position stores the hash of the prefix it stands for, and a token is a pure function of that hash (and
 of the seed, for sampled requests). So a wrong block, position, slot or fed-back token raises or changes the answer. The
 worker has only the plan messages. Its state depends on their order alone, so it executes a plan when it receives it;
-the test decides when each pipeline stage runs the step (`Pipeline`) and when the result arrives.
+the test decides when each pipeline stage runs the step (`StagePipeline`) and when the result arrives.
 """
 
 from collections import Counter, deque
@@ -42,7 +42,7 @@ HIDDEN_SIZE = 3
 MESSAGES: Decoder[StepMessage] = Decoder(StepMessage)
 
 
-class OracleError(AssertionError):
+class OracleViolation(AssertionError):
     """A plan contradicts the worker's state, or a KV position does not hold what its reader expects."""
 
 
@@ -85,7 +85,7 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExpectedAnswer:
     """The required answer of a request, at any depth and in any batch."""
 
     tokens: list[int]
@@ -105,7 +105,7 @@ def reference(
     vocab: int,
     grammar: Automaton | None = None,
     pooling: Pooling = Pooling.NONE,
-) -> Answer:
+) -> ExpectedAnswer:
     """Return the answer as a pure function of the request: no blocks, no batch, no scheduler."""
     scores: dict[int, TokenLogprobs] = {}
     prefix, total = ROOT, np.zeros(HIDDEN_SIZE)
@@ -116,7 +116,7 @@ def reference(
         total += hidden(prefix) if pooling is Pooling.MEAN else 0
     if pooling is not Pooling.NONE:
         vector = total / len(prompt) if pooling is Pooling.MEAN else hidden(prefix)
-        return Answer([], FinishReason.STOP, None, scores, vector.astype(np.float32).tobytes())
+        return ExpectedAnswer([], FinishReason.STOP, None, scores, vector.astype(np.float32).tobytes())
     tokens: list[int] = []
     while True:
         token = choose(prefix, params, prompt, tokens, vocab, None if grammar is None else grammar.mask())
@@ -124,15 +124,15 @@ def reference(
             position = len(prompt) + len(tokens)
             scores[position] = logprobs_of(logits(prefix, vocab), token, params.logprobs)
         if grammar is not None and not grammar.accept(token):
-            return Answer(tokens, FinishReason.ERROR, None, scores)
+            return ExpectedAnswer(tokens, FinishReason.ERROR, None, scores)
         tokens.append(token)
         if grammar is not None or len(tokens) >= params.min_tokens:
             if token in params.eos_token_ids:
-                return Answer(tokens, FinishReason.STOP, None, scores)
+                return ExpectedAnswer(tokens, FinishReason.STOP, None, scores)
             if token in params.stop_token_ids:
-                return Answer(tokens, FinishReason.STOP, token, scores)
+                return ExpectedAnswer(tokens, FinishReason.STOP, token, scores)
         if len(tokens) >= params.max_tokens or len(prompt) + len(tokens) >= max_model_len:
-            return Answer(tokens, FinishReason.LENGTH, None, scores)
+            return ExpectedAnswer(tokens, FinishReason.LENGTH, None, scores)
         prefix = extend(prefix, token)
 
 
@@ -221,9 +221,9 @@ class OracleWorker:
             case ReleaseSlots() as release:
                 self._release(release.slots)
             case StepFault() as fault:
-                raise OracleError(fault.error)
+                raise OracleViolation(fault.error)
             case other:
-                raise OracleError(f"unexpected {type(other).__name__}")
+                raise OracleViolation(f"unexpected {type(other).__name__}")
         return None
 
     @property
@@ -357,7 +357,7 @@ class OracleWorker:
         for index, first in enumerate(range(0, end, size)):
             last = min(first + size, end)
             if self.kv[s.table[index]][: last - first] != s.prefixes[first:last]:
-                raise OracleError(
+                raise OracleViolation(
                     f"slot {slot} reads block {s.table[index]} for positions {first} to {last - 1}: "
                     f"foreign or unwritten KV"
                 )
@@ -488,7 +488,7 @@ class OracleWorker:
 
     def _demand(self, holds: bool, otherwise: str) -> None:
         if not holds:
-            raise OracleError(f"step {self._last_step}: {otherwise}")
+            raise OracleViolation(f"step {self._last_step}: {otherwise}")
 
 
 def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
@@ -503,7 +503,7 @@ def _logprobs(scored: list[tuple[int, int, TokenLogprobs]]) -> Logprobs:
     )
 
 
-class Pipeline:
+class StagePipeline:
     """Progress of pipeline stages. Each runs the steps in order, one per tick. Ids sampled by the last stage have
     reached the first one when the next tick begins."""
 

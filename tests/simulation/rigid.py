@@ -326,7 +326,7 @@ def limits(**changes: int | bool) -> Limits:
 
 
 @dataclass(frozen=True)
-class Load:
+class RandomWorkload:
     """A random workload for the rigid world."""
 
     limits: Limits
@@ -343,13 +343,13 @@ class Load:
     """Probabilities per round of an abort, a cache reset, and the loss of all workers."""
 
 
-def draw(seed: int, stages: int = 1) -> Load:
+def draw(seed: int, stages: int = 1) -> RandomWorkload:
     rng = Random(f"rigid/{seed}")
     block = rng.choice((2, 4, 4))
     longest = rng.choice((24, 37, 48, 61))
     blocks = -(-longest // block) + rng.choice((0, 4, 24, 64))
     least = -(-longest // block) * block + block
-    return Load(
+    return RandomWorkload(
         limits=Limits(
             max_num_seqs=rng.choice((1, 2, 4, 8)),
             max_num_batched_tokens=block * rng.choice((1, 2, 2, 3, 5)),

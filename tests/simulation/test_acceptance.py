@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
-from tests.simulation.oracle import Answer, reference
+from tests.simulation.oracle import ExpectedAnswer, reference
 from tests.simulation.world import EOS, Stream, World, params
 
 DEPTHS = [1, 2, 3, 5]
@@ -21,7 +21,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [Random(f"{seed}/{i}").randrange(64) for i in range(length)]
 
 
-def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[Answer], bool]) -> list[int]:
+def prompt_whose_answer(sampling: SamplingParams, fits: Callable[[ExpectedAnswer], bool]) -> list[int]:
     """Return a prompt of 20 tokens whose reference answer satisfies the condition."""
     for seed in range(10_000):
         prompt = prompt_of(20, seed)

@@ -19,7 +19,7 @@ from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.policies import ChunkedPolicy
 from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
-from tests.simulation.oracle import MESSAGES, OracleError
+from tests.simulation.oracle import MESSAGES, OracleViolation
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
 from tests.simulation.world import Stream, World, params
 
@@ -355,5 +355,5 @@ def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> No
     assert step is not None
     world.engine.queue.unsampled = None  # the fault: the engine does not wait
     world.complete()
-    with pytest.raises(OracleError, match="step 3 arrived, but step 2 waits for its grammar"):
+    with pytest.raises(OracleViolation, match="step 3 arrived, but step 2 waits for its grammar"):
         world.dispatch()

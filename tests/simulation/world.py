@@ -38,11 +38,11 @@ from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.grammar import REFUSED, Automaton, Compilation
 from tests.simulation.invariants import Checker
-from tests.simulation.oracle import HIDDEN_SIZE, Answer, OracleWorker, Pipeline, reference
+from tests.simulation.oracle import HIDDEN_SIZE, ExpectedAnswer, OracleWorker, StagePipeline, reference
 
 EOS = 1
 """The EOS token of every request that does not ignore it."""
-NO_ANSWER = Answer([], FinishReason.ABORT, None, {})
+NO_ANSWER = ExpectedAnswer([], FinishReason.ABORT, None, {})
 _RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 _PLANS: Decoder[SchedulerOutput] = Decoder(SchedulerOutput)
 _OUTPUTS: Decoder[RequestOutputs] = Decoder(RequestOutputs)
@@ -74,7 +74,7 @@ class Stream:
     number: int
     prompt: list[int]
     params: SamplingParams
-    answer: Answer
+    answer: ExpectedAnswer
     replayed: int
     """Output tokens that were delivered before this request (a replay)."""
     tokens: list[int] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Stream:
             return None
         return Automaton.from_params(self.structured, vocab, self.params.eos_token_ids)
 
-    def expected(self, max_model_len: int, vocab: int) -> Answer:
+    def expected(self, max_model_len: int, vocab: int) -> ExpectedAnswer:
         return reference(self.prompt, self.params, max_model_len, vocab, self.grammar(vocab), self.pooling)
 
 
@@ -167,7 +167,7 @@ class World:
         )
         self.engine.observers.add(self)
         self.worker = OracleWorker(limits, vocab, epoch, speculating, self._future)
-        self.pipeline = Pipeline(limits.stages)
+        self.pipeline = StagePipeline(limits.stages)
         self.checker = Checker(self.engine)
         self.lost = False
         """Whether the epoch has ended and no other has begun."""
@@ -387,7 +387,7 @@ class World:
         self.engine.start_epoch(limits, self.policy, epoch)
         self._count_drafts()
         self.worker = OracleWorker(limits, self.vocab, epoch, self.speculating, self._future)
-        self.pipeline, self.even = Pipeline(limits.stages), True
+        self.pipeline, self.even = StagePipeline(limits.stages), True
         self.checker.on_new_epoch()
         self._transition()
         self.publish()

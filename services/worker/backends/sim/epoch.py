@@ -21,12 +21,12 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
 from services.worker.backends.sim.output.embeddings import CopiedEmbeddings, StepEmbeddings
 from services.worker.backends.sim.output.logprobs import CopiedLogprobs, StepLogprobs
+from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.output.trace import StepTrace
 from services.worker.backends.sim.ranks.exchange import RankExchange, ReceivedInputs
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
+from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.drafter import DraftProposal, SimDrafter
-from services.worker.backends.sim.sampling.drafts import ProposedDrafts
 from services.worker.backends.sim.sampling.row_rules import RulesByRow, rules_by_row
 from services.worker.backends.sim.sampling.sampler import SimSampler
 from services.worker.backends.sim.sampling.step_masks import StepMasks
@@ -42,7 +42,7 @@ class LoadedRank:
     assignment: Assignment
     checkpoint: SimCheckpoint
     cost: CostModel
-    trace: StepTrace | None
+    trace: StageTrace | None
     exchange: RankExchange
 
     @property
@@ -101,7 +101,7 @@ class SimEpoch:
         self._logits = Logits(vocab_size, checkpoint.eos_token_ids)
         self.sampler = SimSampler(self._logits, self.columns, self.oracle)
         speculation = assignment.speculation
-        self.drafts = ProposedDrafts(slots, speculation.num_speculative_tokens if speculation else 0)
+        self.drafts = DeviceDrafts(slots, speculation.num_speculative_tokens if speculation else 0)
         longest = speculation.max_model_len if speculation else 0
         self.drafter = SimDrafter(
             config.sim_draft_acceptance, longest, self.sampler, self.oracle, self.columns, self.drafts

@@ -19,8 +19,8 @@ from services.worker.backends.sim.device.rigid import ChunkEnd, planned_end
 from services.worker.backends.sim.device.simulated import SimDevice
 from services.worker.backends.sim.epoch import LoadedRank, SimEpoch
 from services.worker.backends.sim.model.hidden_states import HIDDEN_SIZE
+from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.output.step_output import StepOutput
-from services.worker.backends.sim.output.trace import StepTrace
 from services.worker.backends.sim.ranks.exchange import RankExchange, SingleRank
 from services.worker.runner import Identity, LoadError, Progress
 
@@ -76,7 +76,7 @@ class SimRunner:
         shard = assignment.shard
         cost = CostModel(config, shard.pipeline_parallel_size)
         has_trace = bool(config.sim_trace) and not shard.tp_rank
-        trace = StepTrace(Path(config.sim_trace), shard.pp_rank) if has_trace else None
+        trace = StageTrace(Path(config.sim_trace), shard.pp_rank) if has_trace else None
         self._join(assignment, cost, listener)
         self._rank.set(LoadedRank(config, assignment, checkpoint, cost, trace, self.exchange))
         progress("simulated model", 1.0)

@@ -1,1 +1,1 @@
-"""Results of a step: tokens, log-probabilities, embeddings and the step trace."""
+"""Results of a step: tokens, log-probabilities, embeddings and the stage trace."""

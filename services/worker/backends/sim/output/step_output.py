@@ -7,7 +7,7 @@ from services.worker.backends.sim.device.interface import DeviceEvent
 from services.worker.backends.sim.device.rigid import PaddedStep
 from services.worker.backends.sim.output.embeddings import CopiedEmbeddings
 from services.worker.backends.sim.output.logprobs import CopiedLogprobs
-from services.worker.backends.sim.output.trace import StepTrace
+from services.worker.backends.sim.output.stage_trace import StageTrace
 from services.worker.backends.sim.sampling.acceptance import CopiedTokens
 from services.worker.batch.slots import I32, Rows
 
@@ -24,7 +24,7 @@ class StepOutput:
     forward: DeviceEvent
     copied: DeviceEvent
     """The last copy to the host."""
-    trace: StepTrace | None
+    trace: StageTrace | None
     padded: PaddedStep | None = None
     """On a rigid device."""
     sampled: CopiedTokens | None = None

@@ -16,7 +16,7 @@ from services.worker.backends.sim.model.hashing import BASE, U64
 from services.worker.backends.sim.model.logits import scramble
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.acceptance import DraftAcceptance
-from services.worker.backends.sim.sampling.drafts import ProposedDrafts
+from services.worker.backends.sim.sampling.device_drafts import DeviceDrafts
 from services.worker.backends.sim.sampling.row_rules import RulesByRow
 from services.worker.backends.sim.sampling.sampler import SamplingPoints, SimSampler
 from services.worker.batch.slots import I32
@@ -53,7 +53,7 @@ class SimDrafter:
         sampler: SimSampler,
         oracle: Oracle,
         columns: StepColumns,
-        drafts: ProposedDrafts,
+        drafts: DeviceDrafts,
     ) -> None:
         self._acceptance, self._longest = acceptance, longest
         self._sampler, self._oracle, self._columns, self._drafts = sampler, oracle, columns, drafts

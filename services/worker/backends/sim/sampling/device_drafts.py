@@ -9,7 +9,7 @@ from services.worker.batch.slots import I32
 _NOTHING = np.empty(0, np.int32)
 
 
-class ProposedDrafts:
+class DeviceDrafts:
     """The drafts that were proposed after the newest token of each slot.
 
     Args:

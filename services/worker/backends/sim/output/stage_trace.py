@@ -1,4 +1,4 @@
-"""The step trace: when each stage computed each step, a JSON line per step, for plots of a pipeline's occupancy."""
+"""The stage trace: when each stage computed each step, a JSON line per step, for plots of a pipeline's occupancy."""
 
 import json
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class StepTrace:
+class StageTrace:
     """Appends lines to `path`; all stages of a machine may share the file.
 
     A line has `epoch`, `step_id`, `stage`, `began` and `ended` (monotonic seconds on the modelled timeline) and
