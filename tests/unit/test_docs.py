@@ -111,3 +111,9 @@ def test_python_examples_run(page: Path) -> None:
     """`core` in an example is an `EngineCore`."""
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(code, str(page), "exec"), {"core": World(ROOMY, 2).engine})
+
+
+def test_no_text_installs_another_project() -> None:
+    """The name `runahead` on PyPI belongs to another project."""
+    pattern = re.compile(r"pip install [^\n]*\brunahead\b(?!-engine)")
+    assert [str(path) for path in SOURCES + PAGES if pattern.search(path.read_text())] == []
