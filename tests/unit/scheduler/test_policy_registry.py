@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
+from protocol.codec import unpack
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Recorder, StepDispatched
@@ -58,9 +60,14 @@ def test_a_policy_of_an_installed_package(site: Path) -> None:
             world.add(prompt, params(12, eos=number % 2 > 0))
             world.step()
         world.drain()
+        entries: dict[int, int] = {}
         for event in recorder.events:
-            if isinstance(event, StepDispatched) and not event.prefills.all():
-                prefill = int(event.step.counts[event.prefills].sum())
+            if not isinstance(event, StepDispatched):
+                continue
+            entries |= {new.slot: len(unpack(new.token_ids)) for new in event.plan.new}
+            prefills = event.step.starts < np.array([entries[slot] for slot in event.step.slots.tolist()])
+            if not prefills.all():
+                prefill = int(event.step.counts[prefills].sum())
                 assert prefill <= 8, "half of the budget where a request decodes"
                 shared += prefill > 0
     assert shared, "steps that decode and prefill"
