@@ -5,7 +5,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.worker.backends.native.kernels.cpu.recording import CpuRecording, Recorder, replay_kernel
+from services.worker.backends.native.kernels.cpu.recording import (
+    CpuRecording,
+    Function,
+    Recorder,
+    replay_kernel,
+)
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
 from services.worker.backends.native.kernels.interface import Buffers
 
@@ -14,10 +19,10 @@ T = TypeVar("T")
 
 
 class Launcher:
-    """For one calling thread."""
+    """For one calling thread. `beside_torch`: see `thread_team.shared`."""
 
-    def __init__(self) -> None:
-        self._replay = replay_kernel()
+    def __init__(self, beside_torch: bool = False) -> None:
+        self._replay, self._beside_torch = replay_kernel(), beside_torch
         self._recorder: Recorder | None = None
 
     def launch(
@@ -42,17 +47,23 @@ class Launcher:
             kernel.run(items * -(-rows // chunk), values, items * rows)
 
     def call(
-        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+        self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool = True
     ) -> torch.Tensor:
-        """Call a function of the host, now or in the recording; returns where its result is."""
+        """Call a function of the host, now or in the recording.
+
+        Args:
+            in_place: in a recording the result is copied to `out`; else it stays where the function allocates it
+
+        Returns: the result; in a recording `out` stands for it.
+        """
         if self._recorder is None:
             return function(x)
-        self._recorder.call(function, x, out)
+        self._recorder.call(function, x, out, in_place)
         return out
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
         """Record what `body` launches."""
-        self._recorder = recorder = Recorder(buffers, self._replay)
+        self._recorder = recorder = Recorder(buffers, self._replay, self._beside_torch)
         try:
             return CpuRecording(recorder, body(buffers))
         finally:

@@ -18,7 +18,6 @@ from services.worker.backends.native.kernels.interface import (
     AttentionShape,
     Buffers,
     CacheShape,
-    EagerRecording,
     KVCache,
     Linear,
     Recording,
@@ -34,13 +33,13 @@ def padded(size: int) -> int:
 
 
 class CpuNetwork:
-    """`NetworkKernels`. With float32 activations all kernels are our own and recordings are replayed; with bfloat16
-    oneDNN allocates the results of products, so recordings run eagerly."""
+    """`NetworkKernels`. With float32 activations all kernels are our own. With bfloat16 the products are oneDNN's; a
+    recording calls them between its kernels."""
 
     def __init__(self, activations: torch.dtype, cache: torch.dtype) -> None:
         self.activations, self._cache = activations, cache
         half = activations == torch.bfloat16
-        self._launcher = Launcher()
+        self._launcher = Launcher(beside_torch=half)
         self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
@@ -50,7 +49,7 @@ class CpuNetwork:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if self.activations == torch.float32:
             return Float32Product(self._launcher, weight, bias)
-        return OneDnnProduct(weight.to(self.activations), bias)
+        return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         per_head = padded(shape.head_dim) * (padded(shape.block_size) + shape.block_size)
@@ -112,9 +111,7 @@ class CpuNetwork:
         return self._launcher.call(function, x, out)
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
-        if self.activations == torch.float32:
-            return self._launcher.record(body, buffers)
-        return EagerRecording(body, buffers)
+        return self._launcher.record(body, buffers)
 
 
 class CpuAttention:

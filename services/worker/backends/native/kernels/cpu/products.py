@@ -42,13 +42,18 @@ class Float32Product:
 
 
 class OneDnnProduct:
-    """A product with bfloat16 activations; it is never recorded."""
+    """A product with bfloat16 activations. oneDNN allocates the result."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._launcher = launcher
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, None), bias
+        self._outputs = len(weight)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self._launcher.call(self._multiply, x, out, in_place=False)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):
-            return out
+            return x.new_empty(0, self._outputs)
         result: torch.Tensor = _PRODUCT(x, self._weight, self._bias, "none", [], "")
         return result

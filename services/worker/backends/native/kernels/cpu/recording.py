@@ -2,10 +2,14 @@
 
 Each call has its argument block prepared, with addresses that stay. Only numbers of rows differ from run to run; a call
 reads its own from the cell of its kind of rows.
+
+Between sequences of kernels a recording calls functions of the host. Where the function allocates its result, the
+recorded buffer is a placeholder: the address of the result is written into the argument blocks of the kernels that read
+it.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,7 +17,7 @@ from numba import carray, njit
 from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled import simd
-from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, shared, take
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, shared
 from services.worker.backends.native.kernels.interface import Buffers
 
 T = TypeVar("T")
@@ -37,6 +41,7 @@ REPLAY = [
     ("among", np.int64),
 ]
 _REPLAY = np.dtype(HEADER + REPLAY, align=True)
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @njit(inline="always")
@@ -57,31 +62,28 @@ def run(calls, number, share, among):  # type: ignore[no-untyped-def]
 
 
 def replay_kernel() -> Kernel:
-    """One item is a whole sequence, whose kernels may be shared with other threads."""
+    """Runs a whole sequence, whose kernels may be shared with other threads."""
 
     def replay(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _REPLAY)[0]
-        while True:
-            item = take(address)
-            if item >= a.items:
-                break
-            run(a.calls, a.number, a.share, a.among)
+        run(a.calls, a.number, a.share, a.among)
 
     return Kernel(replay, REPLAY, cost=1)
 
 
 class Sequence:
-    """Recorded calls that follow one another. For one calling thread."""
+    """Recorded kernels that follow one another. For one calling thread."""
 
-    def __init__(self, replay: Kernel) -> None:
+    def __init__(self, replay: Kernel, beside_torch: bool) -> None:
         self._kernels: list[Kernel] = []
         self._calls = np.empty(0, _CALL)
-        self._replay = replay.again()
+        self._replay, self._beside_torch = replay.again(), beside_torch
+        self._filled: tuple[int, ...] = ()
 
     def add(
         self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str
-    ) -> None:
-        """Append `kernel` with `values` for its fields.
+    ) -> Kernel:
+        """Append `kernel` with `values` for its fields; returns it with its own argument block.
 
         Args:
             items: for each `chunk` rows, or part of it
@@ -95,6 +97,7 @@ class Sequence:
         )
         self._kernels.append(own)
         self._calls = np.concatenate((self._calls, call))
+        return own
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -102,29 +105,58 @@ class Sequence:
         return self._calls.ctypes.data, len(self._calls)
 
     def run(self) -> None:
-        self._replay.run(1, (*self.calls, *shared()))
+        values = *self.calls, *shared(self._beside_torch)
+        if values != self._filled:
+            self._replay.fill(values)
+            self._filled = values
+        self._replay.call()
 
 
-class HostCall(NamedTuple):
-    """A function of the host inside a recording."""
+class Placeholder:
+    """A buffer that stands for results in other memory."""
 
-    function: Callable[[torch.Tensor], torch.Tensor]
-    x: torch.Tensor
-    out: torch.Tensor
-    rows: Cell
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.tensor = buffer
+        """The last result, which is kept until the next one."""
+
+
+class HostCall:
+    """A function of the host inside a recording.
+
+    Args:
+        x: a buffer, or what stands in its place
+        out: the buffer that the result is copied to, or what stands for the result
+    """
+
+    def __init__(
+        self, function: Function, x: torch.Tensor | Placeholder, out: torch.Tensor | Placeholder, rows: Cell
+    ) -> None:
+        self._function, self._x, self._out, self._rows = function, x, out, rows
+        self.readers: list[Cell] = []
+        """Argument fields that get the address of a result in a placeholder."""
 
     def run(self) -> None:
-        rows = int(self.rows[0])
-        self.out[:rows] = self.function(self.x[:rows])
+        rows = int(self._rows[0])
+        x = self._x.tensor if isinstance(self._x, Placeholder) else self._x
+        result = self._function(x[:rows])
+        if isinstance(self._out, torch.Tensor):
+            self._out[:rows] = result
+            return
+        self._out.tensor, at = result, result.data_ptr()
+        for reader in self.readers:
+            reader[0] = at
 
 
 class Recorder:
     """A recording in the making."""
 
-    def __init__(self, buffers: Buffers, replay: Kernel) -> None:
-        self._buffers, self._replay = buffers, replay
+    def __init__(self, buffers: Buffers, replay: Kernel, beside_torch: bool) -> None:
+        self._buffers, self._replay, self._beside_torch = buffers, replay, beside_torch
         self.cells = {kind: np.zeros(1, np.int64) for kind in buffers.capacity}
         self.parts: list[Sequence | HostCall] = []
+        self._placeholders: dict[int, Placeholder] = {}
+        self._writers: dict[int, HostCall] = {}
+        """The last call that wrote a placeholder. Both by address."""
 
     def add(
         self,
@@ -138,13 +170,26 @@ class Recorder:
         """Append a kernel over the rows of the buffer `counted`; the rest as for `Sequence.add`."""
         last = self.parts[-1] if self.parts else None
         if not isinstance(last, Sequence):
-            self.parts.append(last := Sequence(self._replay))
-        last.add(kernel, values, self._cell(counted), items, chunk, field)
+            self.parts.append(last := Sequence(self._replay, self._beside_torch))
+        own = last.add(kernel, values, self._cell(counted), items, chunk, field)
+        for number, value in enumerate(values):
+            if value in self._writers:
+                self._writers[value].readers.append(own.cell_of(number))
 
-    def call(
-        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        self.parts.append(HostCall(function, x, out, self._cell(x)))
+    def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool) -> None:
+        """Append a call of the host. `in_place`: its result is copied to `out`; else `out` stands for it."""
+        at, source = out.data_ptr(), self._placeholders.get(x.data_ptr(), x)
+        target = out if in_place else self._placeholders.setdefault(at, Placeholder(out))
+        part = HostCall(function, source, target, self._cell(x))
+        if not in_place:
+            self._writers[at] = part
+        self.parts.append(part)
+
+    def in_place_of(self, result: object) -> object:
+        """What a recorded function returned, or the placeholder that it is."""
+        if isinstance(result, torch.Tensor):
+            return self._placeholders.get(result.data_ptr(), result)
+        return result
 
     def _cell(self, counted: torch.Tensor) -> Cell:
         return self.cells[self._buffers.kind_of(counted)]
@@ -155,12 +200,15 @@ class CpuRecording(Generic[T]):
 
     def __init__(self, recorder: Recorder, result: T) -> None:
         self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
+        self._placeholder = recorder.in_place_of(result)
 
     def run(self, **counts: int) -> T:
         for kind, count in counts.items():
             self._cells[kind][0] = count
         for part in self._parts:
             part.run()
+        if isinstance(self._placeholder, Placeholder):
+            return cast(T, self._placeholder.tensor)
         return self._result
 
     def single(self, kind: str) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numba import cfunc, njit
 from numba.core import types
+from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled.simd import fetch_add
 from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
@@ -119,6 +120,14 @@ class Kernel:
         """Where a field of the argument block is."""
         offset = self._block.dtype.fields[field][1]  # type: ignore[index]
         return self.address + int(offset)
+
+    def cell_of(self, number: int) -> NDArray[np.int64]:
+        """int64[1]: the argument of that number, an address."""
+        return self._block[self._fields.names[len(HEADER) + number]]  # type: ignore[index]
+
+    def call(self) -> None:
+        """Run once with the argument block as it is, on the calling thread."""
+        self._call(self.address)
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
         """Sets the argument block: the values of the fields, in order."""
