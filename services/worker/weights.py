@@ -1,6 +1,6 @@
-"""A checkpoint's tensors: read one at a time from its safetensors files, checked against the shape they must have.
+"""A checkpoint's tensors: read one at a time from its safetensors files, and checked against the expected shape.
 
-A rank that needs a part of a tensor reads that part and nothing else.
+A rank that needs a part of a tensor reads that part only.
 """
 
 import hashlib
@@ -15,12 +15,13 @@ from services.config import WorkerConfig
 from services.worker.runner import LoadError
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
+"""Dtypes of safetensors that can be read, and their bytes."""
 Cut = tuple[slice, ...]
-"""Which rows (and columns) of a tensor; `()` is all of it."""
+"""Rows (and columns) of a tensor; `()` is all of it."""
 
 
-def located(config: WorkerConfig) -> Path:
-    """Where the files of the worker's model are. Raises: LoadError"""
+def checkpoint_directory(config: WorkerConfig) -> Path:
+    """Return the directory of the worker's model. Raises: LoadError"""
     try:
         return resolve(config.model, config.revision, WEIGHT_FILES)
     except CheckpointError as error:
@@ -28,10 +29,9 @@ def located(config: WorkerConfig) -> Path:
 
 
 class Checkpoint:
-    """The tensors of a directory. Files are mapped, not read, until a tensor is taken.
+    """The tensors of a directory. Files are mapped; a tensor is read when it is taken.
 
-    Raises:
-        LoadError: no safetensors files, a file is missing or broken.
+    Raises: LoadError, when there are no safetensors files, or one is missing or broken.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,10 +40,9 @@ class Checkpoint:
         """The open file of each tensor, by the tensor's name."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
-        """The part `cut` of the tensor `name`, which has `shape` as a whole, converted to `dtype`.
+        """Return the part `cut` of the tensor `name`, converted to `dtype`; `shape` is that of the whole tensor.
 
-        Raises:
-            LoadError: it is missing, of another shape, or not of floating-point numbers.
+        Raises: LoadError, when it is missing, has another shape, or has no floating-point numbers.
         """
         file = self.files.get(name)
         if file is None:
@@ -63,7 +62,7 @@ class Checkpoint:
         return view[cut or (slice(None),)].to(dtype)
 
     def integers(self, name: str) -> torch.Tensor:
-        """int64, one-dimensional: the whole tensor. Raises: LoadError, when it is missing, or has no whole numbers."""
+        """Return a whole one-dimensional tensor as int64. Raises: LoadError, when it is missing or has no integers."""
         if name not in self:
             raise LoadError(
                 f"the checkpoint has no tensor {name}; download the model again, all of its files"
@@ -77,7 +76,8 @@ class Checkpoint:
         return name in self.files
 
     def digest(self, config: bytes) -> str:
-        """SHA-256 over config.json and every tensor's name, shape and type: ranks of one group must agree on it."""
+        """Return the SHA-256 of config.json and of every tensor's name, shape and dtype. All ranks of a group have the
+        same one."""
         digest = hashlib.sha256(config)
         for name in sorted(self.files):
             view = self.files[name].get_slice(name)

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from services.checkpoint import DEMO_MODEL
-from services.worker.backends.native.kernels.cpu import thread_team as team
+from services.worker.backends.native.kernels.cpu import thread_team
 from tests.benchmarks.speculation import text_prompts
 from tests.benchmarks.support.report import report
 from tests.integration.native.driver import Driver, Request
@@ -29,10 +29,10 @@ Ways = dict[str, Callable[[bool], tuple[int, int]]]
 
 
 def ways(threads: int) -> Ways:
-    openmp = team._openmp(), threads
+    openmp = thread_team.openmp_address(), threads
     return {
-        "alone": lambda beside_torch: team.ALONE,
-        "helpers": team.shared,
+        "alone": lambda beside_torch: thread_team.ALONE,
+        "helpers": thread_team.shared,
         "OpenMP": lambda beside_torch: openmp,
     }
 
@@ -70,7 +70,7 @@ def measured(driver: Driver, args: argparse.Namespace) -> dict[str, list[float]]
     for _ in range(args.turns):
         for name, way in ways(args.threads).items():
             time.sleep(PAUSE)
-            with mock.patch.object(team, "shared", way):
+            with mock.patch.object(thread_team, "shared", way):
                 seconds[name] += steps(driver, requests, STEPS)[1:]
     for request in requests:
         driver.finish(request)

@@ -1,4 +1,4 @@
-"""Embeddings: what becomes of hidden states after the final norm, of rows that are pooled."""
+"""Embeddings: hidden states after the final norm, of the last token or averaged over all tokens of a request."""
 
 from dataclasses import dataclass, field
 
@@ -13,25 +13,26 @@ from services.worker.batch.slots import Rows, SlotTable
 
 @dataclass
 class PooledRows:
-    """Rows of one step whose hidden states are needed, in plan order; int32[rows] unless stated."""
+    """The rows of one step whose hidden states are needed, in plan order; int32[rows] unless stated."""
 
     tokens: torch.Tensor
-    """int64[tokens]: which of the step's tokens, those of a row in a run"""
+    """int64[tokens]: which of the step's tokens, those of a row back to back"""
     slots: NDArray[np.int32]
     sizes: NDArray[np.int32]
-    """Tokens of each row."""
+    """Number of tokens of each row."""
     ends: NDArray[np.int32]
-    """Tokens of the request so far."""
+    """Number of tokens of the request up to this row."""
     means: NDArray[np.bool_]
+    """Whether the embedding is an average; else it is the last token's state."""
     samples: NDArray[np.bool_]
     """Whether the row completes its embedding."""
     sums: torch.Tensor
-    """float32[num_slots, hidden]: over the tokens of every slot, shared by all steps"""
+    """float32[num_slots, hidden]: sums over the tokens of every slot, shared by all steps"""
     embeddings: list[torch.Tensor] = field(default_factory=list)
-    """float32[hidden] of each row that completes one, once `take` was called"""
+    """float32[hidden] of each row that completes one, after `take`"""
 
     def take(self, states: torch.Tensor) -> None:
-        """float32[tokens, hidden]: the states of `tokens`."""
+        """Add float32[tokens, hidden], the states of `tokens`."""
         for row, part in enumerate(states.split(self.sizes.tolist())):
             value = part[-1]
             if self.means[row]:
@@ -40,21 +41,21 @@ class PooledRows:
             if self.samples[row]:
                 self.embeddings.append(value)
 
-    def packed(self) -> tuple[bytes, bytes]:
-        """int32 slots and float32[embeddings, hidden], as a result has them."""
+    def to_message(self) -> tuple[bytes, bytes]:
+        """Return int32 slots and float32[embeddings, hidden], as `ModelRunnerOutput` has them."""
         if not self.embeddings:
             return b"", b""
         return self.slots[self.samples].tobytes(), torch.stack(self.embeddings).numpy().tobytes()
 
 
 class Pooler:
-    """What is known of means that are not complete: prompts come in chunks. On the output rank."""
+    """Averages that are not complete yet, as prompts come in chunks. On the output rank."""
 
     def __init__(self, num_slots: int, hidden_size: int) -> None:
         self._sums = torch.zeros(num_slots, hidden_size)
 
     def rows(self, step: SchedulerOutput, rows: Rows, table: SlotTable) -> PooledRows | None:
-        """`table` has applied the step. None where no state is needed."""
+        """Return the rows of a step that `table` has applied; None where no state is needed."""
         for request in step.new:
             if request.pooling is Pooling.MEAN:
                 self._sums[request.slot] = 0

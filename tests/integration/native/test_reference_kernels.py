@@ -46,13 +46,14 @@ def test_drafts_change_no_token(method: str) -> None:
     """Of the demo model, which has a head of its own."""
     draft_model = str(DEMO_MODEL) if method == "draft_model" else ""
     answers = {}
-    for speculation in (None, Speculation(method, 3, draft_model)):
+    wanted = Speculation(method, 3, draft_model, prompt_lookup_min=1, prompt_lookup_max=4)
+    for speculation in (None, wanted):
         options = {"block_size": 16, "dtype": "float32", "kernels": "reference", "speculation": speculation}
         driver = Driver(DEMO_MODEL, **options)
         repeating = SamplingParams(1000, 0.0, logit_bias=((3, 100.0),))
         requests = [driver.add([5, 9, 300], repeating), driver.add(list(range(300, 330)))]
         driver.generate(requests, TOKENS, chunk=20)
-        answers[speculation] = [request.output[:TOKENS] for request in requests]
+        answers[method if speculation else "plain"] = [request.output[:TOKENS] for request in requests]
         if speculation is not None:
             assert sum(request.drafted for request in requests) > 0
     assert len({str(answer) for answer in answers.values()}) == 1

@@ -12,7 +12,7 @@ import pytest
 VARIABLES = Path(__file__).parents[2] / "avx2.env"
 REPORT = """
 import json, numba, numpy, torch
-from services.worker.backends.native.linear import activation_dtype
+from services.worker.backends.native.kernels.selection import choose, processor_features
 
 @numba.njit
 def double(values):
@@ -24,7 +24,7 @@ double(numpy.ones(64, numpy.float32))
 print(json.dumps({
     "torch": torch.backends.cpu.get_cpu_capability(),
     "numba": [name for name in ("ymm", "zmm") if name in code],
-    "bfloat16": str(activation_dtype(torch.bfloat16)),
+    "bfloat16": str(choose("auto", "cpu", torch.bfloat16, processor_features()).activations),
 }))
 """
 

@@ -25,7 +25,7 @@ from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import Part, tensor_parallel_sizes
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import Checkpoint, located
+from services.worker.weights import Checkpoint, checkpoint_directory
 
 log = logging.getLogger("runahead.worker")
 
@@ -67,7 +67,7 @@ class NativeRunner:
     def identify(self) -> Identity:
         """Read once: what is in memory stays what was registered."""
         if self._identity is None:
-            directory = located(self._config)
+            directory = checkpoint_directory(self._config)
             config = ModelConfig.from_directory(directory)
             self._identity = Identity(
                 model_hash=_digest(directory, Checkpoint(directory)),
@@ -107,7 +107,7 @@ class NativeRunner:
         """Read now, or kept from an earlier epoch."""
         if self._model is None or self._model.part.shard != shard:
             self._model = None  # freed before the next ones are read
-            directory = located(self._config)
+            directory = checkpoint_directory(self._config)
             config, checkpoint = ModelConfig.from_directory(directory), Checkpoint(directory)
             if _digest(directory, checkpoint) != self.identify().model_hash:
                 raise LoadError(f"the files in {directory} have changed; start this worker again")
@@ -125,7 +125,7 @@ class NativeRunner:
         wanted_for = speculation, model, assignment.block_size, limit
         if self._drafter is None or self._drafter_for != wanted_for:
             self._drafter = None  # freed before the next one is read
-            directory = located(self._config)
+            directory = checkpoint_directory(self._config)
             target = Target(
                 speculation, model, directory, Checkpoint(directory), assignment.block_size, limit
             )

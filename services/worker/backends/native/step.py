@@ -66,7 +66,7 @@ class NativeResult:
 
     def get(self) -> ModelRunnerOutput:
         samples = self.rows.samples
-        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
+        embedding_slots, embeddings = self.pooled.to_message() if self.pooled is not None else (b"", b"")
         return ModelRunnerOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,

@@ -50,7 +50,7 @@ class VllmOutput:
         tokens = [self.vllm_output.sampled_token_ids[i] for i in indices]
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
-        embedding_slots, embeddings = self.pooled.packed() if self.pooled is not None else (b"", b"")
+        embedding_slots, embeddings = self.pooled.to_message() if self.pooled is not None else (b"", b"")
         parts = [*self._prompt_logprobs(), *self._token_logprobs(indices, counts)]
         return ModelRunnerOutput(
             epoch=self.step.epoch,

@@ -1,15 +1,15 @@
-"""What an EAGLE checkpoint's config.json says, checked against the model that it drafts for."""
+"""The config.json of an EAGLE checkpoint, checked against the model that it drafts for."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.worker.backends.native.model.config import ModelConfig, Reader, read_config
+from services.worker.backends.native.model.config import ConfigReader, ModelConfig, read_config
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.runner import LoadError
 
 _PLAIN = "LlamaForCausalLM"
-"""What most published heads of both kinds call themselves; the method says which one it is."""
+"""The architecture in most published heads of both kinds; the method of `--speculative-config` distinguishes them."""
 ARCHITECTURES = {
     "eagle": (_PLAIN, "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
     "eagle3": (_PLAIN, "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
@@ -22,19 +22,19 @@ class EagleConfig:
     """A drafter of one decoder layer that reads the target's hidden states."""
 
     layer: ModelConfig
-    """The layer, as if it were a model."""
+    """The layer, as a model of one layer."""
     reads: tuple[int, ...]
     """Hidden states of the target: FINAL for EAGLE; numbers of layers, whose input it is, for EAGLE-3."""
     draft_vocab_size: int
-    """Token ids that the head has logits of."""
+    """Number of ids that the head has logits for."""
     norm_before_residual: bool
     """EAGLE-3: the hidden state enters the residual stream after its norm."""
 
     @classmethod
     def from_directory(cls, directory: Path, method: str, target: ModelConfig) -> "EagleConfig":
-        """Raises: LoadError, also when the head is of a model of another shape."""
+        """Raises: LoadError, also when the head belongs to a model of another shape."""
         raw = read_config(directory)
-        config, nested = Reader(raw), _object(raw, "eagle_config")
+        config, nested = ConfigReader(raw), _object(raw, "eagle_config")
         _refuse(raw, nested)
         layer = ModelConfig.from_directory(directory, dict.fromkeys(ARCHITECTURES[method], "llama"))
         if layer.num_layers != 1:
@@ -80,7 +80,7 @@ def _refuse(raw: dict[str, Any], nested: dict[str, Any]) -> None:
 
 
 def _layers(raw: dict[str, Any], nested: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """Low, middle and high, unless the checkpoint names them."""
+    """A low, a middle and a high layer, unless the checkpoint names them."""
     key = "eagle_aux_hidden_state_layer_ids"
     named = raw.get(key) or nested.get(key)
     count = target.num_layers

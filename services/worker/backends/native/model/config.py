@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, checked: what this backend would compute wrongly is refused by name."""
+"""A checkpoint's config.json, checked. Models that this backend cannot compute are refused by name."""
 
 import json
 import math
@@ -19,7 +19,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: `theta`, and one of the scalings that need no knowledge of the sequence's length."""
+    """Rotary position embedding with one of the scalings that do not depend on the sequence's length."""
 
     theta: float
     kind: str
@@ -46,7 +46,7 @@ class ModelConfig:
     tied: bool
     rope: Rope
     windows: tuple[int, ...]
-    """For each layer how many keys a query sees, its own included; 0: all."""
+    """By layer: keys that a query sees, its own included; 0: all."""
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -58,12 +58,12 @@ class ModelConfig:
     def from_directory(
         cls, directory: Path, architectures: Mapping[str, str] = ARCHITECTURES
     ) -> "ModelConfig":
-        """Raises: LoadError, when config.json is missing, broken, or of a model that this backend does not compute."""
-        return _parse(Reader(read_config(directory)), directory, architectures)
+        """Raises: LoadError, when config.json is missing or broken, or its model is not supported."""
+        return _parse(ConfigReader(read_config(directory)), directory, architectures)
 
 
-class Reader:
-    """Typed access to the raw JSON; a wrong value is named together with its key."""
+class ConfigReader:
+    """Typed access to the raw JSON. Errors name the key and its value."""
 
     def __init__(self, raw: dict[str, Any], where: str = "config.json") -> None:
         self.raw, self.where = raw, where
@@ -92,7 +92,7 @@ class Reader:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json. Raises: LoadError"""
+    """Return the content of config.json. Raises: LoadError"""
     path = directory / "config.json"
     if not path.is_file():
         if (path.parent / "adapter_config.json").is_file():
@@ -135,7 +135,7 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise LoadError(f"activation {act!r} is not supported; the native backend computes silu")
 
 
-def _parse(config: Reader, directory: Path, architectures: Mapping[str, str]) -> ModelConfig:
+def _parse(config: ConfigReader, directory: Path, architectures: Mapping[str, str]) -> ModelConfig:
     raw = config.raw
     _refuse_unsupported(raw)
     family = _family(raw, architectures)
@@ -176,12 +176,14 @@ def _parse(config: Reader, directory: Path, architectures: Mapping[str, str]) ->
     )
 
 
-def _rope(config: Reader, max_position: int) -> Rope:
-    """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as it was before."""
+def _rope(config: ConfigReader, max_position: int) -> Rope:
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     values = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
     if not isinstance(values, dict):
         raise LoadError(f"config.json: the rotary parameters must be an object, they are {values!r}")
-    rope = Reader({"rope_theta": config.raw.get("rope_theta"), **values}, "config.json, rotary parameters")
+    rope = ConfigReader(
+        {"rope_theta": config.raw.get("rope_theta"), **values}, "config.json, rotary parameters"
+    )
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
         raise LoadError(
@@ -204,7 +206,7 @@ def _rope(config: Reader, max_position: int) -> Rope:
     )
 
 
-def _windows(config: Reader, family: str, layers: int) -> tuple[int, ...]:
+def _windows(config: ConfigReader, family: str, layers: int) -> tuple[int, ...]:
     raw = config.raw
     if family == "llama" or (family == "mistral" and raw.get("sliding_window", 4096) is None):
         return (0,) * layers

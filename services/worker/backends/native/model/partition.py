@@ -1,4 +1,4 @@
-"""What one rank holds of a model: a stage of its layers, and of each of them a share of heads, MLP and vocabulary."""
+"""The part of a model on one rank: some of its layers, and a share of each layer's heads, MLP and vocabulary."""
 
 from dataclasses import dataclass, replace
 
@@ -9,21 +9,21 @@ from services.worker.runner import LoadError
 
 @dataclass(frozen=True)
 class Part:
-    """The share of one place in the group; slices are of the whole model's rows or columns."""
+    """The part of one rank; slices are rows or columns of the whole model."""
 
     shard: Shard
     whole: ModelConfig
     config: ModelConfig
-    """The share seen as a model of its own: its number of layers, heads and KV heads, its width of the MLP."""
+    """The part as a model of its own: its number of layers, heads and KV heads, its width of the MLP."""
     layers: range
     heads: slice
-    """Of attention heads."""
+    """Attention heads."""
     kv_heads: slice
-    """Of KV heads. Where there are more ranks than these, several ranks hold the same one."""
+    """KV heads. With more ranks than KV heads, several ranks have the same one."""
     intermediate: slice
-    """Of the MLP's intermediate dimension."""
+    """The MLP's intermediate dimension."""
     vocabulary: slice
-    """Of token ids. The last rank's may be shorter than the others'."""
+    """Token ids. The last rank's slice may be shorter than the others'."""
     vocabulary_width: int
     """Logits that each rank computes, padding included."""
 
@@ -39,12 +39,12 @@ class Part:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether the biases of products that are summed over ranks are this rank's: they are added once."""
+        """Whether this rank adds the biases of products that are summed over ranks, so that they are added once."""
         return self.shard.tp_rank == 0
 
     @classmethod
     def from_shard(cls, config: ModelConfig, shard: Shard) -> "Part":
-        """Raises: LoadError, when the model cannot be cut like this; the text says what it allows."""
+        """Raises: LoadError, when the model cannot be cut like this; the text names the sizes that work."""
         size, stages = shard.tensor_parallel_size, shard.pipeline_parallel_size
         if not _divides(config, size):
             allowed = ", ".join(map(str, tensor_parallel_sizes(config)))
@@ -78,13 +78,13 @@ class Part:
 
 
 def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of ranks that each layer can be shared among, in ascending order."""
+    """Return the numbers of ranks that a layer can be divided among, in ascending order."""
     return tuple(size for size in range(1, config.num_heads + 1) if _divides(config, size))
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of a stage. Where they cannot be equal, the last stage is the first to be spared, as it also has the
-    head, and the first stage the second."""
+    """Return the layers of a stage. Where the stages cannot have equally many, the last one has fewer first, as it also
+    has the head, then the first one."""
     each, rest = divmod(num_layers, stages)
     counts = [each + (stages - 1 - rest <= number < stages - 1) for number in range(stages)]
     start = sum(counts[:stage])

@@ -8,7 +8,7 @@ from services.worker.backends.native.model.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """float32[head_dim / 2]: radians per position."""
+    """Return float32[head_dim / 2], in radians per position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -19,7 +19,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Long wavelengths are stretched by `factor`, short ones are kept, between the two it is blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and interpolate between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor

@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept, so that only the first start on a machine compiles them (some seconds).
+"""The directory of compiled kernels, so that only the first start on a machine compiles them (up to a minute).
 
-numba looks at one source file only when it decides whether a compiled kernel is still good; ours share helpers. So the
-directory's name holds a digest of all of them.
+numba checks one source file only when it decides whether a compiled kernel is up to date, but kernels share functions
+of several files. So the directory's name contains a digest of all of them.
 """
 
 import atexit
@@ -15,15 +15,15 @@ from pathlib import Path
 from services.private import private_directory
 
 PRIVATE = "runahead-kernels-"
-"""How the name of a directory begins that a process has for itself."""
+"""First part of the name of a directory that one process uses."""
 
 
 def directory() -> Path:
-    """NUMBA_CACHE_DIR if it is set; else beside the kernels, or in the user's cache directory, or, where neither can be
-    written, in a private directory that goes with this process and spares later ones nothing.
+    """Return NUMBA_CACHE_DIR if it is set; else a directory beside the kernels or in the user's cache directory; or,
+    if neither can be written, a private one that is deleted when this process ends.
 
-    numba wants to write where it reads. So what was compiled beside the kernels when they were installed, by someone
-    else or in a read-only image, is copied to the place that can be written."""
+    numba writes where it reads. So kernels that were compiled beside the sources at installation, by another user or in
+    a read-only image, are copied to the directory that can be written."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     here = Path(__file__).parent
@@ -47,7 +47,7 @@ def directory() -> Path:
 
 
 def _copy(compiled: Path, place: Path) -> None:
-    """Whole or not at all, although several workers may start at once."""
+    """Copy all or nothing: several workers may start at once."""
     if not compiled.is_dir():
         return
     try:

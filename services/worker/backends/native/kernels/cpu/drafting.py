@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from protocol.steps import NO_DRAFT
+from services.worker.backends.native.kernels.cpu import thread_team
 from services.worker.backends.native.kernels.cpu.compiled.draft import draft_kernel, lay_out
 from services.worker.backends.native.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.backends.native.kernels.cpu.recording import CpuRecording
-from services.worker.backends.native.kernels.cpu.thread_team import shared
 from services.worker.backends.native.kernels.interface import (
     I32,
     DraftLayout,
@@ -63,7 +63,7 @@ class CpuDrafting:
             *(t.room, t.owner, t.chance),
         )
         sequences = *places.single("places"), *rows.single("rows")
-        numbers = *sequences, *shared(), proposed.shape[1], *layout, least_chance
+        numbers = *sequences, *thread_team.shared(), proposed.shape[1], *layout, least_chance
         addresses = (tensor.data_ptr() for tensor in columns)
         at = 0 if tokens is None else tokens.data_ptr()
         self._draft.run(1, (*numbers, *addresses, t.hidden.shape[1], at, proposed.ctypes.data))

@@ -1,12 +1,12 @@
-"""Threads that help with a kernel if they are there in time; nobody waits for one that is not.
+"""Threads that compute items of a kernel if they come in time; the caller never waits for one that does not.
 
-OpenMP ends a kernel with a barrier. Where something else runs on one of the cores, each of some dozens of barriers of a
-step waits until that core's thread gets its turn: on two cores with one busy neighbour a step takes three times as long
-as without threads. Here the caller takes items until none are left, then waits only for helpers that are inside. Who
-comes later finds the door closed. So a helper without a core costs nothing; and who computes an item changes nothing
-about it.
+OpenMP ends a kernel with a barrier. If another process runs on one of the cores, each of some dozens of barriers of a
+step waits until that core's thread is scheduled: on two cores with one busy neighbour a step takes three times as long
+as without threads. Here the caller takes items until none are left, then waits only for helpers that are inside the
+kernel. A helper that comes later computes nothing. So a helper without a core costs nothing, and an item's result does
+not depend on the thread that computes it.
 
-A helper that finds nothing to do yields its core at once, again and again, and after a while sleeps.
+A helper without work yields its core again and again, and after some milliseconds sleeps.
 """
 
 import ctypes
@@ -22,23 +22,23 @@ from numpy.typing import NDArray
 from services.worker.backends.native.kernels.cpu.compiled import simd
 
 LINE = 64
-"""Bytes of a cache line: who waits on one word does not slow down who writes another."""
+"""Bytes of a cache line. Words that different threads write lie in different lines."""
 TURN, FUNCTION, BLOCK, LEAVE = 0, 8, 16, 24
-"""int64 at these bytes of the state: the number of the kernel, its function and argument block, whether all is over."""
+"""Byte offsets of int64 in the state: number, function and argument block of the kernel, and whether helpers end."""
 POST, WAIT, YIELD = 32, 40, 48
-"""Addresses of `sem_post`, `sem_wait` and `sched_yield`."""
+"""Byte offsets of the addresses of `sem_post`, `sem_wait` and `sched_yield`."""
 INSIDE = LINE
-"""How many helpers are inside, and OPEN if they may come in."""
+"""Number of helpers inside the kernel, plus OPEN while they may enter."""
 ASLEEP = 2 * LINE
-"""How many helpers sleep, or are about to."""
+"""Number of helpers that sleep or are about to."""
 SEMAPHORE = 3 * LINE
 SIZE = 4 * LINE
 OPEN = 1 << 32
 PATIENCE = 5000
-"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. One that
-wakes up may find itself on its caller's core, and is moved to another only after some milliseconds."""
+"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. A helper
+that wakes up may be on its caller's core, and is moved to another one only after some milliseconds."""
 HASTE = 100
-"""Times that the caller looks whether the last helper has left, before it yields: that one may need this core."""
+"""Times that the caller checks whether the last helper has left before it yields: the helper may need this core."""
 
 
 def _help(state):  # type: ignore[no-untyped-def]
@@ -51,7 +51,9 @@ def _help(state):  # type: ignore[no-untyped-def]
                 yielded += 1
                 continue
             simd.fetch_add(state + ASLEEP, 1)
-            if simd.load_i64(state + TURN) == seen:  # else the caller may not have seen that one sleeps
+            if (
+                simd.load_i64(state + TURN) == seen
+            ):  # else the caller may not have seen that this helper sleeps
                 simd.call(simd.load_i64(state + WAIT), state + SEMAPHORE)
             yielded = 0
         seen = simd.load_i64(state + TURN)
@@ -89,8 +91,8 @@ SHARE: int = _sharing.address
 
 
 class Helpers:
-    """So many threads that help one calling thread, until this is no longer used. On Linux, whose C libraries have
-    semaphores for threads."""
+    """`number` threads that help one calling thread, for as long as this object is used. Only on Linux, whose C
+    libraries have semaphores for threads."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -110,13 +112,13 @@ class Helpers:
 
 
 def _serve(state: int) -> None:
-    """Without the lock of the interpreter. Signals are for the thread that handles them, which may be waiting."""
+    """Runs without the lock of the interpreter. Signals are blocked: they belong to the thread that handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ctypes.CFUNCTYPE(None, ctypes.c_int64)(_helping.address)(state)
 
 
 def _state(memory: NDArray[np.uint8]) -> int:
-    """Its first cache line."""
+    """Address of the first cache line in `memory`."""
     return -(-memory.ctypes.data // LINE) * LINE
 
 
@@ -125,7 +127,7 @@ def _word(address: int) -> ctypes.c_int64:
 
 
 def _leave(memory: NDArray[np.uint8], threads: list[threading.Thread]) -> None:
-    """The last thread has left before `memory` goes."""
+    """End the threads, so that none uses `memory` any more."""
     state = _state(memory)
     _word(state + LEAVE).value = 1
     _word(state + TURN).value += 1

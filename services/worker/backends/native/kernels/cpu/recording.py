@@ -16,8 +16,9 @@ import torch
 from numba import carray, njit
 from numpy.typing import NDArray
 
+from services.worker.backends.native.kernels.cpu import thread_team
 from services.worker.backends.native.kernels.cpu.compiled import simd
-from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, shared
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
 from services.worker.backends.native.kernels.interface import Buffers
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Sequence:
         return self._calls.ctypes.data, len(self._calls)
 
     def run(self) -> None:
-        values = *self.calls, *shared(self._beside_torch)
+        values = *self.calls, *thread_team.shared(self._beside_torch)
         if values != self._filled:
             self._replay.fill(values)
             self._filled = values

@@ -1,6 +1,6 @@
-"""Runs compiled kernels, alone or shared with other threads.
+"""Compiled kernels, run by the calling thread alone or shared with others.
 
-A kernel is a C function of one address; every thread that shares it calls it, and each takes the next items from the
+A kernel is a C function of one address. Every thread that shares it calls the function, and takes items from the
 counter at that address until none are left.
 """
 
@@ -21,32 +21,36 @@ from services.worker.backends.native.kernels.cpu.compiled.simd import fetch_add
 from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
 
 HEADER = [("next", np.int64), ("items", np.int64)]
-"""First fields of every argument block: the counter, and how many items there are."""
-ALONE = (0, 0)
+"""First fields of every argument block: the counter, and the number of items."""
+Share = tuple[int, int]
+"""The address of a function like `GOMP_parallel(function, data, threads, flags)`, and its third argument."""
+ALONE: Share = (0, 0)
+"""Not shared."""
 
 
 @njit(inline="always")
 def take(address):  # type: ignore[no-untyped-def]
-    """The next item."""
+    """Take the next item."""
     return fetch_add(address, 1)
 
 
-def _openmp() -> int:
-    """Where `GOMP_parallel(function, data, threads, flags)` stands; 0 where torch has another library."""
+def openmp_address() -> int:
+    """Address of `GOMP_parallel`; 0 where torch has another library."""
     try:
         return ctypes.cast(ctypes.CDLL("libgomp.so.1").GOMP_parallel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0
 
 
-_OPENMP = _openmp()
+_OPENMP = openmp_address()
 _SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
 _CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
 
 
 class _Own(threading.local):
+    """The helpers of each calling thread."""
+
     helpers: Helpers | None = None
-    """Of a calling thread."""
 
 
 _own = _Own()
@@ -54,18 +58,17 @@ _threads = 1
 
 
 def set_num_threads(number: int) -> None:
-    """Kernels of this process may use so many threads from now on, the calling one included."""
+    """Let kernels of this process use so many threads from now on, the calling one included."""
     global _threads
     _threads = number if sys.platform == "linux" else 1
 
 
-def shared(beside_torch: bool = False) -> tuple[int, int]:
-    """How the calling thread shares a kernel with others: the address of a function like `GOMP_parallel`, and its third
-    argument. ALONE: not at all.
+def shared(beside_torch: bool = False) -> Share:
+    """Return how the calling thread shares a kernel with others.
 
     Args:
-        beside_torch: what comes before and after is computed by torch on threads of its own, which wait spinning; so
-            it is shared with these.
+        beside_torch: operations of torch come before and after. Its OpenMP threads wait spinning, so the kernel is
+            shared with these.
     """
     if beside_torch:
         threads = torch.get_num_threads()
@@ -79,12 +82,12 @@ def shared(beside_torch: bool = False) -> tuple[int, int]:
 
 
 class Kernel:
-    """A compiled kernel and its argument block, for one calling thread.
+    """A compiled kernel and its argument block. For one calling thread.
 
     Args:
         body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
         fields: names and types of its arguments, after `HEADER`; pointers are int64.
-        cost: how much work is worth another thread: items, unless `run` is told otherwise.
+        cost: work that is worth another thread, in items or in the unit of `run`'s `work`.
         beside_torch: see `shared`
     """
 
@@ -111,7 +114,7 @@ class Kernel:
         self.args = self._block[0]
 
     def again(self) -> Self:
-        """The same code with an argument block of its own."""
+        """Return the same code with another argument block."""
         other = copy.copy(self)
         other._place()
         return other
@@ -130,11 +133,11 @@ class Kernel:
         self._call(self.address)
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:
-        """Sets the argument block: the values of the fields, in order."""
+        """Set the argument block to the values of the fields, in order."""
         self._block[0] = (0, items, *values)
 
     def run(self, items: int, values: tuple[Any, ...], work: int = 0) -> None:
-        """Runs over `items` items with the values of the fields, in order; `work`: how much it is, if not the items."""
+        """Run over `items` items with the values of the fields, in order. `work`: the amount of work; 0: the items."""
         self.fill(values, items)
         share, among = ALONE if (work or items) < 2 * self.cost else shared(self._beside_torch)
         if share:

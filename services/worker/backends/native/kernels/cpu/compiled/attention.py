@@ -1,11 +1,11 @@
-"""Attention over the paged KV cache in place: positions and cache writes first, then scores, softmax and values.
+"""Attention over the paged KV cache in place: rotary positions and cache writes, then scores, softmax and values.
 
-The keys of a block lie transposed, [head_dim, block_size], so that sixteen scores are one vector and no sum runs across
-lanes; the values lie [block_size, head_dim]. Both dimensions that vectors run over are padded to sixteen.
+The keys of a block are transposed, [head_dim, block_size], so that sixteen scores are one vector and no sum runs across
+lanes; the values are [block_size, head_dim]. Both dimensions of vectors are padded to sixteen.
 
-A query's sums run over its own keys in the order of their positions, block after block, and look at nothing else.
-So its result is the same bits alone, in any batch and in a chunk of any size (spec 0.7, S1-7). That every row's keys
-are written before any query reads is given by two kernels, one after the other, per layer.
+A query's sums run over its own keys in the order of their positions, block after block. So its result has the same bits
+alone, in any batch and in a chunk of any size (batch invariance, docs/invariants.md). Two kernels per layer, one after
+the other, write the keys of all rows before any query reads them (write before read).
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 
 ADDRESS = np.int64
 TILE = 8
-"""Queries of one request that share each key block while it is in the nearest cache."""
+"""Queries of one request that use a key block while it is in the nearest cache."""
 _CACHE = [
     ("keys", ADDRESS),  # cache[blocks, kv_heads, dim, lanes]
     ("values", ADDRESS),  # cache[blocks, kv_heads, block_size, dim]
@@ -52,7 +52,7 @@ _WRITE, _ATTEND = (np.dtype(HEADER + fields, align=True) for fields in (WRITE, A
 
 
 def write_kernel(half: bool, half_cache: bool) -> Kernel:
-    """Normalises and rotates queries and keys; writes keys and values to the cache. One item is one token."""
+    """Normalise and rotate queries and keys; write keys and values to the cache. One item is one token."""
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
 
     def write(address):  # type: ignore[no-untyped-def]
@@ -115,7 +115,7 @@ def _blocks(first, count, window, block_size):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _score(a, q0, q1, block, at, stride, HALF):  # type: ignore[no-untyped-def]
-    """The scores of two query rows with one block of keys; the second is not stored where `stride` is 0.
+    """Compute the scores of two query rows with one block of keys; the second is not stored if `stride` is 0.
     `HALF`: the cache is bfloat16."""
     SIZE, zero = 2 if HALF else 4, simd.splat(np.float32(0))
     for lane in range(0, a.lanes, 16):
@@ -136,7 +136,7 @@ def _score(a, q0, q1, block, at, stride, HALF):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _softmax(row, size):  # type: ignore[no-untyped-def]
-    """Turns scores into weights, in place; returns one over their sum."""
+    """Turn scores into weights, in place; return the inverse of their sum."""
     most = simd.load_f32x16(row)
     for j in range(16, size, 16):
         most = simd.maximum(simd.load_f32x16(row + j * 4), most)
@@ -199,7 +199,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
 
             for b in range(begin, end):
                 block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
-                r = max(0, b * block_size - first) * group  # the queries before see none of this block
+                r = max(0, b * block_size - first) * group  # earlier queries see none of this block
                 while r < rows:
                     s = min(r + 1, rows - 1)
                     q0 = queries + (r // group * a.heads + r % group) * row_size

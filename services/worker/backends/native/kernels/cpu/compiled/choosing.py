@@ -1,7 +1,7 @@
-"""The greatest logit; or temperature, min-p, top-k, top-p and the draw itself, one row at a time and without sorting.
+"""The greatest logit; or temperature, min-p, top-k, top-p and a draw, one row at a time and without sorting.
 
-What top-k and top-p keep are the logits from some value up. That value is found by halving the range of float32 values
-between the least and the greatest logit: exact, in at most 32 passes over the row however large the vocabulary.
+Top-k and top-p keep the logits from some value up. That value is found by halving the range of float32 values between
+the least and the greatest logit: exactly, in at most 32 passes over the row, for a vocabulary of any size.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ _DRAW, _GREEDY = (np.dtype(HEADER + fields, align=True) for fields in (DRAW, GRE
 
 @njit
 def _ordered(value):  # type: ignore[no-untyped-def]
-    """An integer for a float32, in the same order as the floats."""
+    """Map a float32 to an integer, in the same order."""
     bits = simd.bits_of(value)
     return bits if bits >= 0 else -(bits & 0x7FFFFFFF)
 
@@ -45,7 +45,7 @@ def _unordered(number):  # type: ignore[no-untyped-def]
 
 @njit
 def _sum_from(least, values, weights, size):  # type: ignore[no-untyped-def]
-    """The sum of the weights whose values are at least `least`, always in the same order."""
+    """Sum the weights whose values are at least `least`, always in the same order."""
     bound, zero = simd.splat(least), simd.splat(np.float32(0))
     total = zero
     for i in range(0, size, 16):
@@ -56,7 +56,7 @@ def _sum_from(least, values, weights, size):  # type: ignore[no-untyped-def]
 
 @njit
 def _greatest_with(wanted, values, weights, size, low, high):  # type: ignore[no-untyped-def]
-    """The greatest value from `low` to `high` such that the weights from it up sum to `wanted`; `low` if none does."""
+    """Find the greatest value from `low` to `high` for which the weights from it up sum to `wanted`; else `low`."""
     first, last = _ordered(low), _ordered(high)
     while first < last:
         middle = first + (last - first + 1) // 2
@@ -68,7 +68,7 @@ def _greatest_with(wanted, values, weights, size, low, high):  # type: ignore[no
 
 
 def draw_kernel() -> Kernel:
-    """ids = argmax(logits / temperature + Gumbel noise) among what the filters keep. One item is one row."""
+    """ids = argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _DRAW)[0]
@@ -134,7 +134,7 @@ def draw_kernel() -> Kernel:
 
 
 def greedy_kernel() -> Kernel:
-    """The greatest of each row, of equal ones the lowest id. One item is one row."""
+    """The greatest logit of each row, of equal ones the lowest id. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _GREEDY)[0]

@@ -1,4 +1,4 @@
-"""A whole draft of a head of one layer: its kernels token after token, and between them what only goes round."""
+"""A whole draft of a head of one layer: recorded kernels round after round, and the rows of the next round between."""
 
 import numpy as np
 from numba import carray, njit, types
@@ -19,7 +19,7 @@ DRAFT = [
     ("k", np.int64),
     ("places", np.int64),  # in the first round
     ("rows", np.int64),
-    ("least", np.float32),  # chance that a draft must have
+    ("least", np.float32),  # probability that a draft must have
     # of places, for `before`
     ("slots", np.int64),  # int32
     ("positions", np.int64),  # int32
@@ -35,10 +35,10 @@ DRAFT = [
     # of rows, kept from round to round
     ("room", np.int64),  # int32: drafts that it may have
     ("owner", np.int64),  # int32: row of `proposed`
-    ("chance", np.int64),  # float32: of all of the row's drafts together
+    ("chance", np.int64),  # float32: probability of all of the row's drafts together
     ("width", np.int64),
-    ("tokens", np.int64),  # int32: token of each draft id, or 0: its own
-    ("proposed", np.int64),  # int32[any, k], filled with what is no draft
+    ("tokens", np.int64),  # int32: token of each draft id, or 0: the id itself
+    ("proposed", np.int64),  # int32[any, k], filled with NO_DRAFT
 ]
 _DRAFT = np.dtype(HEADER + DRAFT, align=True)
 
@@ -76,7 +76,7 @@ def lay_out(  # type: ignore[no-untyped-def]
 
 
 def draft_kernel() -> Kernel:
-    """One item is the whole batch, and may share its parts with other threads."""
+    """One item is the whole batch, whose recorded kernels may be shared with other threads."""
 
     def draft(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _DRAFT)[0]

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What requests ask to be changed in their logits, one row at a time, and the mask of a grammar.
+"""Changes of logits by the parameters of requests, one row at a time, and by the mask of a grammar.
 
-The tokens that a rule looks at are read from the token history on the device. How often each of them was said is
-counted from there too, each position once, when the row is sampled: a step counts what the steps before it wrote. What
-drafts say counts for those behind them, and is taken back when the step is done: the next one counts what was accepted.
+A rule reads tokens from the token history on the device. It counts each position once, when the row is sampled, so a
+step counts the tokens that earlier steps wrote. A draft counts for the drafts after it, and is taken back at the end of
+the step; the next step counts the accepted ones.
 """
 
 import numpy as np
@@ -21,9 +21,9 @@ RULE = np.dtype(
         ("banned", ADDRESS),  # int32[num_banned], inside the vocabulary
         ("biased", ADDRESS),  # int32[num_biased], inside the vocabulary
         ("biases", ADDRESS),  # float32[num_biased]
-        ("places", ADDRESS),  # int32[vocab]: where each token stands in the next two, plus one, or 0
+        ("places", ADDRESS),  # int32[vocab]: index of each token in the next two, plus one, or 0
         ("seen", ADDRESS),  # int32[num_seen]: the tokens of prompt and output, each once
-        ("counts", ADDRESS),  # int32[num_seen]: how often each stands in the output
+        ("counts", ADDRESS),  # int32[num_seen]: number of each in the output
         ("num_allowed", np.int32),
         ("num_words", np.int32),
         ("num_banned", np.int32),
@@ -32,19 +32,19 @@ RULE = np.dtype(
         ("num_seen", np.int32),
         ("counted", np.int32),  # positions of the history that are counted
         ("num_prompt", np.int32),
-        ("restricts", np.int32),  # whether only the allowed may follow
+        ("restricts", np.int32),  # whether only allowed tokens may follow
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),
     ],
     align=True,
 )
-"""Of one slot; an address of 0 or a number of 0: no such rule."""
+"""The rule of one slot; an address of 0 or a number of 0: no such part."""
 RULES = [
     ("logits", ADDRESS),  # float32[any, vocab], changed in place
     ("vocab", np.int64),
     ("rows", ADDRESS),  # int32[items]: which row of the logits is the first
-    ("sizes", ADDRESS),  # int32[items]: and how many follow one another, with their positions
+    ("sizes", ADDRESS),  # int32[items]: number of rows, at consecutive positions
     ("slots", ADDRESS),  # int32[items]
     ("positions", ADDRESS),  # int32[items]: of the first token to be sampled
     ("rules", ADDRESS),  # RULE[num_slots]
@@ -73,7 +73,7 @@ def _keep_allowed(rule, logits):
 
 @njit
 def _forbid_words(rule, logits, history, position):
-    """The last token of each word whose others are the end of the output."""
+    """Forbid the last token of each word whose other tokens end the output."""
     ends, first = simd.i32_at(rule.word_ends, rule.num_words), 0
     words = simd.i32_at(rule.words, ends[rule.num_words - 1])
     for word in range(rule.num_words):
@@ -91,7 +91,7 @@ def _forbid_words(rule, logits, history, position):
 
 @njit
 def _count(rule, history, position, vocab):
-    """Whether all that was counted are tokens."""
+    """Count positions up to `position`; return whether all of them have tokens."""
     places = simd.i32_at(rule.places, vocab)
     counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
     for at in range(rule.counted, position):
@@ -110,7 +110,7 @@ def _count(rule, history, position, vocab):
 
 @njit
 def _take_back(rule, history, num_seen, counted, vocab):
-    """What was counted since `num_seen` tokens were seen at `counted` positions."""
+    """Undo what was counted since `num_seen` tokens were seen at `counted` positions."""
     places = simd.i32_at(rule.places, vocab)
     counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
     for at in range(max(counted, rule.num_prompt), rule.counted):
@@ -136,7 +136,7 @@ def _penalize(rule, logits, vocab):
 
 @njit
 def _change(rule, logits, history, position, vocab):
-    """Whether all tokens that it looks at are tokens."""
+    """Apply the rule to a row; return whether all positions that it reads have tokens."""
     if rule.restricts != 0:
         _keep_allowed(rule, logits)
     if rule.num_words > 0:
@@ -184,7 +184,7 @@ def rules_kernel() -> Kernel:
 
 
 def mask_kernel() -> Kernel:
-    """Only tokens whose bit is set stay. If none of them is left, the lowest of them becomes the only one."""
+    """Forbid tokens whose bit is not set. If none of the others is left, the lowest becomes the only one."""
 
     def mask(address):
         a = carray(simd.pointer(address), 1, _MASK)[0]

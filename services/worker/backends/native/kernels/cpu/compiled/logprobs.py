@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Log-probabilities: of one token of a row its own and its rank, and of the most likely ones, without sorting."""
+"""Log-probabilities of one token of a row, with its token rank, and of the most likely ones, without sorting."""
 
 import numpy as np
 from numba import carray, njit
@@ -9,7 +9,7 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 
 ADDRESS = np.int64
 BLOCK = 64
-"""Logits that are passed over at once where none of them is among the greatest."""
+"""Logits that are skipped at once if none of them is among the greatest."""
 LOGPROBS = [
     ("logits", ADDRESS),  # float32[any, vocab]
     ("vocab", np.int64),
@@ -27,7 +27,7 @@ _LOGPROBS = np.dtype(HEADER + LOGPROBS, align=True)
 
 @njit
 def _greatest(row, vocab, top, ids, values):
-    """Fills `ids` and `values` with the `top` greatest logits of the row, the greatest and lowest id first."""
+    """Fill `ids` and `values` with the `top` greatest logits of the row, the greatest and lowest id first."""
     logits, found, least = simd.f32_at(row, vocab), 0, np.float32(-np.inf)
     for first in range(0, vocab, BLOCK):
         if found == top and first + BLOCK <= vocab:
@@ -51,7 +51,7 @@ def _greatest(row, vocab, top, ids, values):
 
 
 def logprobs_kernel() -> Kernel:
-    """One item is one row; its sum is always made in the same order."""
+    """One item is one row; its sum always has the same order."""
 
     def score(address):
         a = carray(simd.pointer(address), 1, _LOGPROBS)[0]

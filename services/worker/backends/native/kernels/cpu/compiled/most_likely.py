@@ -1,4 +1,4 @@
-"""The most likely token of each row of logits, and how likely it is to be drawn."""
+"""The most likely token of each row of logits, and its probability."""
 
 import numpy as np
 from numba import carray

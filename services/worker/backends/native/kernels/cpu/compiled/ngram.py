@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Prompt lookup: the longest end of a sequence that stands in it before, and what follows there."""
+"""Prompt lookup: the longest end of a sequence that occurs in it before, and the tokens that follow there."""
 
 import numpy as np
 from numba import carray
@@ -16,16 +16,14 @@ NGRAM = [
     ("shortest", np.int64),  # tokens that must match at least
     ("longest", np.int64),  # tokens that are compared at most
     ("k", np.int64),
-    ("least", np.float32),  # chance that a token must have, with those before it
+    ("least", np.float32),  # probability that a token must have, with those before it
     ("found", ADDRESS),  # int32[items, k], written where there is a match
 ]
 _NGRAM = np.dtype(HEADER + NGRAM, align=True)
 
 
 def ngram_kernel() -> Kernel:
-    """The k tokens behind the longest match, of equally long ones behind the last. Where the sequence ends before there
-    are k, they go on with themselves: a sequence that repeats is taken to go on so. Where s tokens match, each one
-    after them is taken to match with a chance of s / (s + 1). One item is one sequence."""
+    """See `DraftingKernels.lookup`. One item is one sequence."""
 
     def look_up(address):
         a = carray(simd.pointer(address), 1, _NGRAM)[0]

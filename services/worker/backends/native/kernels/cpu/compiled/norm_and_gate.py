@@ -1,4 +1,4 @@
-"""Kernels that work on one row at a time: normalisation with the residual, and the gate of the MLP."""
+"""Normalisation with the residual stream, and the gate of the MLP, row by row."""
 
 import numpy as np
 from numba import carray

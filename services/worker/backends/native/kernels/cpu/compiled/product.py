@@ -1,5 +1,5 @@
-"""y = W x + b. Every output is summed over the inputs in order, whatever the rows around it, so a row has the same bits
-in a batch of any size; and few rows cost no more than reading the weights."""
+"""y = W x + b. Every output is summed over the inputs in order, so a row has the same bits in a batch of any size
+(batch invariance, docs/invariants.md). Few rows take no longer than reading the weights."""
 
 from functools import cache
 
@@ -10,13 +10,13 @@ from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 PANEL = 16
-"""Outputs whose weights lie side by side, input after input."""
+"""Outputs whose weights are side by side, input after input."""
 BLOCK = 4 * PANEL
 """Outputs of one item."""
 CHUNK = 48
-"""Most rows of one item."""
+"""Maximum number of rows of one item."""
 WORTH = 1 << 19
-"""Multiplications worth waking a thread for: 10 to 20 us of them."""
+"""Multiplications that are worth another thread: 10 to 20 us."""
 PRODUCT = [
     ("x", np.int64),  # float32[rows, inputs]
     ("weight", np.int64),  # [blocks * 4, inputs, PANEL]
@@ -31,7 +31,7 @@ _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 @njit(inline="always")
 def _store(a, row, first, value, tail):  # type: ignore[no-untyped-def]
-    """Outputs `first` to `first` + 15 of a row, without those that there are not."""
+    """Store outputs `first` to `first` + 15 of a row, as far as they exist."""
     out = a.out + (row * a.outputs + first) * 4
     if first + PANEL <= a.outputs:
         simd.store_f32x16(out, value)
@@ -43,7 +43,7 @@ def _store(a, row, first, value, tail):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _one(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """One row, all panels of the block at once: so many sums hide how long each takes."""
+    """Compute one row in all panels of the block at once: that many independent sums hide the latency of each."""
     size = PANEL * (2 if HALF else 4)
     bias, step = a.bias + first * 4, a.inputs * size
     s0, s1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
@@ -67,7 +67,7 @@ def _one(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def _four(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Rows `row` to `row` + 3, of which those beyond `last` are `last` again, in one panel."""
+    """Compute rows `row` to `row` + 3 in one panel; instead of rows beyond `last`, `last` is computed again."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
     x0, x1, x2, x3 = a.x + row * width, a.x + r1 * width, a.x + r2 * width, a.x + r3 * width
@@ -87,7 +87,7 @@ def _four(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-
 
 @njit(inline="always")
 def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Six rows in the same way: as many sums as the registers of AVX2 hold."""
+    """Compute six rows in the same way: as many sums as the registers of AVX2 hold."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r4, r5 = min(row + 4, last), min(row + 5, last)
     x0, x4, x5 = a.x + row * width, a.x + r4 * width, a.x + r5 * width
@@ -110,8 +110,8 @@ def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-d
 
 
 def product_kernel(half: bool, inputs: int) -> Kernel:
-    """One item is a block of outputs of up to `CHUNK` rows, its work is their number. `half`: the weights are bfloat16,
-    in pairs."""
+    """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `half`: the weights are
+    bfloat16, in pairs."""
     kernel = _compiled(half).again()
     kernel.cost = -(-WORTH // (BLOCK * inputs))
     return kernel

@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary positions."""
+"""Cosine and sine of rotary positions."""
 
 import numpy as np
 from numba import carray
@@ -17,7 +17,7 @@ _ROTARY = np.dtype(HEADER + ROTARY, align=True)
 
 
 def rotary_kernel() -> Kernel:
-    """Cosine and sine of every angle of rotary positions; one item is one place."""
+    """One item is one token."""
 
     def rotate(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _ROTARY)[0]

@@ -1,10 +1,10 @@
 # ruff: noqa: ARG001, the signatures are numba's
-"""Vectors of sixteen float32 for numba kernels, in LLVM's own terms: any CPU, whatever its vector width.
+"""Vectors of sixteen float32 for numba kernels, in LLVM's instructions, for processors of any vector width.
 
-Kernels spell out the order of every sum, so a row's result never depends on its neighbours, on the number of threads,
-or on what an optimiser may reorder: the batch invariance that equal answers rest on.
+Kernels define the order of every sum, so a row's result does not depend on the rows beside it, on the number of threads
+or on what an optimiser may reorder (batch invariance, docs/invariants.md).
 
-Addresses are plain integers in bytes. bfloat16 is the upper half of a float32; stores round to nearest even.
+Addresses are integers, in bytes. bfloat16 is the upper half of a float32; stores round to nearest even.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def _narrow(builder: Any, value: Any, wide: ir.Type, half: ir.Type) -> Any:
 
 
 def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
-    """Builds one load or store: `kind` is F32 or VF in registers, bfloat16 in memory where `half`."""
+    """Build a load or store: `kind` is F32 or VF in registers, bfloat16 in memory if `half`."""
     front = vector if kind == VF else types.float32
     wide, narrow = (VI, VH) if kind == VF else (I32, I16)
     in_memory, align = (narrow, 2) if half else (kind, 4)
@@ -88,8 +88,8 @@ def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
 
 @intrinsic
 def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
-    """Sixteen bfloat16 that lie in pairs: number i and number i + 8 are the halves of one word. To widen them takes
-    half the work of sixteen in a row."""
+    """Load sixteen bfloat16 that lie in pairs: number i and number i + 8 are the halves of one word. Widening them
+    takes half the work of sixteen in a row."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = ir.VectorType(I32, LANES // 2)
@@ -288,8 +288,8 @@ def bits_of(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Adds to the int64 at `address`, atomically; returns what stood there. All threads see such changes, and what was
-    written before them, in one order."""
+    """Add to the int64 at `address`, atomically, and return its value before. All threads see such changes, and all
+    earlier writes, in one order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -299,7 +299,7 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def load_i64(typing_context: Any, address: Any) -> Any:
-    """The int64 at `address`, which other threads may change, in the same order."""
+    """Load the int64 at `address`, which other threads may change, in the same order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
@@ -326,7 +326,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def call(typing_context: Any, function: Any, argument: Any) -> Any:
-    """Calls the C function of one address that stands at `function`."""
+    """Call the C function at address `function` with one address."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64])
@@ -338,7 +338,7 @@ def call(typing_context: Any, function: Any, argument: Any) -> Any:
 
 @intrinsic
 def call_shared(typing_context: Any, share: Any, function: Any, argument: Any, among: Any) -> Any:
-    """The same among several threads, in one of the ways of `team.shared`."""
+    """Call it on several threads, as `thread_team.shared` says."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, I32])
@@ -367,13 +367,13 @@ def f32_at(address, size):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def load16(address, half):  # type: ignore[no-untyped-def]
-    """Sixteen numbers at `address`: bfloat16 where `half`, which is a constant of the kernel."""
+    """Load sixteen numbers: bfloat16 if `half`, which is a constant of the kernel."""
     return load_bf16x16(address) if half else load_f32x16(address)
 
 
 @njit(inline="always")
 def load_paired(address, half):  # type: ignore[no-untyped-def]
-    """Sixteen numbers at `address`: bfloat16 in pairs where `half`."""
+    """Load sixteen numbers: bfloat16 in pairs if `half`."""
     return load_bf16_pairs(address) if half else load_f32x16(address)
 
 
