@@ -20,6 +20,14 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
 
+
+class ObserverAttached(msgspec.Struct, frozen=True):
+    """The first event of each observer: the running requests, which entered their slots before."""
+
+    running: tuple[tuple[int, RequestKey, int], ...]
+    """(slot, request, `entry`: tokens that the request had when it entered the slot)"""
+
+
 # -- inbound events ----------------------------------------------------------------------------------------------
 
 
@@ -103,13 +111,6 @@ class StepDispatched(msgspec.Struct, frozen=True):
     """Share of the KV blocks in use."""
 
 
-class ObserverAttached(msgspec.Struct, frozen=True):
-    """The first event of each observer: the running requests, which entered their slots before."""
-
-    running: tuple[tuple[int, RequestKey, int], ...]
-    """(slot, request, `entry`: tokens that the request had when it entered the slot)"""
-
-
 class GrammarSent(msgspec.Struct, frozen=True):
     message: GrammarOutput
 
@@ -176,8 +177,7 @@ InboundEvent = (
     | AllRequestsFailed
 )
 Decision = (
-    ObserverAttached
-    | RequestRefused
+    RequestRefused
     | StepDispatched
     | GrammarSent
     | SlotsReleased
@@ -186,7 +186,7 @@ Decision = (
     | StaleResultDropped
     | RequestFinished
 )
-Event = InboundEvent | Decision
+Event = ObserverAttached | InboundEvent | Decision
 
 
 class Observer(Protocol):

@@ -49,7 +49,7 @@ def test_weights_stay_for_the_next_epoch(driver: Driver) -> None:
     driver.generate([request], 5)
     seen: list[float] = []
     driver.runner.leave()
-    with pytest.raises(RuntimeError, match="no model is loaded in this epoch"):
+    with pytest.raises(RuntimeError, match="load must be called first in each epoch"):
         driver.runner.init_kv_cache(InitializeCache(8, 256))
     driver.runner.load(driver.assignment, lambda phase, fraction: seen.append(fraction))
     assert seen == []
