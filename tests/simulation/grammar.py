@@ -24,7 +24,7 @@ class Automaton:
     def __init__(self, seed: int, fails_after: int, vocab: int, eos: tuple[int, ...]) -> None:
         self.state = extend(ROOT, seed)
         self._left, self._vocab, self._eos = fails_after, vocab, eos
-        self._ended = self._failed = False
+        self._ended = self.failed = False
 
     @classmethod
     def from_params(cls, params: StructuredOutputParams, vocab: int, eos: tuple[int, ...]) -> Self:
@@ -41,7 +41,7 @@ class Automaton:
         return allowed
 
     def accept(self, token_id: int) -> bool:
-        if self._failed or not self.allowed()[token_id]:
+        if self.failed or not self.allowed()[token_id]:
             return False
         self._left -= 1
         self._ended = token_id in self._eos
@@ -49,19 +49,19 @@ class Automaton:
         return True
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        self._failed = self._failed or self._left == 0
-        mask[:] = -1 if self._failed else self._bits()
+        self.failed = self.failed or self._left == 0
+        mask[:] = -1 if self.failed else self._bits()
 
     def look_ahead(self, token_ids: list[int], masks: NDArray[np.int32]) -> int:
         self.fill(masks[0])
-        if self._failed or self._ended:
+        if self.failed or self._ended:
             return 1
         ahead, filled = copy(self), 1
         for token in token_ids:
             if token < 0 or token in self._eos or not ahead.accept(token):
                 break
             ahead.fill(masks[filled])
-            if ahead._failed:
+            if ahead.failed:
                 break
             filled += 1
         return filled

@@ -1,4 +1,4 @@
-"""What the documentation names exists: links, files, tests, rules, flags and benchmarks."""
+"""Existence of everything that the documentation names: links, files, tests, rules, flags and benchmarks."""
 
 import re
 from functools import cache
@@ -28,6 +28,12 @@ OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url"}
 """Flags of docker, kubectl and pip."""
 
 PATH = re.compile(r"`((?:docs|services|protocol|deploy|tests)/[\w./-]+)(?:::(\w+)(?:\[([^\]`]+)\])?)?`")
+NUMBERED = re.compile(
+    r"\b[Ss]pec(?:ification)? [0-9]|\bS[0-4]-[0-9]|\bI-[a-d]\b|\b[0-9]\([a-e][0-9]?\) [0-9]|\([a-e]\) [0-9]+[,:;.)]"
+    r"|\b[Rr]ules? [0-9]|\b[Ii]nvariants? [0-9]|\bDESIGN(?:\.md)? [0-9]|\b[Ii]ssues? #?[0-9]"
+    r"|\b[Aa]cceptance tests? [0-9]"
+)
+"""Citations of a rule by its number instead of its name in docs/invariants.md."""
 RULE = re.compile(r"\b([\w -]+)\s+\((?:see\s+)?`?docs/invariants\.md(?:#([\w-]+))?`?\)")
 
 
@@ -83,6 +89,23 @@ def test_rules_that_are_cited_exist() -> None:
             cited = re.sub(r"\s+", " ", before.lower().replace("-", " "))
             assert any(cited.endswith(name) for name in names), f"{path}: {before} (docs/invariants.md)"
             assert not anchor or anchor in anchors(RULES), f"{path}: {anchor}"
+
+
+def test_no_rule_is_cited_by_number() -> None:
+    cited = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in [*SOURCES, *PAGES]
+        for match in NUMBERED.finditer(path.read_text())
+    }
+    assert cited == set()
+
+
+@pytest.mark.parametrize(
+    "citation",
+    ["spec 0.7", "Spec 2.1", "(S2-3)", "I-a", "2(b) 3", "3(b) 10", "rule 9", "rules 7 and 8", "invariant 3"],
+)
+def test_citations_by_number_are_found(citation: str) -> None:
+    assert NUMBERED.search(f"freed behind the fence, {citation}, and not before")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -174,7 +174,9 @@ def member_transition(state: MemberState, event: MemberEvent) -> tuple[MemberSta
 
 
 def event_of(message: WorkerMessage | StepFault, epoch: int) -> MemberEvent | None:
-    """Return the event of a message; None if the message names another epoch (rule 1)."""
+    """Return the event of a message; None if the message names another epoch: it proves only that the
+    worker is alive.
+    """
     if isinstance(message, Heartbeat | Loaded | Ready | RankLost | StepFault) and message.epoch != epoch:
         return None
     return MESSAGES[type(message)]

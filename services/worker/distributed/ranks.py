@@ -117,9 +117,10 @@ class Ranks:
         """Return the connections within one group, or None for a group of one."""
         if size == 1:
             return None
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = JOIN_TIMEOUT
+        # torch has no public way to choose the address of a group.
+        options = _c10d.ProcessGroupGloo._Options()  # noqa: SLF001
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=address)]  # noqa: SLF001
+        options._timeout = JOIN_TIMEOUT  # noqa: SLF001
         group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, size, options)
         return Peers(group, rank, size, self._waiter)
 

@@ -14,10 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+# torch has no public names for oneDNN's products.
+bfloat16_supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001
+pack_weight = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+packed_product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+
 
 class BareLlama:
     def __init__(self, directory: Path, dtype: torch.dtype, batch: int, context: int) -> None:
-        self.packs = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.packs = dtype == torch.float32 or bfloat16_supported()
         config = json.loads((directory / "config.json").read_text())
         weights = {
             name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()
@@ -49,11 +54,11 @@ class BareLlama:
         )
 
     def _pack(self, weight: Tensor) -> Tensor:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, None) if self.packs else weight
+        return pack_weight(weight, None) if self.packs else weight
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.packs:
-            return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            return packed_product(x, weight, None, "none", [], "")
         return F.linear(x, weight)
 
     def _rotate(self, x: Tensor, position: int) -> Tensor:

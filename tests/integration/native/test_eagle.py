@@ -187,7 +187,7 @@ def test_sampled_answers_are_those_without_drafts() -> None:
 
 
 def test_sequences_longer_than_the_drafter_takes(plain: list[Request]) -> None:
-    """Acceptance test 3: beyond its context nothing is drafted, before it as much as ever, and answers stay."""
+    """Drafter limit: nothing is drafted beyond the context, as much as before within it; answers stay the same."""
     longest = 40
     driver = eagle(max_model_len=longest)
     requests = [driver.add(prompt) for prompt in prompts()]

@@ -152,7 +152,7 @@ class IndexTensorWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = function._schema.name
+        name = function.name().partition(".")[0]  # without the overload
         if any(part in name for part in ("index", "gather", "scatter", "embedding", "take", "put")):
             self.seen.add(name)
             indices = [x for arg in args[1:] for x in (arg if isinstance(arg, (list, tuple)) else [arg])]

@@ -176,7 +176,7 @@ class VllmEngine:
             step = vllm_api.SchedulerOutput.make_empty()
             step.finished_req_ids = set(runner.requests)
             self.execute(step)
-        runner._cleanup_profiling_kv_cache()
+        runner._cleanup_profiling_kv_cache()  # noqa: SLF001  no public method of vLLM drops the cache
 
     def close(self) -> None:
         """Free cache and weights."""

@@ -36,7 +36,7 @@ def to_vllm_params(params: SamplingParams, vocab_size: int) -> vllm_api.Sampling
         result.temperature = params.temperature
     result.min_tokens = params.min_tokens
     words = [list(word) for word in params.bad_words if max(word) < vocab_size]
-    result._bad_words_token_ids = words or None
+    result._bad_words_token_ids = words or None  # noqa: SLF001  publicly set from text only
     if params.min_tokens:
         # With a grammar, vLLM allows stop tokens where nothing else is allowed. Any grammar sets this; it is not used.
         result.structured_outputs = vllm_api.StructuredOutputsParams(json_object=True)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept when the place beside the sources cannot be written: a read-only image, any uid."""
+"""The directory of compiled kernels where the one beside the sources cannot be written: a read-only image, any uid."""
 
 import atexit
 import shutil
@@ -23,8 +23,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert compiled.parent == tmp_path / "__pycache__"
     (compiled / "kernels_x").mkdir()
     (compiled / "kernels_x" / "attention.nbi").write_text("compiled")
-    writable = cache._writable
-    monkeypatch.setattr(cache, "_writable", lambda place: place != compiled and writable(place))
+    is_writable = cache.is_writable
+    monkeypatch.setattr(cache, "is_writable", lambda place: place != compiled and is_writable(place))
     return compiled
 
 
@@ -42,7 +42,7 @@ def test_another_worker_that_was_first_keeps_its_copy(installed: Path, tmp_path:
     place = tmp_path / "home" / "runahead" / installed.name
     place.mkdir(parents=True)
     (place / "theirs").touch()
-    cache._copy(installed, place)
+    cache.copy_compiled(installed, place)
     assert [path.name for path in place.iterdir()] == ["theirs"]
     assert [path.name for path in place.parent.iterdir()] == [place.name]
 

@@ -91,6 +91,7 @@ def create(choice: Choice) -> Kernels:
 def processor_features() -> frozenset[str]:
     """Features of this machine's processor: `NAMED` ones and what torch's libraries can do with it."""
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True and name in NAMED}
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        found.add(ONEDNN_BFLOAT16)
+    if torch.backends.mkldnn.is_available():
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query
+        found |= {ONEDNN_BFLOAT16} if supported() else set()
     return frozenset(found)

@@ -32,11 +32,11 @@ def directory() -> Path:
     ]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     beside, cached = here / "__pycache__" / f"kernels-{digest}", home / "runahead" / f"kernels-{digest}"
-    if _writable(beside):
+    if is_writable(beside):
         return beside
     if not cached.exists():
-        _copy(beside, cached)
-    if _writable(cached):
+        copy_compiled(beside, cached)
+    if is_writable(cached):
         return cached
     held = ExitStack()
     private = held.enter_context(private_directory(Path(tempfile.gettempdir()), PRIVATE))
@@ -46,8 +46,8 @@ def directory() -> Path:
     return private
 
 
-def _copy(compiled: Path, place: Path) -> None:
-    """Copy all or nothing: several workers may start at once."""
+def copy_compiled(compiled: Path, place: Path) -> None:
+    """Copy a directory of compiled kernels as a whole or not at all: several workers may start at once."""
     if not compiled.is_dir():
         return
     try:
@@ -59,7 +59,8 @@ def _copy(compiled: Path, place: Path) -> None:
         return
 
 
-def _writable(place: Path) -> bool:
+def is_writable(place: Path) -> bool:
+    """Return whether files can be created in a directory, which is created."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, CHUNK, PANEL, product_kernel
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 
-_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
 
 
 class Float32Product:
@@ -46,7 +46,8 @@ class OneDnnProduct:
 
     def __init__(self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._launcher = launcher
-        self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, None), bias
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001  as above
+        self._bias = bias
         self._outputs = len(weight)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

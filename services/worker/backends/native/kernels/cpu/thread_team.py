@@ -106,9 +106,10 @@ class Kernel:
             np.dtype(HEADER + fields, align=True),
             beside_torch,
         )
-        self._place()
+        self.renew_arguments()
 
-    def _place(self) -> None:
+    def renew_arguments(self) -> None:
+        """Allocate a new argument block."""
         self._block = np.zeros(1, self._fields)
         self.address: int = self._block.ctypes.data
         self.args = self._block[0]
@@ -116,11 +117,11 @@ class Kernel:
     def again(self) -> Self:
         """Return the same code with another argument block."""
         other = copy.copy(self)
-        other._place()
+        other.renew_arguments()
         return other
 
     def address_of(self, field: str) -> int:
-        """Where a field of the argument block is."""
+        """Return the address of a field of the argument block."""
         offset = self._block.dtype.fields[field][1]  # type: ignore[index]
         return self.address + int(offset)
 
