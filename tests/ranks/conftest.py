@@ -20,8 +20,20 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**DEEP, head_dim=32)),
 }
+UNEQUAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "nine-heads": lambda: LlamaForCausalLM(_heads(9, 3, attention_bias=True)),
+    "four-heads": lambda: LlamaForCausalLM(_heads(4, 4)),
+}
+"""KV heads that do not divide by two or three ranks."""
 LAYOUTS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 """Tensor-parallel ranks x pipeline stages."""
+
+
+def _heads(heads: int, kv_heads: int, **options: bool) -> LlamaConfig:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return LlamaConfig(
+        **{**DEEP, **sizes, "hidden_size": 72, "intermediate_size": 96}, head_dim=16, **options
+    )
 
 
 def per_change(*layouts: tuple[int, int]) -> list[object]:
@@ -68,7 +80,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fami
     def make(name: str) -> Family:
         if name not in made:
             torch.manual_seed(7)
-            made[name] = save(MODELS[name](), tmp_path_factory.mktemp(name))
+            made[name] = save({**MODELS, **UNEQUAL}[name](), tmp_path_factory.mktemp(name))
         return made[name]
 
     return make

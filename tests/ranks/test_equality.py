@@ -63,6 +63,38 @@ def test_tokens_and_logits_equal_one_rank_and_transformers(
         assert torch.equal(torch.stack(group.logits), torch.stack(alone.logits))
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "kv_heads"),
+    [
+        ("nine-heads", (2, 1), [2, 1]),
+        ("four-heads", (3, 1), [2, 1, 1]),
+        pytest.param("nine-heads", (2, 2), [2, 1], marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_unequal_shares_of_kv_heads_give_the_tokens_of_one_rank(
+    make_model: Callable[[str], Family],
+    start: Start,
+    name: str,
+    layout: tuple[int, int],
+    kv_heads: list[int],
+) -> None:
+    """A rank's cache holds its own KV heads; chunks and steps in flight change no bit."""
+    family = make_model(name)
+    group = start(family.path, *layout)
+    sizes = [loaded.bytes_per_block for loaded in group.runner.loaded[: layout[0]]]
+    assert [size * kv_heads[0] for size in sizes] == [sizes[0] * own for own in kv_heads]
+    requests = [group.add(prompt) for prompt in prompts(family)]
+    group.generate(requests, TOKENS)
+    for number, request in enumerate(requests):
+        expected, reference = family.reference(request.prompt, TOKENS)
+        assert request.output == expected
+        torch.testing.assert_close(torch.stack(group.logits)[:, number], reference, atol=1e-4, rtol=0)
+    again = [group.add(request.prompt) for request in requests]
+    group.generate(again, TOKENS, chunk=7, depth=layout[1] + 1)
+    assert [request.output for request in again] == [request.output for request in requests]
+
+
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_bfloat16_stays_close_to_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     """Tensor parallelism sums in another order, which rounds differently in bfloat16; stages change nothing."""

@@ -53,6 +53,20 @@ def test_tokens_equal_one_rank_without_drafts(
         assert sum(accepted for _, accepted in counts[0]) > 20
 
 
+def test_drafts_with_unequal_shares_of_kv_heads(
+    make_model: Callable[[str], Family], take: Callable[[int], list[NativeRankProcess]]
+) -> None:
+    """The draft model has all of its heads on the output rank, beside that rank's share of the model."""
+    family = make_model("nine-heads")
+    speculation = METHODS["draft_model"](family.path)
+    driver = GroupDriver(RankGroup(take(2), family.path, 2, 1), family.path, speculation=speculation)
+    requests = [driver.add(prompt) for prompt in prompts(family)]
+    driver.generate(requests, TOKENS, chunk=13, depth=2)
+    for request in requests:
+        assert request.output[:TOKENS] == family.reference(request.prompt, TOKENS)[0]
+    assert sum(request.accepted for request in requests) > 20
+
+
 def test_the_number_of_drafts_may_change_in_every_step(
     tied: Family, take: Callable[[int], list[NativeRankProcess]]
 ) -> None:

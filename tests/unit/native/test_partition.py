@@ -33,8 +33,9 @@ def test_layers_are_dealt_out_as_equally_as_possible_sparing_the_ends() -> None:
     ("sizes", "allowed"),
     [
         ({}, (1, 2, 4, 8)),
-        ({"num_kv_heads": 8}, (1, 2, 4, 8)),
-        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 24}, (1, 2, 4, 12)),
+        ({"num_kv_heads": 8}, (1, 2, 3, 4, 6, 8)),  # 96 divides by 3 and 6, not by 5 and 7
+        ({"num_heads": 9, "num_kv_heads": 3}, (1, 2, 3)),  # the MLP does not divide by 9
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 24}, (1, 2, 3, 4, 12)),
         ({"num_heads": 7, "num_kv_heads": 1, "intermediate_size": 7 * 16}, (1, 7)),
         ({"intermediate_size": 100}, (1, 2, 4)),
         ({"intermediate_size": 101}, (1,)),
@@ -62,6 +63,23 @@ def test_ranks_together_hold_everything(size: int, kv_heads: int) -> None:
         assert part.adds_bias == (part.shard.tp_rank == 0)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "expected"),
+    [(9, 3, 2, [(6, 2), (3, 1)]), (4, 4, 3, [(2, 2), (1, 1), (1, 1)]), (8, 8, 3, [(3, 3), (3, 3), (2, 2)])],
+)
+def test_kv_heads_that_do_not_divide_are_dealt_with_their_heads(
+    heads: int, kv_heads: int, size: int, expected: list[tuple[int, int]]
+) -> None:
+    config = model(num_heads=heads, num_kv_heads=kv_heads)
+    parts = [Part.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
+    assert [(part.config.num_heads, part.config.num_kv_heads) for part in parts] == expected
+    assert [i for part in parts for i in range(kv_heads)[part.kv_heads]] == list(range(kv_heads))
+    assert [i for part in parts for i in range(heads)[part.heads]] == list(range(heads))
+    for part in parts:
+        group = heads // kv_heads
+        assert {head // group for head in range(heads)[part.heads]} == set(range(kv_heads)[part.kv_heads])
+
+
 def test_stages_have_their_own_layers_and_windows() -> None:
     parts = [Part.from_shard(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
     assert [part.config.windows for part in parts] == [(0, 1, 2), (3, 4)]
@@ -69,7 +87,17 @@ def test_stages_have_their_own_layers_and_windows() -> None:
 
 
 def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
-    with pytest.raises(LoadError, match="3 tensor-parallel ranks, only for 1, 2, 4, 8"):
-        Part.from_shard(model(), Shard(0, 3, 0, 1))
+    for sizes, size, message in (
+        (
+            {},
+            3,
+            r"3 tensor-parallel ranks, only for 1, 2, 4, 8: a rank would have no KV head .* \(there are 2\)",
+        ),
+        ({}, 9, "it has 8 attention heads"),
+        ({"intermediate_size": 100}, 8, "the MLP is 100 wide"),
+        ({"vocab_size": 7}, 8, "none of 7 token ids"),
+    ):
+        with pytest.raises(LoadError, match=message):
+            Part.from_shard(model(**sizes), Shard(0, size, 0, 1))
     with pytest.raises(LoadError, match="5 layers cannot be cut into 6 pipeline stages"):
         Part.from_shard(model(), Shard(0, 1, 0, 6))

@@ -17,9 +17,10 @@ class Part:
     """The part as a model of its own: its number of layers, heads and KV heads, its width of the MLP."""
     layers: range
     heads: slice
-    """Attention heads."""
+    """Attention heads: those that read `kv_heads`, or a part of these where several ranks have the same KV head."""
     kv_heads: slice
-    """KV heads. With more ranks than KV heads, several ranks have the same one."""
+    """KV heads. The first ranks have one more where the ranks cannot have equally many. With more ranks than KV heads,
+    several ranks have the same one."""
     intermediate: slice
     """The MLP's intermediate dimension."""
     vocabulary: slice
@@ -46,16 +47,17 @@ class Part:
     def from_shard(cls, config: ModelConfig, shard: Shard) -> "Part":
         """Raises: LoadError, when the model cannot be cut like this; the text names the sizes that work."""
         size, stages = shard.tensor_parallel_size, shard.pipeline_parallel_size
-        if not _divides(config, size):
+        if problem := _problem(config, size):
             allowed = ", ".join(map(str, tensor_parallel_sizes(config)))
-            raise LoadError(f"this model cannot be cut for {size} tensor-parallel ranks, only for {allowed}")
+            raise LoadError(
+                f"this model cannot be cut for {size} tensor-parallel ranks, only for {allowed}: {problem}"
+            )
         if stages > config.num_layers:
             raise LoadError(
                 f"{config.num_layers} layers cannot be cut into {stages} pipeline stages; use at most one per layer"
             )
         layers = stage_layers(config.num_layers, stages, shard.pp_rank)
-        kv_heads = max(1, config.num_kv_heads // size)
-        first_kv_head = shard.tp_rank * config.num_kv_heads // size
+        heads, kv_heads = _heads(config, size, shard.tp_rank)
         width = -(-config.vocab_size // size)
         return cls(
             shard=shard,
@@ -64,13 +66,13 @@ class Part:
                 config,
                 num_layers=len(layers),
                 windows=config.windows[layers.start : layers.stop],
-                num_heads=config.num_heads // size,
-                num_kv_heads=kv_heads,
+                num_heads=heads.stop - heads.start,
+                num_kv_heads=kv_heads.stop - kv_heads.start,
                 intermediate_size=config.intermediate_size // size,
             ),
             layers=layers,
-            heads=_share(config.num_heads // size, shard.tp_rank),
-            kv_heads=slice(first_kv_head, first_kv_head + kv_heads),
+            heads=heads,
+            kv_heads=kv_heads,
             intermediate=_share(config.intermediate_size // size, shard.tp_rank),
             vocabulary=slice(shard.tp_rank * width, min((shard.tp_rank + 1) * width, config.vocab_size)),
             vocabulary_width=width,
@@ -79,7 +81,7 @@ class Part:
 
 def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
     """Return the numbers of ranks that a layer can be divided among, in ascending order."""
-    return tuple(size for size in range(1, config.num_heads + 1) if _divides(config, size))
+    return tuple(size for size in range(1, config.num_heads + 1) if not _problem(config, size))
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
@@ -91,14 +93,34 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
     return range(start, start + counts[stage])
 
 
-def _divides(config: ModelConfig, size: int) -> bool:
-    kv_heads = config.num_kv_heads
-    return (
-        config.num_heads % size == 0
-        and (kv_heads % size == 0 or size % kv_heads == 0)
-        and config.intermediate_size % size == 0
-        and (size - 1) * -(-config.vocab_size // size) < config.vocab_size
-    )
+def _problem(config: ModelConfig, size: int) -> str:
+    """Return why a layer cannot be divided among `size` ranks; empty: it can."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if size > heads:
+        return f"it has {heads} attention heads"
+    if size > kv_heads and (size % kv_heads or heads % size):
+        return (
+            f"a rank would have no KV head of its own (there are {kv_heads}), and equal parts of {heads} attention "
+            f"heads do not exist"
+        )
+    if config.intermediate_size % size:
+        return f"the MLP is {config.intermediate_size} wide"
+    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
+        return f"a rank would have none of {config.vocab_size} token ids"
+    return ""
+
+
+def _heads(config: ModelConfig, size: int, rank: int) -> tuple[slice, slice]:
+    """Return a rank's attention heads and KV heads. A KV head stays with all heads that read it, as long as there is
+    one for every rank."""
+    if size > config.num_kv_heads:
+        first = rank * config.num_kv_heads // size
+        return _share(config.num_heads // size, rank), slice(first, first + 1)
+    each, rest = divmod(config.num_kv_heads, size)
+    first = rank * each + min(rank, rest)
+    kv_heads = slice(first, first + each + (rank < rest))
+    group = config.num_heads // config.num_kv_heads
+    return slice(kv_heads.start * group, kv_heads.stop * group), kv_heads
 
 
 def _share(width: int, rank: int) -> slice:
