@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from protocol.codec import pack, unpack
@@ -40,21 +40,6 @@ REPORT_SECONDS = 1.0
 
 MAX_LOG = 8 * MAX_RECORDS
 """Events between two calls of `take` after which the log is read."""
-_RECORDED = frozenset(
-    {
-        AllRequestsFailed,
-        DispatchStarted,
-        EpochEnded,
-        EpochStarted,
-        GrammarSent,
-        ObserverAttached,
-        RequestPreempted,
-        ResultApplied,
-        ResultArrived,
-        StepDispatched,
-    }
-)
-
 StepKey = tuple[int, int]
 """(epoch, step id)"""
 
@@ -77,11 +62,13 @@ class _Step:
 
 
 class _Report(NamedTuple):
-    """What a rank measured, on the scheduler's clock."""
+    """What a rank measured."""
 
     key: StepKey
     rank: int
     times: StepTimes
+    clock_offset: float
+    """Seconds by which the rank's clock is ahead of the scheduler's."""
 
 
 class _SlotOwners:
@@ -125,16 +112,30 @@ class StepRecorder:
         """Steps whose result was applied, in that order; they are in `_steps` too."""
         self._events: deque[EngineEvent] = deque()
         self._dropped = 0
+        self._readers: dict[type, Callable[[float, Any], None]] = {
+            AllRequestsFailed: self._on_failed,
+            DispatchStarted: self._on_planning,
+            EpochEnded: self._on_epoch_ended,
+            EpochStarted: self._on_epoch_started,
+            GrammarSent: self._on_planning,
+            ObserverAttached: self._on_attached,
+            RequestPreempted: self._on_preempted,
+            ResultApplied: self._on_applied,
+            ResultArrived: self._on_result,
+            StepDispatched: self._on_dispatched,
+            _Report: self._on_report,
+        }
+        """By type of a log entry; events of other types are not logged."""
 
     # -- what enters ---------------------------------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
-        if type(event) in _RECORDED:
+        if type(event) in self._readers:
             self._append(event)
 
     def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
         """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
-        self._append(_Report((epoch, step_id), rank, _shifted(times, clock_offset)))
+        self._append(_Report((epoch, step_id), rank, times, clock_offset))
 
     def _append(self, entry: Event | _Report) -> None:
         self._log.append((self._clock(), entry))
@@ -151,37 +152,16 @@ class StepRecorder:
     def _read_log(self) -> None:
         log, self._log = self._log, []
         for now, entry in log:
-            self._read(now, entry)
+            self._readers[type(entry)](now, entry)
             while len(self._applied) + len(self._events) > MAX_RECORDS:
                 self._drop_oldest()
 
-    def _read(self, now: float, entry: Event | _Report) -> None:
-        match entry:
-            case _Report(key, rank, times):
-                if (step := self._steps.get(key)) is not None:
-                    step.ranks[rank] = times
-            case DispatchStarted() | GrammarSent():
-                self._began = now
-            case StepDispatched():
-                self._on_dispatched(now, entry)
-            case ResultArrived(result):
-                if (step := self._steps.get((result.epoch, result.step_id))) is not None:
-                    step.result_received = step.result_received or now
-            case ResultApplied():
-                self._on_applied(now, entry)
-            case ObserverAttached(running):
-                for slot, key, tokens in running:
-                    self._owners.enter(slot, key, tokens)
-            case EpochStarted(epoch=epoch):
-                self._epoch = epoch
-                self._add_event(now, EngineEventKind.EPOCH_STARTED)
-            case EpochEnded():
-                self._void_steps()
-                self._add_event(now, EngineEventKind.EPOCH_ENDED)
-            case AllRequestsFailed():
-                self._void_steps()
-            case RequestPreempted(request=(frontend, number)):
-                self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
+    def _on_attached(self, now: float, event: ObserverAttached) -> None:
+        for slot, key, tokens in event.running:
+            self._owners.enter(slot, key, tokens)
+
+    def _on_planning(self, now: float, event: DispatchStarted | GrammarSent) -> None:
+        self._began = now
 
     def _on_dispatched(self, now: float, event: StepDispatched) -> None:
         plan = event.plan
@@ -190,6 +170,14 @@ class StepRecorder:
         columns = self._owners.columns(event.step)
         self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now, *columns)
         self._began = now
+
+    def _on_report(self, now: float, report: _Report) -> None:
+        if (step := self._steps.get(report.key)) is not None:
+            step.ranks[report.rank] = _shifted(report.times, report.clock_offset)
+
+    def _on_result(self, now: float, event: ResultArrived) -> None:
+        if (step := self._steps.get((event.result.epoch, event.result.step_id))) is not None:
+            step.result_received = step.result_received or now
 
     def _on_applied(self, now: float, event: ResultApplied) -> None:
         key = event.result.epoch, event.result.step_id
@@ -200,6 +188,21 @@ class StepRecorder:
         generated[event.step.samples] = event.counts
         step.generated, step.applied = pack(generated), now
         self._applied.append(key)
+
+    def _on_preempted(self, now: float, event: RequestPreempted) -> None:
+        frontend, number = event.request
+        self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
+
+    def _on_epoch_started(self, now: float, event: EpochStarted) -> None:
+        self._epoch = event.epoch
+        self._add_event(now, EngineEventKind.EPOCH_STARTED)
+
+    def _on_epoch_ended(self, now: float, event: EpochEnded) -> None:
+        self._void_steps()
+        self._add_event(now, EngineEventKind.EPOCH_ENDED)
+
+    def _on_failed(self, now: float, event: AllRequestsFailed) -> None:
+        self._void_steps()
 
     def _void_steps(self) -> None:
         """Steps in flight get no record."""
@@ -241,9 +244,9 @@ class StepRecorder:
 
 
 def _shifted(times: StepTimes, offset: float) -> StepTimes:
-    """The times on the scheduler's clock; 0.0 still means that a time was not measured."""
-    moments = {name: getattr(times, name) for name in times.__struct_fields__ if name != "idle"}
-    return replace(times, **{name: at - offset for name, at in moments.items() if at})
+    """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
+    moments = {name: at for name, at in asdict(times).items() if at and name != "idle"}
+    return replace(times, **{name: at - offset for name, at in moments.items()})
 
 
 def _record(step: _Step) -> StepRecord:

@@ -1,8 +1,9 @@
 """Effect of run-ahead: the share of time in which the worker is idle, at depth 1 and at depth 2.
 
 `sim` (5 ms per step, 256 requests decoding) stands for a device; `native` runs a small model with one thread and
-shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP. The window
-is between the first and the last report of the engine with all requests running.
+shares the CPU with the scheduler. "2 recorded" is depth two with a client that receives step records. The load comes
+over the scheduler's socket for frontends, without HTTP. The window is between the first and the last report of the
+engine with all requests running.
 """
 
 import argparse
@@ -15,26 +16,31 @@ from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import VOCAB, random_llama
 from tests.benchmarks.support.report import report
 
-DEPTHS = (1, 2)
+DEPTHS = {"1": 1, "2": 2, "2 recorded": 2}
 
 
 def measure(
     depth: int,
+    recorded: bool,
     requests: int,
     prompt: int,
     output: int,
     scheduler: Mapping[str, object],
     worker: Mapping[str, object],
 ) -> dict[str, float]:
-    """Return the metrics of one run at one depth."""
+    """Return the metrics of one run at one depth. `recorded`: the client subscribes to step records."""
     rng = np.random.default_rng(0)
     limits = {"max_num_seqs": requests, "batch_queue_depth": depth, "log_level": "warning", **scheduler}
     with engine(limits, {"log_level": "warning", **worker}) as client:
+        if recorded:
+            client.subscribe()
         for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, prompt + number % 16).astype(np.int32)
             client.generate(tokens, number, output)
         while client.finished < requests:
             client.receive()
+        if recorded and not client.num_records:
+            raise SystemExit("the engine sent no step records")
         full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
     if len(full) < 3:
         raise SystemExit(f"{len(full)} reports with all requests running; the run is too short")
@@ -66,13 +72,13 @@ def main() -> None:
         "native": (args.native_requests, args.native_output, {}, native),
     }
     repeats: dict[str, dict[str, list[dict[str, float]]]] = {
-        case: {str(depth): [] for depth in DEPTHS} for case in cases
+        case: {depth: [] for depth in DEPTHS} for case in cases
     }
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects both depths
         for case, (requests, output, limits, worker) in cases.items():
-            for depth in DEPTHS:
-                figures = measure(depth, requests, 64, output, limits, worker)
-                repeats[case][str(depth)].append(figures)
+            for name, depth in DEPTHS.items():
+                recorded = name.endswith("recorded")
+                repeats[case][name].append(measure(depth, recorded, requests, 64, output, limits, worker))
     median = {
         case: {
             depth: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -98,9 +104,13 @@ def main() -> None:
             "throughput_ratio": {
                 case: figure(case, "tokens_per_s")["2"] / figure(case, "tokens_per_s")["1"] for case in cases
             },
+            "recorded_over_silent": {
+                case: figure(case, "tokens_per_s")["2 recorded"] / figure(case, "tokens_per_s")["2"]
+                for case in cases
+            },
         },
         settings={
-            "depths": DEPTHS,
+            "depths": list(DEPTHS),
             "prompt": 64,
             "vocab": VOCAB,
             **vars(args),

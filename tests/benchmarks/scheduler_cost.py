@@ -1,7 +1,8 @@
 """Cost of the scheduler per step: forming a step and applying its result, every request decoding, no model.
 
 Prompts have different lengths, so that block boundaries are spread evenly over the steps. Prefix caching is on and two
-steps are in flight. Prints the mean time per step in microseconds and the size of a plan in bytes.
+steps are in flight. Prints the mean time per step in microseconds and the size of a plan in bytes, and the time of a
+whole turn of the core without and with a recorder of step records; the time with it includes making the records.
 """
 
 import gc
@@ -9,36 +10,53 @@ import statistics
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.codec import pack, unpack
+from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.parts import DEFAULT_PARTS
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.results import DecodedResult
 from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.step_records import StepRecorder
 from tests.benchmarks.support.report import report
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3
+BLOCK_SIZE = 16
+BATCH_STEPS = 10
+"""Steps between two batches of step records."""
 
 
-def build(running: int, block_size: int = 16) -> tuple[StepPlanner, ResultApplier]:
-    limits = Limits(
+def limits_of(running: int) -> Limits:
+    return Limits(
         max_num_seqs=running,
-        max_num_batched_tokens=max(8192, running * (PROMPT + block_size) + 1),
+        max_num_batched_tokens=max(8192, running * (PROMPT + BLOCK_SIZE) + 1),
         max_model_len=2048,
-        num_blocks=running * (1024 // block_size + 2) + 64,
-        block_size=block_size,
+        num_blocks=running * (1024 // BLOCK_SIZE + 2) + 64,
+        block_size=BLOCK_SIZE,
     )
+
+
+def prompt(number: int) -> NDArray[np.int32]:
+    return ((number * 7919 + np.arange(PROMPT + number % BLOCK_SIZE) * 31) % 3700 + 300).astype(np.int32)
+
+
+PARAMS = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+
+
+def build(running: int) -> tuple[StepPlanner, ResultApplier]:
     store = DEFAULT_PARTS.build_store(None)
-    epoch = DEFAULT_PARTS.build_epoch(1, limits, ChunkedPolicy())
+    epoch = DEFAULT_PARTS.build_epoch(1, limits_of(running), ChunkedPolicy())
     lifecycle = DEFAULT_PARTS.lifecycle(store, epoch)
     for number in range(running):
-        tokens = (number * 7919 + np.arange(PROMPT + number % block_size) * 31) % 3700 + 300
-        params = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
-        store.waiting.add(Request(0, number, tokens.astype(np.int32), len(tokens), params, number))
+        tokens = prompt(number)
+        store.waiting.add(Request(0, number, tokens, len(tokens), PARAMS, number))
     return StepPlanner(store, epoch, lifecycle, None), ResultApplier(store, epoch, lifecycle, None)
 
 
@@ -75,8 +93,61 @@ def run(running: int) -> dict[str, float]:
     }
 
 
+class RecordedTurns:
+    """Turns of an `EngineCore`: apply the result of the oldest step and dispatch the next one."""
+
+    def __init__(self, running: int, recorder: StepRecorder | None) -> None:
+        self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, 4096)
+        self._recorder = recorder
+        self._count = 0
+        self.seconds: list[float] = []
+        for number in range(running):
+            tokens = prompt(number)
+            self._core.add(0, GenerateRequest(number, pack(tokens), len(tokens), PARAMS))
+        if recorder is not None:
+            self._core.attach(recorder)
+        self._plans = [plan for plan in self._core.dispatch() if isinstance(plan, SchedulerOutput)]
+
+    def turn(self) -> None:
+        plan = self._plans.pop(0)
+        rows = len(unpack(plan.slots))
+        ones, ids = pack(np.ones(rows, np.int32)), pack(np.full(rows, 301, np.int32))
+        result = ModelRunnerOutput(
+            plan.epoch, plan.step_id, plan.slots, plan.generations, ones, ids, StepTimes(*[1.0] * 7)
+        )
+        started = time.perf_counter()
+        self._core.advance(started)
+        if self._recorder is not None:
+            self._recorder.add_times(plan.epoch, plan.step_id, 0, result.times, clock_offset=0.0)
+        self._core.on_result(result)
+        self._plans += [plan for plan in self._core.dispatch() if isinstance(plan, SchedulerOutput)]
+        self._core.take_outputs()
+        self._count += 1
+        if self._recorder is not None and not self._count % BATCH_STEPS:
+            self._recorder.take()
+        self.seconds.append(time.perf_counter() - started)
+
+
+def listening(running: int) -> dict[str, float]:
+    """Return the mean time of a turn without and with a recorder, microseconds; the two take turns."""
+    silent, recorded = RecordedTurns(running, None), RecordedTurns(running, StepRecorder(1, 1))
+    gc.collect()
+    gc.freeze()
+    for _ in range(STEPS + 20):
+        silent.turn()
+        recorded.turn()
+    gc.unfreeze()
+    return {
+        "turn_us": 1e6 * statistics.mean(silent.seconds[20:]),
+        "recorded_turn_us": 1e6 * statistics.mean(recorded.seconds[20:]),
+    }
+
+
 def main() -> None:
-    repeats = {str(running): [run(running) for _ in range(REPEATS)] for running in (64, 256, 1024)}
+    repeats = {
+        str(running): [run(running) | listening(running) for _ in range(REPEATS)]
+        for running in (64, 256, 1024)
+    }
     best = {running: min(rows, key=lambda row: row["step_us"]) for running, rows in repeats.items()}
     report(
         "scheduler_cost",
@@ -84,9 +155,19 @@ def main() -> None:
         rows=[{"running": running, **row} for running, row in best.items()],
         figures={
             "step_us": {running: row["step_us"] for running, row in best.items()},
+            "recorded_over_silent": {
+                running: statistics.median(row["recorded_turn_us"] / row["turn_us"] for row in rows)
+                for running, rows in repeats.items()
+            },
             "growth_256_to_1024": best["1024"]["step_us"] / best["256"]["step_us"],
         },
-        settings={"prompt": PROMPT, "steps": STEPS, "block_size": 16, "in_flight": 2, "prefix_caching": True},
+        settings={
+            "prompt": PROMPT,
+            "steps": STEPS,
+            "block_size": BLOCK_SIZE,
+            "in_flight": 2,
+            "prefix_caching": True,
+        },
         repeats=repeats,
     )
 

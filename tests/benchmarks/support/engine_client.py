@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.codec import Decoder, pack
+from protocol.records import StepRecords, Subscribe
 from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, GenerateRequest, RequestOutputs
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
@@ -81,12 +82,18 @@ class BenchmarkClient:
     def __init__(self, endpoint: str) -> None:
         self._client = Client(endpoint)
         self._client.handshake("frontend", "benchmark", PATIENCE)
-        self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
+        self._decoder: Decoder[RequestOutputs | EngineState | StepRecords] = Decoder(EngineMessage)
         self.state: EngineState | None = None
         self.tokens = 0
         self.finished = 0
         self.finishes: list[Finish] = []
         self.samples: list[EngineTotals] = []
+        self.num_records = 0
+        """Step records received; 0 without `subscribe`."""
+
+    def subscribe(self) -> None:
+        """Subscribe to step records."""
+        self._client.send(Subscribe())
 
     def wait_ready(self) -> None:
         while self.state is None or self.state.phase is not EnginePhase.READY:
@@ -120,6 +127,9 @@ class BenchmarkClient:
             self.finished += len(message.finished)
             self.finishes += message.finished
             return message
+        if isinstance(message, StepRecords):
+            self.num_records += len(message.records)
+            return None
         self.state = message
         if "worker_idle_seconds_total" in message.stats:
             stats = message.stats
