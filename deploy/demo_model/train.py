@@ -91,7 +91,7 @@ class Shape:
     rope_theta: float = 10000.0
 
 
-class Attention(nn.Module):
+class TrainedAttention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -127,10 +127,10 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class TrainedLayer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = TrainedAttention(shape)
         self.mlp = MLP(shape)
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
@@ -146,7 +146,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(TrainedLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.outer(torch.arange(shape.max_position_embeddings), frequencies).repeat(1, 2)

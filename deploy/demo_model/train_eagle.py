@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from text import Corpus
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train import Attention, Layer, Llama, Shape, token_stream
+from train import Llama, Shape, TrainedAttention, TrainedLayer, token_stream
 from writer import Writer, prompts, rotated
 
 STEPS = 3
@@ -84,7 +84,7 @@ class EagleHead(nn.Module):
         hidden, last = shape.hidden_size, target.layers[-1]
         self.shape, self.scale, self.token_scale = shape, scale, token_scale
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList([Layer(shape)])
+        self.layers = nn.ModuleList([TrainedLayer(shape)])
         self.layers[0].load_state_dict(last.state_dict())
         self.layers[0].input_layernorm = nn.Identity()
         a, mlp = self.layers[0].self_attn, self.layers[0].mlp
@@ -119,7 +119,7 @@ class EagleHead(nn.Module):
             hidden: hidden states of tokens 0, 1 ..., [batch, length, hidden]
         """
         layer = self.layers[0]
-        a: Attention = layer.self_attn
+        a: TrainedAttention = layer.self_attn
         length, dim = embedded.shape[1], self.shape.head_dim
         groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
         age = torch.arange(length)[:, None] - torch.arange(length)

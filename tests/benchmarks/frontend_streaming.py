@@ -64,7 +64,7 @@ CLOCK_TICK = 0.01
 
 
 @dataclass(frozen=True)
-class Case:
+class StreamingCase:
     """Number of streams and pace of their tokens."""
 
     name: str
@@ -88,7 +88,7 @@ def output_ids(tokenizer: Tokenizer, count: int) -> list[int]:
 class _Reader:
     """One HTTP/1.1 client with one streaming request; keeps the response."""
 
-    def __init__(self, address: tuple[str, int], case: Case) -> None:
+    def __init__(self, address: tuple[str, int], case: StreamingCase) -> None:
         self.socket = socket.create_connection(address)
         self.parts: list[bytes] = []
         self.opened = 0
@@ -177,16 +177,16 @@ def read_all(pipe: multiprocessing.connection.Connection) -> None:
 class Player(Protocol):
     """Source of the tokens of a round."""
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: StreamingCase) -> None:
         """Send the first token of every stream when all requests have arrived."""
         ...
 
-    def go_on(self, case: Case) -> None:
+    def go_on(self, case: StreamingCase) -> None:
         """Send the other tokens at the pace of the case."""
         ...
 
 
-class Engine:
+class UniformEngine:
     """Answers all requests with the same tokens at the same time."""
 
     def __init__(self, endpoint: str) -> None:
@@ -220,12 +220,12 @@ class Engine:
             self._server.socket.poll(100)
             self._read()
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: StreamingCase) -> None:
         self.wait_requests(case.streams)
         self._frames.extend(self.steps(case.tokens))
         self.send(self._frames.popleft())
 
-    def go_on(self, case: Case) -> None:
+    def go_on(self, case: StreamingCase) -> None:
         due = time.perf_counter()
         while self._frames:
             if case.pace:
@@ -257,7 +257,7 @@ class Engine:
 
 
 @contextmanager
-def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, Engine]]:
+def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, UniformEngine]]:
     """Yield the process, its address and its engine. Raises: RuntimeError, if it does not start"""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
@@ -268,7 +268,7 @@ def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Pr
         run = f"import cProfile\ncProfile.run('start(config)', {profile!r})"
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
-        engine = Engine(endpoint)
+        engine = UniformEngine(endpoint)
         config = FrontendConfig(scheduler_endpoint=endpoint, port=0)
         with log.open("w") as stderr:
             process = psutil.Popen(
@@ -310,15 +310,15 @@ def client_process() -> Iterator[multiprocessing.connection.Connection]:
         clients.join()
 
 
-def run(case: Case, patch: str, profile: str | None = None) -> dict[str, float]:
+def run(case: StreamingCase, patch: str, profile: str | None = None) -> dict[str, float]:
     """Run one warm-up and one measured round of a case in a new frontend."""
     with client_process() as clients, frontend(patch, profile) as server:
-        round_of(Case("warm-up", 32, case.choices, 32, 0.0), *server, clients)
+        round_of(StreamingCase("warm-up", 32, case.choices, 32, 0.0), *server, clients)
         return round_of(case, *server, clients)
 
 
 def round_of(
-    case: Case,
+    case: StreamingCase,
     process: psutil.Process,
     url: str,
     engine: Player,
@@ -343,7 +343,7 @@ def round_of(
     }
 
 
-def row(case: Case, how: str, found: list[dict[str, float]]) -> dict[str, object]:
+def row(case: StreamingCase, how: str, found: list[dict[str, float]]) -> dict[str, object]:
     """Return the row of the report, with medians."""
     median = {name: statistics.median(one[name] for one in found) for name in found[0]}
     return {"streams": case.name, "writes": how, **median, "of_vllm": median["per_core_s"] / VLLM}
@@ -359,10 +359,10 @@ def main() -> None:
     arguments = parser.parse_args()
     streams, tokens = arguments.streams, arguments.tokens
     cases = [
-        Case("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
-        Case("1 a connection, step 15 ms", streams, 1, tokens, 0.015),
-        Case("4 a connection, step 15 ms", streams, 4, tokens, 0.015),
-        Case("1 a connection, unpaced", streams, 1, 4 * tokens, 0.0),
+        StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
+        StreamingCase("1 a connection, step 15 ms", streams, 1, tokens, 0.015),
+        StreamingCase("4 a connection, step 15 ms", streams, 4, tokens, 0.015),
+        StreamingCase("1 a connection, unpaced", streams, 1, 4 * tokens, 0.0),
     ]
     rows: list[dict[str, object]] = []
     repeats: dict[str, list[dict[str, float]]] = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from protocol.requests import EnginePhase
 from protocol.sampling import SamplingParams
 from tests.benchmarks.support.report import report
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 
 STREAMS, TOKENS = range(32), 64
 LAYOUTS = {"1 rank": (1, 1), "TP=2": (2, 1), "PP=2": (1, 2)}
@@ -28,7 +28,7 @@ def kills(tp: int, pp: int, count: int, worker: dict[str, object]) -> list[dict[
         tempfile.TemporaryDirectory(prefix="runahead-bench-") as directory,
         engine(Path(directory), scheduler | {"log_level": "warning"}, worker, tp * pp) as running,
     ):
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for kill in range(count):
             running.add_worker()

@@ -19,7 +19,7 @@ from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native.kernels.cpu import thread_team
 from tests.benchmarks.speculation import text_prompts
 from tests.benchmarks.support.report import report
-from tests.integration.native.driver import Driver, Request
+from tests.integration.native.driver import DrivenRequest, RunnerDriver
 
 STEPS = 5
 """Steps in a row with the same kind of threads; the first one is not counted."""
@@ -48,13 +48,13 @@ def busy() -> Iterator[None]:
         process.wait()
 
 
-def prefilled(driver: Driver, rows: int, size: int) -> list[Request]:
+def prefilled(driver: RunnerDriver, rows: int, size: int) -> list[DrivenRequest]:
     requests = [driver.add(prompt.tolist()) for prompt in text_prompts(rows, size)]
     driver.step([(request, size) for request in requests])
     return requests
 
 
-def steps(driver: Driver, requests: list[Request], number: int) -> list[float]:
+def steps(driver: RunnerDriver, requests: list[DrivenRequest], number: int) -> list[float]:
     """Run `number` decode steps and return the seconds of each."""
     seconds = []
     for _ in range(number):
@@ -64,7 +64,7 @@ def steps(driver: Driver, requests: list[Request], number: int) -> list[float]:
     return seconds
 
 
-def measured(driver: Driver, args: argparse.Namespace) -> dict[str, list[float]]:
+def measured(driver: RunnerDriver, args: argparse.Namespace) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways(args.threads)}
     requests = prefilled(driver, args.rows, args.input_len)
     for _ in range(args.turns):
@@ -83,7 +83,7 @@ def main() -> None:
     for name, default in (("threads", 2), ("rows", 8), ("input-len", 96), ("turns", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", threads=args.threads)
+    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32", threads=args.threads)
     driver.pending_logits = lambda: lambda: torch.empty(0)  # type: ignore[method-assign]
     results = {"quiet": measured(driver, args)}
     with busy():

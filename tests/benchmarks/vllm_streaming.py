@@ -23,7 +23,7 @@ from services.checkpoint import DEMO_MODEL
 from services.frontend.text.tokenizer import Tokenizer
 from tests.benchmarks.frontend_streaming import (
     WRITE_PER_TOKEN,
-    Case,
+    StreamingCase,
     client_process,
     frontend,
     output_ids,
@@ -42,15 +42,15 @@ class _FakeEngine:
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: StreamingCase) -> None:
         pass
 
-    def go_on(self, case: Case) -> None:
+    def go_on(self, case: StreamingCase) -> None:
         self._process.send_signal(signal.SIGUSR1)
 
 
 @contextmanager
-def vllm(case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
+def vllm(case: StreamingCase) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
     """Start vLLM's server for one case. Yield its process, its URL and its engine."""
     token_ids = output_ids(Tokenizer(DEMO_MODEL), case.tokens)
     paced = {"streams": case.streams, "pace": case.pace, "token_ids": token_ids}
@@ -65,9 +65,9 @@ def vllm(case: Case) -> Iterator[tuple[psutil.Process, str, _FakeEngine]]:
         yield server, url, _FakeEngine(server)
 
 
-def rounds(case: Case, repeats: int) -> dict[str, list[dict[str, float]]]:
+def rounds(case: StreamingCase, repeats: int) -> dict[str, list[dict[str, float]]]:
     """Run `round_of` on each server in turn and return the metrics."""
-    warm_up = Case("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
+    warm_up = StreamingCase("warm-up", case.streams, case.choices, min(32, case.tokens), case.pace)
     found: dict[str, list[dict[str, float]]] = {OURS: [], PER_TOKEN: [], PEER: []}
     with (
         client_process() as clients,
@@ -94,8 +94,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     streams, tokens = arguments.streams, arguments.tokens
     cases = [
-        Case("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
-        Case("4 a connection, step 37.6 ms", streams, 4, tokens, streams / 6_800),
+        StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),
+        StreamingCase("4 a connection, step 37.6 ms", streams, 4, tokens, streams / 6_800),
     ]
     rows: list[dict[str, object]] = []
     repeats: dict[str, list[dict[str, float]]] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 from tests.ranks.failures import RankFailure
 from tests.ranks.process import read, write
 
@@ -91,7 +91,7 @@ class RankAnswers:
 
 
 class RankGroup:
-    """`processes` as one group of `tp` x `pp` ranks, with the methods of `ModelRunner` that `Driver` uses."""
+    """`processes` as one group of `tp` x `pp` ranks, with the methods of `ModelRunner` that `RunnerDriver` uses."""
 
     def __init__(
         self, processes: list[NativeRankProcess], model: Path, tp: int, pp: int, **config: object
@@ -187,7 +187,7 @@ class Handle:
         return msgspec.msgpack.decode(answers[self.group.output], type=ModelRunnerOutput)
 
 
-class GroupDriver(Driver):
+class GroupDriver(RunnerDriver):
     """A driver of a whole group."""
 
     runner: RankGroup

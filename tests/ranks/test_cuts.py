@@ -11,7 +11,7 @@ import torch
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver, Request, i32, ints
+from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
 from tests.ranks.conftest import LAYOUTS, per_change
 from tests.ranks.group import GroupDriver
 
@@ -22,7 +22,7 @@ TOKENS = 14
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
-def outputs(requests: list[Request]) -> list[list[int]]:
+def outputs(requests: list[DrivenRequest]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
@@ -76,7 +76,7 @@ def test_preempted_with_steps_in_flight_and_recomputed(
 def test_sampling_parameters_and_grammars_equal_one_rank(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
-    one, group = Driver(tied.path), start(tied.path, *layout)
+    one, group = RunnerDriver(tied.path), start(tied.path, *layout)
     results = []
     for driver in (one, group):
         plain, warm = driver.add(PROMPT), driver.add(PROMPT, WARM)
@@ -112,7 +112,7 @@ def test_steps_without_a_sampling_row(tied: Family, start: Start, layout: tuple[
     results = [group.collect(step) for step in in_flight]
     assert [ints(result.slots) for result in results] == [[], [decoding.slot], [], [decoding.slot]]
     group.generate([decoding, prefilling], TOKENS, chunk=4, depth=3)
-    one = Driver(tied.path)
+    one = RunnerDriver(tied.path)
     alone = [one.add(PROMPT[:5]), one.add(PROMPT)]
     one.generate(alone, TOKENS)
     assert outputs([decoding, prefilling]) == outputs(alone)

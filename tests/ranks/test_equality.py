@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 from tests.ranks.conftest import LAYOUTS, MODELS
 from tests.ranks.group import GroupDriver
 
@@ -50,7 +50,7 @@ def test_tokens_and_logits_equal_one_rank_and_transformers(
     make_model: Callable[[str], Family], start: Start, name: str, layout: tuple[int, int]
 ) -> None:
     family = make_model(name)
-    alone, group = Driver(family.path), start(family.path, *layout)
+    alone, group = RunnerDriver(family.path), start(family.path, *layout)
     for driver in (alone, group):
         requests = [driver.add(prompt) for prompt in prompts(family)]
         driver.generate(requests, TOKENS)
@@ -98,7 +98,7 @@ def test_unequal_shares_of_kv_heads_give_the_tokens_of_one_rank(
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_bfloat16_stays_close_to_one_rank(tied: Family, start: Start, layout: tuple[int, int]) -> None:
     """Tensor parallelism sums in another order, which rounds differently in bfloat16; stages change nothing."""
-    alone, group = Driver(tied.path, dtype="bfloat16"), start(tied.path, *layout, dtype="bfloat16")
+    alone, group = RunnerDriver(tied.path, dtype="bfloat16"), start(tied.path, *layout, dtype="bfloat16")
     for driver in (alone, group):
         driver.generate([driver.add(prompt) for prompt in prompts(tied)], 1, chunk=11)
     ours, reference = torch.cat(group.logits), torch.cat(alone.logits)

@@ -13,7 +13,7 @@ from protocol.codec import pack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import NewRequest, SchedulerOutput
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, Request
+from tests.integration.native.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, NUM_SLOTS, DrivenRequest
 from tests.ranks.conftest import RankPool, per_change
 from tests.ranks.failures import RankFailure
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup, encode
@@ -35,7 +35,7 @@ def abort(rank: NativeRankProcess) -> None:
         rank.send("abort")
 
 
-def new_epoch(driver: GroupDriver, requests: list[Request]) -> list[Request]:
+def new_epoch(driver: GroupDriver, requests: list[DrivenRequest]) -> list[DrivenRequest]:
     """Join the group again, with an empty KV cache and empty slots. Return the resumed requests."""
     group = driver.runner
     group.drop_unread()
@@ -47,7 +47,7 @@ def new_epoch(driver: GroupDriver, requests: list[Request]) -> list[Request]:
     return again
 
 
-def half_way(driver: GroupDriver) -> tuple[list[list[int]], list[Request]]:
+def half_way(driver: GroupDriver) -> tuple[list[list[int]], list[DrivenRequest]]:
     """Return the expected outputs of four requests, and the same four with eight tokens each."""
     whole = [driver.add(PROMPT[i:]) for i in range(4)]
     driver.generate(whole, 16, depth=3)
@@ -222,7 +222,7 @@ def test_a_canary_step_leaves_nothing_behind(tied: Family, start: Start, layout:
     plan = SchedulerOutput(0, 0, zero, one, zero, one, b"\1", [NewRequest(0, 1, zero, 1, zero, GREEDY)])
     driver.runner.execute_model(plan)
     assert driver.runner.sample_tokens(None).get().counts == one
-    driver.finish(Request(0, 1, [0], GREEDY, [0]))
+    driver.finish(DrivenRequest(0, 1, [0], GREEDY, [0]))
     driver.generation, driver.free_slots = 0, list(range(NUM_SLOTS))
     request = driver.add(PROMPT)
     assert (request.slot, request.generation) == (0, 1)

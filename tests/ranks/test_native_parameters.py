@@ -13,7 +13,7 @@ import torch
 from protocol.sampling import SamplingParams
 from services.worker.sampling.reference import shaped
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import GREEDY, Driver, Request, i32
+from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32
 from tests.ranks.group import GroupDriver
 
 Start = Callable[..., GroupDriver]
@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-def run(driver: Driver) -> list[Request]:
+def run(driver: RunnerDriver) -> list[DrivenRequest]:
     """Run in chunks with several steps in flight, and preempt one request, whose slot gets another owner."""
     requests = [driver.add(PROMPT[i:], params) for i, params in enumerate(CASES)]
     driver.generate(requests, 7, chunk=9, depth=3)
@@ -51,7 +51,7 @@ def test_parameters_on_a_group_equal_those_on_one_rank(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
     """Stages change no bit; sums over tensor-parallel ranks may round differently."""
-    expected, ours = run(Driver(tied.path)), run(start(tied.path, *layout))
+    expected, ours = run(RunnerDriver(tied.path)), run(start(tied.path, *layout))
     assert [request.output for request in ours] == [request.output for request in expected]
     for one, other in zip(expected, ours, strict=True):
         assert other.scores.keys() == one.scores.keys()

@@ -16,7 +16,7 @@ from protocol.codec import pack
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 
 TOKENS, EOS = 24, (2,)
 SCHEMA = {
@@ -68,11 +68,11 @@ LAYOUTS = {
     "drafts, TP=2": {"tensor_parallel_size": 2, "speculative_config": OWN_MODEL},
 }
 Logprobs = dict[int, tuple[int, bytes, bytes]]
-"""Position -> token rank, ids and values, as EngineClient keeps them."""
+"""Position -> token rank, ids and values, as FrontendConnection keeps them."""
 TokensAndLogprobs = tuple[list[int], Logprobs]
 
 
-def generate(client: EngineClient, number: int, plain: bool = False) -> None:
+def generate(client: FrontendConnection, number: int, plain: bool = False) -> None:
     """Send request `number` of REQUESTS; `plain`: without its parameters."""
     name, copy = REQUESTS[number]
     rng = random.Random(copy)
@@ -91,7 +91,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TokensAndLogpro
     parameters as number + len(REQUESTS)."""
     scheduler = {"batch_queue_depth": 1, "max_model_len": 256, "enable_prefix_caching": False}
     with engine(tmp_path_factory.mktemp("alone"), scheduler, WORKER) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         answers: dict[int, TokensAndLogprobs] = {}
         for plain in (False, True):
@@ -121,7 +121,7 @@ def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
     config = CROWD | LAYOUTS[layout]
     ranks = 2 if "=" in layout else 1
     with engine(tmp_path, config, WORKER, ranks) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in range(len(REQUESTS)):
             generate(client, number)

@@ -7,14 +7,14 @@ import pytest
 
 from protocol.sampling import Pooling, SamplingParams
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver, Request
+from tests.integration.native.driver import DrivenRequest, RunnerDriver
 from tests.ranks.group import GroupDriver
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 LONG, SHORT = list(range(20, 57)), list(range(100, 109))
 
 
-def mixed(driver: Driver) -> tuple[list[Request], list[Request]]:
+def mixed(driver: RunnerDriver) -> tuple[list[DrivenRequest], list[DrivenRequest]]:
     """Run two requests that generate and four that are pooled, with prompts in chunks and two steps in flight."""
     tokens = [driver.add(LONG), driver.add(SHORT)]
     pooled = [
@@ -31,10 +31,10 @@ def mixed(driver: Driver) -> tuple[list[Request], list[Request]]:
 def test_embeddings_equal_one_rank(
     tied: Family, start: Callable[..., GroupDriver], layout: tuple[int, int]
 ) -> None:
-    reference = Driver(tied.path)
+    reference = RunnerDriver(tied.path)
     undisturbed = [reference.add(LONG), reference.add(SHORT)]
     reference.generate(undisturbed, 12)
-    alone, group = mixed(Driver(tied.path)), mixed(driver := start(tied.path, *layout))
+    alone, group = mixed(RunnerDriver(tied.path)), mixed(driver := start(tied.path, *layout))
     assert {loaded.hidden_size for loaded in driver.runner.loaded} == {tied.model.config.hidden_size}
     for tokens, _ in (alone, group):
         assert [request.output for request in tokens] == [request.output for request in undisturbed]

@@ -15,7 +15,7 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
-from tests.integration.scheduler.engine import Engine, EngineClient, engine
+from tests.integration.scheduler.engine import EngineProcesses, FrontendConnection, engine
 
 pytestmark = pytest.mark.timeout(1800)
 """Every wait here fails when no message arrives. On a busy machine messages arrive, but slowly."""
@@ -42,7 +42,7 @@ def scheduler(layout: str) -> dict[str, object]:
     }
 
 
-def generate(client: EngineClient) -> None:
+def generate(client: FrontendConnection) -> None:
     """Send all requests: half of them greedy, prompts of different lengths, some with a common prefix.
 
     Some have penalties, which depend on tokens before the loss, and some a grammar, whose state outlives the workers
@@ -59,12 +59,12 @@ def generate(client: EngineClient) -> None:
         client.generate(number, prompt, params, structured=LETTERS if number % 4 == 2 else None)
 
 
-def wait(client: EngineClient, until: Callable[[EngineClient], bool]) -> None:
+def wait(client: FrontendConnection, until: Callable[[FrontendConnection], bool]) -> None:
     while client.state is None or not until(client):
         client.receive()
 
 
-def delivered(client: EngineClient) -> int:
+def delivered(client: FrontendConnection) -> int:
     return sum(map(len, client.tokens.values()))
 
 
@@ -87,7 +87,7 @@ def undisturbed(
     if plain not in undisturbed_runs:
         tp, pp = LAYOUTS[plain]
         with engine(tmp_path_factory.mktemp("undisturbed"), scheduler(plain), WORKER, tp * pp) as running:
-            client = EngineClient(running.client_endpoint)
+            client = FrontendConnection(running.client_endpoint)
             client.wait_ready()
             generate(client)
             client.wait_finished(*STREAMS)
@@ -96,16 +96,16 @@ def undisturbed(
     return undisturbed_runs[plain]
 
 
-def with_spare(running: Engine, layout: str) -> EngineClient:
+def with_spare(running: EngineProcesses, layout: str) -> FrontendConnection:
     """Return the client of a group that serves and has a spare, which is the last of `running.workers`."""
-    client = EngineClient(running.client_endpoint)
+    client = FrontendConnection(running.client_endpoint)
     client.wait_ready()
     running.add_worker()
     wait(client, lambda c: c.state.stats.get("num_workers") == len(running.workers))
     return client
 
 
-def disturb(client: EngineClient, rng: random.Random) -> None:
+def disturb(client: FrontendConnection, rng: random.Random) -> None:
     """Open all streams and read until a random moment."""
     client.tokens.clear()
     client.finished.clear()

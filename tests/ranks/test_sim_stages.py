@@ -10,7 +10,7 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from tests.benchmarks.support.stages import Span, TimedRequest, read_trace, run_stages
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.unit.worker.plans import prompt
 
 SIM = {"backend": "sim", "sim_vocab_size": 1000, "sim_prefill_token_us": 0.0}
@@ -20,13 +20,13 @@ TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
 """KV blocks for three or four requests."""
 
 
-def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> EngineClient:
+def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> FrontendConnection:
     """Run twelve requests of 24 tokens, half of them sampled, and one more that is aborted."""
     directory.mkdir()
     worker = {**SIM, "sim_step_ms": 8.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
     with engine(directory, {**sizes, **scheduler}, worker, tp * pp) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in REQUESTS:
             ids = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]

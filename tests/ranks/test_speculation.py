@@ -7,7 +7,7 @@ import pytest
 
 from protocol.membership import Speculation
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 from tests.ranks.test_equality import TOKENS, prompts
 
@@ -37,7 +37,7 @@ def test_tokens_equal_one_rank_without_drafts(
     """Same tokens and equal acceptance; only the output rank has a drafter and the memory for it."""
     speculation = METHODS[method](tied.path)
     group = GroupDriver(RankGroup(take(2), tied.path, 2, 1), tied.path, speculation=speculation)
-    alone = Driver(tied.path, speculation=speculation)
+    alone = RunnerDriver(tied.path, speculation=speculation)
     counts = []
     for driver in (group, alone):
         requests = [driver.add(prompt) for prompt in prompts(tied)]

@@ -10,7 +10,7 @@ from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import GREEDY, Driver, Request
+from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
 from tests.integration.native.test_eagle import prompts
 from tests.ranks.group import GroupDriver, NativeRankProcess, RankGroup
 
@@ -27,7 +27,7 @@ def take(pool: object) -> Callable[[int], list[NativeRankProcess]]:
     return pool.take  # type: ignore[attr-defined, no-any-return]
 
 
-def generated(driver: Driver, depth: int) -> list[Request]:
+def generated(driver: RunnerDriver, depth: int) -> list[DrivenRequest]:
     """Generate with two alternating microbatches and prompts in chunks."""
     requests = [driver.add(prompt, PARAMS[i % 3]) for i, prompt in enumerate(prompts())]
     driver.interleave([requests[::2], requests[1::2]], TOKENS, chunk=7, depth=depth)
@@ -36,7 +36,7 @@ def generated(driver: Driver, depth: int) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    driver = Driver(DEMO_MODEL, block_size=BLOCK_SIZE, dtype="float32")
+    driver = RunnerDriver(DEMO_MODEL, block_size=BLOCK_SIZE, dtype="float32")
     return [request.output for request in generated(driver, 1)]
 
 
@@ -47,7 +47,10 @@ def test_tokens_equal_one_rank_without_drafts_and_acceptance_one_with_them(
     """Same tokens and equal acceptance, greedy and sampled; steps wait in the pipeline, or run ahead of its stages."""
     options = {"block_size": BLOCK_SIZE, "speculation": METHODS[method]}
     group = GroupDriver(RankGroup(take(2 * tp), DEMO_MODEL, tp, 2), DEMO_MODEL, **options)
-    many, one = generated(group, depth), generated(Driver(DEMO_MODEL, dtype="float32", **options), depth)
+    many, one = (
+        generated(group, depth),
+        generated(RunnerDriver(DEMO_MODEL, dtype="float32", **options), depth),
+    )
     for ours, expected in zip(many, plain, strict=True):
         assert ours.output[:TOKENS] == expected[:TOKENS]
     assert [(r.drafted, r.accepted) for r in many] == [(r.drafted, r.accepted) for r in one]

@@ -44,7 +44,7 @@ _FITTING = {"hash", "float32", "sim"}
 """Model hash, dtype and backend of the workers that fit."""
 
 
-class Cluster:
+class SimulatedCluster:
     def __init__(
         self, config: SchedulerConfig, seed: int, trace: Callable[[str], None] | None = None
     ) -> None:

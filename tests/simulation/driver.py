@@ -9,7 +9,7 @@ from services.scheduler.core.observer import Observer
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from tests.simulation.policies import build, conserves_work
 from tests.simulation.workload import Arrival, Workload, draw
-from tests.simulation.world import NO_ANSWER, Stream, World
+from tests.simulation.world import NO_ANSWER, SimulatedStream, World
 
 MOST_ROUNDS = 5_000
 """Maximum of rounds; a run that takes longer is considered endless."""
@@ -146,7 +146,7 @@ class _Player:
 
     def _arrive(self, a: Arrival) -> None:
         world = self.world
-        stream = Stream(
+        stream = SimulatedStream(
             a.frontend, 0, a.prompt, a.params, NO_ANSWER, 0, structured=a.grammar, pooling=a.pooling
         )
         answer = stream.expected(world.limits.max_model_len, self.load.vocab)
@@ -155,7 +155,7 @@ class _Player:
         world.coverage["replays with a grammar"] += replayed > 0 and a.grammar is not None
         world.add(a.prompt, a.params, a.frontend, None, a.priority, a.salt, replayed, a.grammar, a.pooling)
 
-    def _resubmit(self, old: Stream) -> None:
+    def _resubmit(self, old: SimulatedStream) -> None:
         """Send another prompt under the same number, at once."""
         key = (old.frontend, old.number)
         if not self.world.is_open(*key):

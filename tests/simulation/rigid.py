@@ -23,7 +23,7 @@ from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.invariants import Checker, demand
 from tests.simulation.oracle import OracleWorker, Row, Sampling
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
-from tests.simulation.world import Stream, World, params
+from tests.simulation.world import SimulatedStream, World, params
 
 Progress = Callable[[int, int, int], int]
 """(start, planned end, furthest possible end) of a chunk -> position at which the device ends it."""
@@ -314,7 +314,7 @@ class RigidWorld(World):
                 )
         return sent
 
-    def _check_scheduled(self, name: str, stream: Stream, finish: object) -> None:
+    def _check_scheduled(self, name: str, stream: SimulatedStream, finish: object) -> None:
         if not self.store.counters["rollbacks"]:
             super()._check_scheduled(name, stream, finish)  # type: ignore[arg-type]
 

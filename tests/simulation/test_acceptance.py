@@ -11,7 +11,7 @@ from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
 from tests.simulation.oracle import ExpectedAnswer, reference
-from tests.simulation.world import EOS, Stream, World, params
+from tests.simulation.world import EOS, SimulatedStream, World, params
 
 DEPTHS = [1, 2, 3, 5]
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
@@ -120,7 +120,7 @@ def test_the_next_turn_recomputes_only_the_unfinished_block(depth: int) -> None:
     assert (start, count) == (288, 300 % 16)
 
 
-def _two_hundred(depth: int) -> list[Stream]:
+def _two_hundred(depth: int) -> list[SimulatedStream]:
     rng = Random(5)
     world = World(Limits(12, 64, 96, 48, 8), depth, use_priority=True)
     for _ in range(200):

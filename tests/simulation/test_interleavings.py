@@ -19,7 +19,7 @@ from tests.simulation.world import World, params
 
 
 @dataclass(frozen=True)
-class Case:
+class InterleavingCase:
     limits: Limits
     prompts: tuple[list[int], ...]
     params: tuple[SamplingParams, ...]
@@ -37,7 +37,7 @@ ONCE = ("add", "abort", "reset", "loss")
 
 CASES = {
     # Room for one and a half requests: blocks run short while steps are in flight.
-    "kv pressure": Case(
+    "kv pressure": InterleavingCase(
         Limits(2, 8, 12, 4, 4),
         ([2, 3, 4, 5, 6], [7, 8, 9]),
         (params(5, eos=False),) * 2,
@@ -46,7 +46,7 @@ CASES = {
         "preemptions",
     ),
     # One seat; the later request displaces the first, whose tokens are still delivered. Answers end by EOS or length.
-    "displacement": Case(
+    "displacement": InterleavingCase(
         Limits(1, 8, 16, 8, 4),
         ([2, 3, 4], [5, 6]),
         (params(3, 2, 3, 4), params(2)),
@@ -55,7 +55,7 @@ CASES = {
         "displacements",
     ),
     # Equal prompts in chunks, and a cache reset that recomputes what runs.
-    "sharing and reset": Case(
+    "sharing and reset": InterleavingCase(
         Limits(2, 3, 16, 8, 2),
         ([2, 3, 4, 5], [2, 3, 4, 5]),
         (params(2, eos=False),) * 2,
@@ -64,7 +64,7 @@ CASES = {
         "resets in flight: running=True",
         reset=True,
     ),
-    "workers lost": Case(
+    "workers lost": InterleavingCase(
         Limits(1, 4, 8, 4, 2),
         ([2, 3, 4], [5, 6]),
         (params(2, eos=False),) * 2,
@@ -73,7 +73,7 @@ CASES = {
         "resumed in another epoch",
         loss=True,
     ),
-    "two stages": Case(
+    "two stages": InterleavingCase(
         Limits(2, 4, 12, 8, 4, stages=2),
         ([2, 3, 4, 5, 6], [7, 8]),
         (params(3, eos=False),) * 2,
@@ -81,7 +81,7 @@ CASES = {
         8,
         "chunked prefills",
     ),
-    "two stages, workers lost": Case(
+    "two stages, workers lost": InterleavingCase(
         Limits(2, 2, 8, 4, 2, stages=2),
         ([2, 3, 4], [5]),
         (params(2, eos=False),) * 2,
@@ -90,7 +90,7 @@ CASES = {
         "resumed in another epoch",
         loss=True,
     ),
-    "three requests": Case(
+    "three requests": InterleavingCase(
         Limits(2, 4, 8, 5, 2),
         ([2, 3], [4], [2, 3, 5]),
         (params(2, eos=False),) * 3,
@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-def _add(world: World, case: Case, index: int) -> None:
+def _add(world: World, case: InterleavingCase, index: int) -> None:
     world.add(case.prompts[index], case.params[index], number=index, priority=case.priorities[index])
 
 
@@ -109,7 +109,9 @@ def _abort(world: World, index: int) -> None:
     world.abort(next(stream for stream in world.streams if stream.number == index))
 
 
-def enabled(world: World, case: Case, done: frozenset[str]) -> Iterator[tuple[str, Callable[[World], None]]]:
+def enabled(
+    world: World, case: InterleavingCase, done: frozenset[str]
+) -> Iterator[tuple[str, Callable[[World], None]]]:
     """Iterate over the events that may happen next."""
     for index in range(len(case.prompts)):
         if f"add {index}" not in done:

@@ -1,7 +1,7 @@
 """Workers register, die, hang, stop for a while, fail to load, are refused and come back, at random moments.
 
-Each action of the group is checked (see `Cluster`). When the faults have stopped, the group serves again within bounded
-virtual time, and every stream has each of its tokens once.
+Each action of the group is checked (see `SimulatedCluster`). When the faults have stopped, the group serves again
+within bounded virtual time, and every stream has each of its tokens once.
 """
 
 import os
@@ -32,7 +32,7 @@ from services.scheduler.membership.step_watch import StepWatch
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_STALL, RETURN_TIMEOUT
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from services.worker.session import Session
-from tests.simulation.cluster import RESULTS, Cluster
+from tests.simulation.cluster import RESULTS, SimulatedCluster
 from tests.simulation.simulated_worker import VOCAB, SimulatedWorker, WorkerTraits
 from tests.simulation.world import World, params
 
@@ -66,7 +66,7 @@ def configure(rng: Random) -> SchedulerConfig:
 class Faults:
     """Random faults until FAULTS_END, in virtual seconds."""
 
-    def __init__(self, cluster: Cluster, rng: Random) -> None:
+    def __init__(self, cluster: SimulatedCluster, rng: Random) -> None:
         self.cluster, self.rng = cluster, rng
         tp = cluster.config.tensor_parallel_size
         needed = (rng.choice((1, 2, 4)) if tp == "auto" else tp) * cluster.config.pipeline_parallel_size
@@ -127,13 +127,13 @@ class Faults:
                 victim.hang()
 
 
-def recovery(cluster: Cluster) -> float:
+def recovery(cluster: SimulatedCluster) -> float:
     """Virtual seconds within which a group of healthy workers must serve: the longest stop, return and load in turn.
     Each worker that hangs, also a spare, may hold up an epoch of its own."""
     return 200.0 + LOAD_STALL * max(1, cluster.coverage["faults: hang"])
 
 
-def formed_well(cluster: Cluster) -> bool:
+def formed_well(cluster: SimulatedCluster) -> bool:
     """Whether the ranks in effect are sound, all workers are registered, and under `auto` the size is the largest."""
     config, size = cluster.config, cluster.group.size
     if not (cluster.sound() and cluster.complete()) or size is None:
@@ -145,10 +145,10 @@ def formed_well(cluster: Cluster) -> bool:
     )
 
 
-def play(seed: int, trace: Callable[[str], None] | None = None) -> Cluster:
+def play(seed: int, trace: Callable[[str], None] | None = None) -> SimulatedCluster:
     """The group without an engine: a step ends when all ranks are well."""
     rng = Random(f"group/{seed}")
-    cluster = Cluster(configure(rng), seed, trace)
+    cluster = SimulatedCluster(configure(rng), seed, trace)
     cluster.run_steps()
     Faults(cluster, rng)
     cluster.run(FAULTS_END)
@@ -167,7 +167,7 @@ class ServedWorld(World):
     """The engine and its clients, with the ranks of the epoch in effect as its workers."""
 
     def __init__(
-        self, cluster: Cluster, limits: Limits, depth: int, policy: BatchingPolicy, epoch: int
+        self, cluster: SimulatedCluster, limits: Limits, depth: int, policy: BatchingPolicy, epoch: int
     ) -> None:
         super().__init__(limits, depth, VOCAB, policy=policy, epoch=epoch)
         self.cluster = cluster
@@ -202,11 +202,11 @@ class Deployment:
         self,
         seed: int,
         trace: Callable[[str], None] | None = None,
-        cluster: Cluster | None = None,
+        cluster: SimulatedCluster | None = None,
         faults: bool = True,
     ) -> None:
         self.rng = rng = Random(f"served/{seed}")
-        self.cluster = cluster or Cluster(configure(rng), seed, trace)
+        self.cluster = cluster or SimulatedCluster(configure(rng), seed, trace)
         self.cluster.started, self.cluster.ended = self._on_started, self._on_ended
         self.cluster.result = self._on_result
         self.cluster.step_seconds = rng.choice((0.02, 0.3))
@@ -275,13 +275,13 @@ class Deployment:
         cluster.coverage += self.world.coverage
 
 
-def serve(seed: int, trace: Callable[[str], None] | None = None) -> Cluster:
+def serve(seed: int, trace: Callable[[str], None] | None = None) -> SimulatedCluster:
     deployment = Deployment(seed, trace)
     deployment.run()
     return deployment.cluster
 
 
-def happened(run: Callable[[int], Cluster], seeds: range) -> Counter[str]:
+def happened(run: Callable[[int], SimulatedCluster], seeds: range) -> Counter[str]:
     counted: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -326,19 +326,19 @@ def test_every_stream_has_its_tokens_whatever_happens_to_the_workers(first: int)
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
 
-def cluster_of(**config: object) -> Cluster:
-    cluster = Cluster(settings(**config), 0)
+def cluster_of(**config: object) -> SimulatedCluster:
+    cluster = SimulatedCluster(settings(**config), 0)
     cluster.run_steps()
     return cluster
 
 
-def ranks_of(cluster: Cluster) -> list[SimulatedWorker]:
+def ranks_of(cluster: SimulatedCluster) -> list[SimulatedWorker]:
     """The workers of the epoch in effect, in the order of their ranks."""
     assert cluster.effective is not None
     return [cluster.workers[peer] for peer in cluster.effective.peers]
 
 
-def serving(cluster: Cluster, count: int) -> list[SimulatedWorker]:
+def serving(cluster: SimulatedCluster, count: int) -> list[SimulatedWorker]:
     workers = [cluster.start(WorkerTraits()) for _ in range(count)]
     assert cluster.run(30.0, until=cluster.sound)
     return workers
@@ -399,7 +399,7 @@ def test_a_rank_that_hangs_while_it_loads_does_not_hold_up_the_spare() -> None:
 
 
 def test_late_results_of_a_stopped_rank_are_dropped() -> None:
-    deployment = Deployment(0, cluster=Cluster(settings(tensor_parallel_size=1), 0), faults=False)
+    deployment = Deployment(0, cluster=SimulatedCluster(settings(tensor_parallel_size=1), 0), faults=False)
     cluster = deployment.cluster
     cluster.step_seconds = 0.3
     for _ in range(2):
@@ -436,7 +436,7 @@ def test_auto_grows_and_shrinks_with_its_workers() -> None:
 
 def test_an_idle_group_may_lose_workers_as_often_as_it_takes() -> None:
     """An epoch is futile if it ends before it served, not if there was no request."""
-    cluster = Cluster(settings(tensor_parallel_size=1), 0)
+    cluster = SimulatedCluster(settings(tensor_parallel_size=1), 0)
     serving(cluster, 1)
     for _ in range(2 * MAX_FUTILE_EPOCHS):
         cluster.run(PROVEN_AFTER)

@@ -14,7 +14,7 @@ from services.scheduler.policies import BatchingPolicy
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
-from tests.simulation.world import Stream, World, params
+from tests.simulation.world import SimulatedStream, World, params
 
 VOCAB = 64
 STORM = Limits(max_num_seqs=8, max_num_batched_tokens=24, max_model_len=96, num_blocks=12, block_size=16)
@@ -24,7 +24,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
 
 
-def plain(stream: Stream) -> list[int]:
+def plain(stream: SimulatedStream) -> list[int]:
     """Return the answer of the request without its parameters."""
     bare = SamplingParams(
         max_tokens=stream.params.max_tokens,

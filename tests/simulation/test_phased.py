@@ -13,7 +13,7 @@ from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import SchedulerView, StepBudget
 from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.rigid import RigidWorld, limits, play
-from tests.simulation.world import Stream, params
+from tests.simulation.world import SimulatedStream, params
 
 SEEDS, CHUNK = 32, 8
 SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
@@ -45,7 +45,7 @@ def prompt(length: int, first: int = 2) -> list[int]:
     return [(first + i) % 64 for i in range(length)]
 
 
-def starts(world: RigidWorld, stream: Stream, slot: int = 0) -> list[tuple[int, int, int]]:
+def starts(world: RigidWorld, stream: SimulatedStream, slot: int = 0) -> list[tuple[int, int, int]]:
     """Return (generation, start, end) of each row planned for a slot."""
     rows = []
     for plan in world.plans:

@@ -12,12 +12,12 @@ from services.scheduler.core.observer import (
     EpochEnded,
     EpochStarted,
     Event,
+    EventRecorder,
     FrontendLeft,
     GrammarReady,
     GrammarSent,
     InboundEvent,
     PrefixCacheReset,
-    Recorder,
     RequestArrived,
     RequestRefused,
     RequestsAborted,
@@ -37,7 +37,7 @@ SEEDS = 40
 
 def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:
     """Return every event of a fresh core that receives the inbound events of a recorded one."""
-    load, recorder = draw(seed, speculates), Recorder()
+    load, recorder = draw(seed, speculates), EventRecorder()
     drafts = load.speculating
     limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
     compilation = Compilation(load.vocab)
@@ -100,7 +100,7 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
     for seed in range(SEEDS):
         if depth not in draw(seed, speculates).depths:
             continue
-        recorder = Recorder()
+        recorder = EventRecorder()
         play(seed, depth, speculates=speculates, observer=recorder)
         again = replay(recorder.events, seed, depth, speculates)
         for index, (first, second) in enumerate(zip(recorder.events, again, strict=True)):

@@ -22,7 +22,7 @@ from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, STRUCTURED
 from tests.simulation.test_parameters import STORM, assert_it_shows, storm
-from tests.simulation.world import Stream, World, params
+from tests.simulation.world import SimulatedStream, World, params
 
 VOCAB = 64
 ROOMY = Limits(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=512, num_blocks=256, block_size=16)
@@ -33,7 +33,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
 
 
-def plain(stream: Stream) -> list[int]:
+def plain(stream: SimulatedStream) -> list[int]:
     return reference(stream.prompt, stream.params, ROOMY.max_model_len, VOCAB).tokens
 
 

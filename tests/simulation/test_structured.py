@@ -21,7 +21,7 @@ from tests.simulation import rigid
 from tests.simulation.grammar import REFUSED, structured
 from tests.simulation.oracle import MESSAGES, OracleViolation
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
-from tests.simulation.world import Stream, World, params
+from tests.simulation.world import SimulatedStream, World, params
 
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=128, block_size=16)
 
@@ -41,7 +41,9 @@ class Recorded(World):
         self.sent.append((MESSAGES.decode(frame), self.checker.confirmed))
 
 
-def deferred(depth: int = 2, seed: int = 1, neighbours: int = 1) -> tuple[World, Stream, list[Stream]]:
+def deferred(
+    depth: int = 2, seed: int = 1, neighbours: int = 1
+) -> tuple[World, SimulatedStream, list[SimulatedStream]]:
     """Return a world whose newest step waits for its masks: the token before is in flight."""
     world = World(ROOMY, depth)
     others = [world.add(prompt_of(9, 50 + i), params(20, eos=False)) for i in range(neighbours)]

@@ -67,7 +67,7 @@ def params(
 
 
 @dataclass(eq=False)
-class Stream:
+class SimulatedStream:
     """One request, as its frontend receives it."""
 
     frontend: int
@@ -176,7 +176,7 @@ class World:
         self.even = True
         """Whether all stages took the same time for every step so far."""
         self.coverage: Counter[str] = Counter()
-        self.streams: list[Stream] = []
+        self.streams: list[SimulatedStream] = []
         self.pending: dict[int, bytes] = {}
         """step_id -> result on its way to the scheduler."""
         self.delivered: deque[bytes] = deque(maxlen=8)
@@ -184,10 +184,10 @@ class World:
         self.orphans: deque[bytes] = deque()
         """Results of epochs that have ended."""
         self.expected_stale = 0
-        self._rows: dict[int, list[Stream]] = {}
+        self._rows: dict[int, list[SimulatedStream]] = {}
         """step_id -> streams of its sampling rows, of steps in flight."""
-        self._by_key: dict[tuple[int, int], Stream] = {}
-        self._by_request: dict[Request, Stream] = {}
+        self._by_key: dict[tuple[int, int], SimulatedStream] = {}
+        self._by_request: dict[Request, SimulatedStream] = {}
         self._trace = trace
 
     def _future(self, slot: int) -> list[int]:
@@ -219,10 +219,10 @@ class World:
         replayed: int = 0,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
-    ) -> Stream:
+    ) -> SimulatedStream:
         """Send a request; `replayed` of its output tokens count as delivered before."""
         number = len(self.streams) if number is None else number
-        stream = Stream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
+        stream = SimulatedStream(frontend, number, prompt, sampling, NO_ANSWER, replayed)
         stream.structured, stream.pooling = structured, pooling
         stream.answer = stream.expected(self.limits.max_model_len, self.vocab)
         stream.tokens += stream.answer.tokens[:replayed]
@@ -276,7 +276,7 @@ class World:
         self._transition()
         self.publish()  # as the service does before it reads from frontends again
 
-    def abort(self, *streams: Stream) -> None:
+    def abort(self, *streams: SimulatedStream) -> None:
         for stream in streams:
             self.coverage[f"aborts: {self.stage(stream)}"] += 1
             self.coverage["aborts between epochs"] += self.lost and stream.open
@@ -296,7 +296,7 @@ class World:
         self.engine.drop_frontend(frontend)
         self._transition()
 
-    def preempt(self, stream: Stream, stale: int = DELIVER) -> None:
+    def preempt(self, stream: SimulatedStream, stale: int = DELIVER) -> None:
         """Preempt a running request, whatever the scheduler would do."""
         assert stream.request is not None
         self.engine.lifecycle.preempt(stream.request.slot, PreemptionCause.RESET, stale)
@@ -313,7 +313,7 @@ class World:
         assert not self.epoch.kv.pool.by_hash
         self._transition()
 
-    def stage(self, stream: Stream) -> str:
+    def stage(self, stream: SimulatedStream) -> str:
         """Return the state of a request, for coverage."""
         request, slots = stream.request, self.epoch.slots
         if request is None or request.status is RequestStatus.FINISHED:
@@ -398,7 +398,7 @@ class World:
         for stream in self._by_key.values():
             stream.doomed = stream.refused
 
-    def _fits(self, stream: Stream) -> bool:
+    def _fits(self, stream: SimulatedStream) -> bool:
         """Return whether a group with these limits can go on with the request."""
         limits = self.limits
         room = len(stream.prompt) + len(stream.tokens) < limits.max_model_len
@@ -621,7 +621,7 @@ class World:
                 self.coverage["stops while preempted"] += (stream.frontend, stream.number) in event.ended
         self._on_updated(event.step)
 
-    def _ends_within(self, stream: Stream, count: int, appended: int) -> bool:
+    def _ends_within(self, stream: SimulatedStream, count: int, appended: int) -> bool:
         """Return whether the answer ends before the last of the row's `count` tokens; `appended` of them were taken."""
         assert stream.request is not None
         s, request = self.epoch.slots, stream.request
@@ -636,7 +636,7 @@ class World:
         for frontend, message in self.engine.take_outputs():
             outputs = _OUTPUTS.decode(encode(message))
             numbers = memoryview(outputs.numbers).cast("I").tolist()
-            before: dict[Stream, int] = {}
+            before: dict[SimulatedStream, int] = {}
             if outputs.logprobs is not None:
                 before = {stream: len(stream.tokens) for stream in self.streams}
             for number, index, token in zip(
@@ -653,7 +653,7 @@ class World:
             for finish in outputs.finished:
                 self._on_finish(self._open(frontend, finish.number), finish)
 
-    def _on_logprobs(self, frontend: int, rows: LogprobRows, before: dict[Stream, int]) -> None:
+    def _on_logprobs(self, frontend: int, rows: LogprobRows, before: dict[SimulatedStream, int]) -> None:
         """Log-probabilities of an output token are in the message with the token, those of the prompt come before the
         first output token. After a preemption, those of the prompt may come again."""
         at = 0
@@ -682,13 +682,13 @@ class World:
             self.coverage["prompt log-probabilities twice"] += position in stream.scored
             stream.scored.add(position)
 
-    def _open(self, frontend: int, number: int) -> Stream:
+    def _open(self, frontend: int, number: int) -> SimulatedStream:
         stream = self._by_key.get((frontend, number))
         if stream is None or not stream.open:
             raise DeliveryError(f"one finish: output for {frontend}/{number}, which has ended")
         return stream
 
-    def _on_token(self, stream: Stream, index: int, token: int) -> None:
+    def _on_token(self, stream: SimulatedStream, index: int, token: int) -> None:
         name, expected = f"{stream.frontend}/{stream.number}", stream.answer.tokens
         if index != len(stream.tokens):
             raise DeliveryError(f"step order: {name} got index {index} after {len(stream.tokens)} tokens")
@@ -698,7 +698,7 @@ class World:
             )
         stream.tokens.append(token)
 
-    def _on_finish(self, stream: Stream, finish: Finish) -> None:
+    def _on_finish(self, stream: SimulatedStream, finish: Finish) -> None:
         name = f"{stream.frontend}/{stream.number}"
         self.log("finish", name, finish)
         stream.finish = finish
@@ -720,7 +720,7 @@ class World:
         self._count_stop(stream, finish)
         self._check_scheduled(name, stream, finish)
 
-    def _check_times(self, name: str, stream: Stream, finish: Finish) -> None:
+    def _check_times(self, name: str, stream: SimulatedStream, finish: Finish) -> None:
         """Times are in order; those of events that did not happen are 0."""
         times, request = finish.times, stream.request
         if times is None or not times.ended:
@@ -735,7 +735,7 @@ class World:
                 f"{name} had {stream.steps} steps, {len(stream.tokens)} tokens, times {times}"
             )
 
-    def _check_scores(self, name: str, stream: Stream) -> None:
+    def _check_scores(self, name: str, stream: SimulatedStream) -> None:
         """Each requested position arrived once, except those that were delivered before a replay."""
         first = len(stream.prompt)
         wanted = {p for p in stream.answer.scores if not first <= p < first + stream.replayed}
@@ -746,7 +746,7 @@ class World:
             raise DeliveryError(f"{name} lacks log-probabilities of {sorted(wanted ^ stream.scored)}")
         self.coverage["log-probabilities"] += len(wanted)
 
-    def _count_stop(self, stream: Stream, finish: Finish) -> None:
+    def _count_stop(self, stream: SimulatedStream, finish: Finish) -> None:
         if finish.reason is FinishReason.ERROR or stream.pooling is not Pooling.NONE:
             self.coverage[
                 "stops: grammar failed" if finish.message else f"embeddings: {stream.pooling.name}"
@@ -763,7 +763,7 @@ class World:
         gate = set(stream.params.eos_token_ids + stream.params.stop_token_ids)
         self.coverage["stops held back by min_tokens"] += not gate.isdisjoint(stream.tokens[:-1])
 
-    def _check_scheduled(self, name: str, stream: Stream, finish: Finish) -> None:
+    def _check_scheduled(self, name: str, stream: SimulatedStream, finish: Finish) -> None:
         """Exact work at every depth. An unforeseeable stop costs at most one token per further step."""
         if finish.num_cached_tokens != min(stream.hit, len(stream.prompt)):
             raise DeliveryError(

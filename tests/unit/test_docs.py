@@ -1,6 +1,7 @@
 """Existence of everything that the documentation names: links, files, tests, rules, flags and benchmarks."""
 
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -140,3 +141,13 @@ def test_no_text_installs_another_project() -> None:
     """The name `runahead` on PyPI belongs to another project."""
     pattern = re.compile(r"pip install [^\n]*\brunahead\b(?!-engine)")
     assert [str(path) for path in SOURCES + PAGES if pattern.search(path.read_text())] == []
+
+
+def test_a_class_name_stands_once() -> None:
+    found = [
+        name
+        for path in SOURCES
+        if path.suffix == ".py"
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert [name for name, count in Counter(found).items() if count > 1] == []

@@ -1,4 +1,4 @@
-"""The scheduler's core and the vLLM backend in one process. Each `Run` is one epoch with the same weights."""
+"""The scheduler's core and the vLLM backend in one process. Each `VllmRun` is one epoch with the same weights."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ RESULTS: Decoder[ModelRunnerOutput] = Decoder(ModelRunnerOutput)
 
 
 @dataclass
-class Stream:
+class VllmStream:
     """A request and its answer."""
 
     prompt: list[int]
@@ -51,7 +51,7 @@ class Stream:
     aborted: bool = False
 
 
-class Worker:
+class VllmWorker:
     """One `VllmRunner`, and the epochs that it enters."""
 
     def __init__(self, speculation: Speculation | None = None, **config: Any) -> None:
@@ -79,12 +79,12 @@ class Worker:
         self.loads += fraction == 0.0
 
 
-class Run:
+class VllmRun:
     """One epoch. Messages pass through the codec; results are read as late as the depth allows."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: VllmWorker,
         depth: int,
         num_blocks: int = 200,
         prefix_caching: bool = True,
@@ -116,7 +116,7 @@ class Run:
         self._outputs: deque[Output] = deque()
         self.counts: list[int] = []
         """Number of tokens of every row in the results, including rows of requests that had ended."""
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, VllmStream] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,7 @@ class Run:
     ) -> None:
         self._runner.leave()
 
-    def add(self, number: int, stream: Stream) -> Stream:
+    def add(self, number: int, stream: VllmStream) -> VllmStream:
         self.streams[number] = stream
         tokens = stream.prompt + stream.tokens
         message = GenerateRequest(
@@ -168,7 +168,7 @@ class Run:
                 case release:
                     self._runner.release(unpack(release.slots))  # type: ignore[union-attr]
 
-    def finish(self) -> dict[int, Stream]:
+    def finish(self) -> dict[int, VllmStream]:
         """Run until all requests have ended; then every slot is empty: the clean drain (docs/invariants.md)."""
         while self.core.requests or self._outputs:
             self.run_step()
@@ -177,13 +177,13 @@ class Run:
         assert not self._runner.engine.runner.requests
         return self.streams
 
-    def serve(self, *streams: Stream) -> list[Stream]:
+    def serve(self, *streams: VllmStream) -> list[VllmStream]:
         for number, stream in enumerate(streams):
             self.add(number, stream)
         self.finish()
         return list(streams)
 
-    def serve_one(self, number: int, stream: Stream) -> Stream:
+    def serve_one(self, number: int, stream: VllmStream) -> VllmStream:
         self.add(number, stream)
         self.finish()
         return stream

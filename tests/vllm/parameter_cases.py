@@ -6,7 +6,7 @@ import pytest
 from protocol.codec import pack
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from tests.simulation.grammar import structured
-from tests.vllm.driver import Stream
+from tests.vllm.driver import VllmStream
 
 DEPTHS = (1, 2, 3)
 FEW_BLOCKS = 14
@@ -45,15 +45,15 @@ PARAMETER_CASES: dict[str, tuple[SamplingParams, StructuredOutputParams | None]]
 }
 
 
-def all_streams() -> list[Stream]:
+def all_streams() -> list[VllmStream]:
     """Return a request for each case, with prompts of one chunk and of several."""
     return [
-        Stream(prompt_of(number % 9, 40 + 17 * (number % 6)), params, grammar)
+        VllmStream(prompt_of(number % 9, 40 + 17 * (number % 6)), params, grammar)
         for number, (params, grammar) in enumerate(PARAMETER_CASES.values())
     ]
 
 
-def assert_equal(got: Stream, expected: Stream) -> None:
+def assert_equal(got: VllmStream, expected: VllmStream) -> None:
     assert got.tokens == expected.tokens
     assert got.finish is not None
     assert expected.finish is not None

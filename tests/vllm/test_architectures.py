@@ -14,7 +14,7 @@ from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from services.worker.runner import LoadError
 from tests.vllm import checkpoints
-from tests.vllm.driver import CHUNK, CONTEXT, Run, Stream, Worker
+from tests.vllm.driver import CHUNK, CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmAnswers, VllmRequest, generate
 
@@ -23,7 +23,7 @@ AMX = bool(torch.cpu.get_capabilities().get("amx_tile"))
 """Whether this processor has the matrix instructions that vLLM's kernels for eight bits prefer."""
 
 
-class Case(NamedTuple):
+class ArchitectureCase(NamedTuple):
     model: str
     dtype: str = "float32"
     hides_amx: bool = False
@@ -31,10 +31,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    DEMO: Case(DEMO),
-    **{name: Case(name) for name in checkpoints.MAKERS},
-    f"{checkpoints.INT8}-bfloat16": Case(checkpoints.INT8, "bfloat16"),
-    f"{checkpoints.INT8}-float32": Case(checkpoints.INT8, hides_amx=True),
+    DEMO: ArchitectureCase(DEMO),
+    **{name: ArchitectureCase(name) for name in checkpoints.MAKERS},
+    f"{checkpoints.INT8}-bfloat16": ArchitectureCase(checkpoints.INT8, "bfloat16"),
+    f"{checkpoints.INT8}-float32": ArchitectureCase(checkpoints.INT8, hides_amx=True),
 }
 """With AMX, vLLM's kernels for eight bits do not support float32."""
 LENGTHS = (5, 150, 33, 70, 64, 96)
@@ -59,7 +59,7 @@ def vllm_requests(kinds: Sequence[dict[str, Any]] = KINDS) -> list[VllmRequest]:
     ]
 
 
-class Answers(msgspec.Struct):
+class ArchitectureAnswers(msgspec.Struct):
     """Tokens under this scheduler, by request."""
 
     alone: list[list[int]]
@@ -79,35 +79,35 @@ def hide_amx() -> None:
     mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False).start()
 
 
-def answer(model: str, case: Case) -> Answers:
+def answer(model: str, case: ArchitectureCase) -> ArchitectureAnswers:
     """Needs a new process, because it creates vLLM."""
     if case.hides_amx:
         hide_amx()
-    worker = Worker(model=model, dtype=case.dtype)
+    worker = VllmWorker(model=model, dtype=case.dtype)
 
-    def streams() -> list[Stream]:
-        return [Stream(request.prompt, SamplingParams(**request.params)) for request in vllm_requests()]
+    def streams() -> list[VllmStream]:
+        return [VllmStream(request.prompt, SamplingParams(**request.params)) for request in vllm_requests()]
 
-    def tokens(run: Run, streams: list[Stream]) -> list[list[int]]:
+    def tokens(run: VllmRun, streams: list[VllmStream]) -> list[list[int]]:
         return [stream.tokens for stream in run.serve(*streams)]
 
-    with Run(worker, 2, prefix_caching=False) as run:
+    with VllmRun(worker, 2, prefix_caching=False) as run:
         alone = [tokens(run, [stream])[0] for stream in streams()]
     together = {}
     for depth, caching in ((1, True), (2, False), (3, True)):
-        with Run(worker, depth, prefix_caching=caching) as run:
+        with VllmRun(worker, depth, prefix_caching=caching) as run:
             together[f"depth {depth}, {caching=}"] = tokens(run, streams())
             if caching:
                 again = tokens(run, streams())
                 cached = run.core.stats()["prefix_cache_hits"]
-    with Run(worker, 3, num_blocks=FEW_BLOCKS) as run:
+    with VllmRun(worker, 3, num_blocks=FEW_BLOCKS) as run:
         preempted = tokens(run, streams())
         preemptions = run.core.stats()["num_preemptions"]
-    return Answers(alone, together, again, preempted, cached, preemptions)
+    return ArchitectureAnswers(alone, together, again, preempted, cached, preemptions)
 
 
 def reference(
-    model: str, case: Case = CASES[DEMO], kinds: Sequence[dict[str, Any]] = KINDS, **engine: Any
+    model: str, case: ArchitectureCase = CASES[DEMO], kinds: Sequence[dict[str, Any]] = KINDS, **engine: Any
 ) -> VllmAnswers:
     """vLLM's answers to each request alone, then to all together."""
     if case.hides_amx:
@@ -140,14 +140,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module", params=CASES)
 def both(
     request: pytest.FixtureRequest, pool: ProcessPoolExecutor, models: dict[str, str]
-) -> tuple[Answers, VllmAnswers]:
+) -> tuple[ArchitectureAnswers, VllmAnswers]:
     """Answers of a model under this scheduler, and under vLLM's."""
     case = CASES[request.param]
     mine, vllms = (pool.submit(side, models[case.model], case) for side in (answer, reference))
     return mine.result(), vllms.result()
 
 
-def test_tokens_equal_vllms_alone_and_together(both: tuple[Answers, VllmAnswers]) -> None:
+def test_tokens_equal_vllms_alone_and_together(both: tuple[ArchitectureAnswers, VllmAnswers]) -> None:
     mine, vllms = both
     expected = [batch[0] for batch in vllms.tokens[:-1]]
     assert vllms.tokens[-1] == expected, "vLLM gives the same answers in a batch"
@@ -156,14 +156,14 @@ def test_tokens_equal_vllms_alone_and_together(both: tuple[Answers, VllmAnswers]
     assert mine.together == dict.fromkeys(mine.together, expected)
 
 
-def test_cached_prompts_change_no_token(both: tuple[Answers, VllmAnswers]) -> None:
+def test_cached_prompts_change_no_token(both: tuple[ArchitectureAnswers, VllmAnswers]) -> None:
     mine, vllms = both
     assert mine.again == vllms.tokens[-1]
     assert mine.cached_tokens > 0
     assert vllms.cached_tokens > 0
 
 
-def test_preemption_changes_no_token(both: tuple[Answers, VllmAnswers]) -> None:
+def test_preemption_changes_no_token(both: tuple[ArchitectureAnswers, VllmAnswers]) -> None:
     mine, vllms = both
     assert mine.preempted == vllms.tokens[-1]
     assert mine.preemptions > 0
@@ -193,7 +193,7 @@ def refusal(model: str) -> str:
     if not AMX:
         mock.patch.object(CPUInt8ScaledMMLinearKernel, "apply_weights", side_effect=error).start()
     with pytest.raises(LoadError) as refused:
-        Worker(model=model, dtype="float32").enter(FEW_BLOCKS)
+        VllmWorker(model=model, dtype="float32").enter(FEW_BLOCKS)
     return str(refused.value)
 
 

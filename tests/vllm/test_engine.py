@@ -17,7 +17,7 @@ from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
 from tests.simulation.grammar import Automaton
-from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, Run, Stream, Worker
+from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DEPTHS,
     FEW_BLOCKS,
@@ -32,18 +32,18 @@ from tests.vllm.parameter_cases import (
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    worker = Worker()
+def worker() -> Iterator[VllmWorker]:
+    worker = VllmWorker()
     yield worker
     worker.runner.shutdown()
 
 
 @pytest.fixture(scope="module")
-def alone(worker: Worker) -> dict[str, Stream]:
+def alone(worker: VllmWorker) -> dict[str, VllmStream]:
     """Answers of requests that run alone at depth one."""
     streams = dict(zip(PARAMETER_CASES, all_streams(), strict=True))
     for stream in streams.values():
-        with Run(worker, 1, prefix_caching=False) as run:
+        with VllmRun(worker, 1, prefix_caching=False) as run:
             run.serve(stream)
     return streams
 
@@ -51,18 +51,20 @@ def alone(worker: Worker) -> dict[str, Stream]:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_answers_equal_those_of_requests_alone(
-    depth: int, prefix_caching: bool, worker: Worker, alone: dict[str, Stream]
+    depth: int, prefix_caching: bool, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
-    with Run(worker, depth, prefix_caching=prefix_caching) as run:
+    with VllmRun(worker, depth, prefix_caching=prefix_caching) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] == 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
+def test_preemption_storm_changes_no_answer(
+    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
+) -> None:
     """The tokens of a preempted request stay output: penalties, random numbers and log-probabilities continue."""
-    with Run(worker, depth, num_blocks=FEW_BLOCKS) as run:
+    with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
@@ -78,10 +80,10 @@ CELLS = {
 
 @pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
 def test_supported_cell_gives_the_same_answers(
-    cell: Combination, worker: Worker, alone: dict[str, Stream]
+    cell: Combination, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
     assert refusal(replace(cell, structured=True)) is None
-    with Run(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
+    with VllmRun(worker, 1 + cell.runs_ahead, policy=cell.batching_policy) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
 
@@ -91,7 +93,7 @@ def test_pipeline_stages_are_refused_in_every_cell() -> None:
         assert (reason is not None) == cell.pipeline, str(cell)
 
 
-def test_answers_obey_their_parameters(alone: dict[str, Stream]) -> None:
+def test_answers_obey_their_parameters(alone: dict[str, VllmStream]) -> None:
     stopped = alone["min_tokens"]
     assert stopped.finish is not None
     assert stopped.finish.reason is FinishReason.STOP
@@ -121,19 +123,19 @@ def test_answers_obey_their_parameters(alone: dict[str, Stream]) -> None:
         "repetition_penalty",
     ],
 )
-def test_parameter_alone_changes_the_answer(name: str, worker: Worker) -> None:
+def test_parameter_alone_changes_the_answer(name: str, worker: VllmWorker) -> None:
     params, _ = PARAMETER_CASES[name]
     base = SAMPLED if params.temperature else GREEDY
     if name in ("top_k", "top_p", "min_p"):
         base = PARAMETER_CASES["temperature"][0]
     if name == "min_tokens":
         base = msgspec.structs.replace(params, min_tokens=0)
-    with Run(worker, 2) as run:
-        plain, changed = run.serve(Stream(prompt_of(6), base), Stream(prompt_of(6), params))
+    with VllmRun(worker, 2) as run:
+        plain, changed = run.serve(VllmStream(prompt_of(6), base), VllmStream(prompt_of(6), params))
     assert plain.tokens != changed.tokens
 
 
-def test_logprobs_are_of_the_likeliest_tokens(alone: dict[str, Stream]) -> None:
+def test_logprobs_are_of_the_likeliest_tokens(alone: dict[str, VllmStream]) -> None:
     stream = alone["logprobs"]
     first = len(stream.prompt)
     assert sorted(stream.scores) == list(range(first, first + len(stream.tokens)))
@@ -143,7 +145,7 @@ def test_logprobs_are_of_the_likeliest_tokens(alone: dict[str, Stream]) -> None:
         assert values[0] == values[1] > values[2] >= values[3]
 
 
-def test_prompt_logprobs_are_at_every_token_but_the_first(alone: dict[str, Stream]) -> None:
+def test_prompt_logprobs_are_at_every_token_but_the_first(alone: dict[str, VllmStream]) -> None:
     """The prompt has several chunks; vLLM returns all log-probabilities at its end."""
     stream = alone["prompt_logprobs"]
     assert len(stream.prompt) > CHUNK
@@ -159,32 +161,32 @@ def test_prompt_logprobs_are_at_every_token_but_the_first(alone: dict[str, Strea
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def test_embedding_is_the_state_that_the_next_token_is_computed_from(worker: Worker) -> None:
+def test_embedding_is_the_state_that_the_next_token_is_computed_from(worker: VllmWorker) -> None:
     prompts = [prompt_of(number, 20 + 30 * number) for number in range(4)]
-    with Run(worker, 2) as run:
-        states = run.serve(*(Stream(prompt, ONE, pooling=Pooling.LAST) for prompt in prompts))
+    with VllmRun(worker, 2) as run:
+        states = run.serve(*(VllmStream(prompt, ONE, pooling=Pooling.LAST) for prompt in prompts))
         model = worker.runner.engine.runner.model
         with torch.inference_mode():
             logits = model.compute_logits(torch.tensor([stream.embedding for stream in states]))
-    with Run(worker, 1) as run:
-        tokens = [stream.tokens[0] for stream in run.serve(*(Stream(prompt, ONE) for prompt in prompts))]
+    with VllmRun(worker, 1) as run:
+        tokens = [stream.tokens[0] for stream in run.serve(*(VllmStream(prompt, ONE) for prompt in prompts))]
     assert logits.argmax(-1).tolist() == tokens
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
-    depth: int, worker: Worker
+    depth: int, worker: VllmWorker
 ) -> None:
     prompt = prompt_of(3, 6)
     long = prompt_of(1, 200)
-    with Run(worker, depth) as run:
-        prefixes = run.serve(*(Stream(prompt[: i + 1], ONE, pooling=Pooling.LAST) for i in range(6)))
+    with VllmRun(worker, depth) as run:
+        prefixes = run.serve(*(VllmStream(prompt[: i + 1], ONE, pooling=Pooling.LAST) for i in range(6)))
     expected = np.mean([stream.embedding for stream in prefixes], axis=0)
-    with Run(worker, 1) as run:
-        [alone] = run.serve(Stream(long, ONE, pooling=Pooling.MEAN))
-    with Run(worker, depth) as run:
-        mixed = [Stream(prompt_of(n, 50), SAMPLED) for n in range(4)]
-        means = [Stream(prompt, ONE, pooling=Pooling.MEAN), Stream(long, ONE, pooling=Pooling.MEAN)]
+    with VllmRun(worker, 1) as run:
+        [alone] = run.serve(VllmStream(long, ONE, pooling=Pooling.MEAN))
+    with VllmRun(worker, depth) as run:
+        mixed = [VllmStream(prompt_of(n, 50), SAMPLED) for n in range(4)]
+        means = [VllmStream(prompt, ONE, pooling=Pooling.MEAN), VllmStream(long, ONE, pooling=Pooling.MEAN)]
         short, chunked = run.serve(*mixed[:2], *means, *mixed[2:])[2:4]
     assert len(long) > 3 * CHUNK
     assert short.embedding == pytest.approx(expected, abs=1e-4)
@@ -194,11 +196,13 @@ def test_mean_is_that_of_all_states_in_chunks_and_with_generation_in_the_batch(
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict[str, Stream]) -> None:
+def test_abort_in_the_middle_of_a_prompt(
+    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
+) -> None:
     names = ("greedy", "sampled", "another seed")
-    with Run(worker, depth, prefix_caching=False) as run:
+    with VllmRun(worker, depth, prefix_caching=False) as run:
         streams = [run.add(n, s) for n, s in enumerate(all_streams()[:3])]
-        victim = run.add(9, Stream(prompt_of(3, 250), GREEDY))
+        victim = run.add(9, VllmStream(prompt_of(3, 250), GREEDY))
         while victim.tokens == [] and not len(run.core.epoch.running) > 3:
             run.run_step()
         run.run_step()
@@ -211,12 +215,12 @@ def test_abort_in_the_middle_of_a_prompt(depth: int, worker: Worker, alone: dict
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_number_reused_while_steps_of_the_first_request_are_in_flight(
-    depth: int, worker: Worker, alone: dict[str, Stream]
+    depth: int, worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
     """Identity matching: a late row is never taken for a row of the slot's next request."""
-    with Run(worker, depth) as run:
+    with VllmRun(worker, depth) as run:
         for turns in (2, 3, 5):
-            first = run.add(1, Stream(prompt_of(2, 70), SAMPLED))
+            first = run.add(1, VllmStream(prompt_of(2, 70), SAMPLED))
             for _ in range(turns):
                 run.run_step()
             run.dispatch()
@@ -227,25 +231,29 @@ def test_number_reused_while_steps_of_the_first_request_are_in_flight(
             assert_equal(again, alone["greedy"])
 
 
-def test_more_requests_than_slots(worker: Worker) -> None:
-    with Run(worker, 1) as run:
+def test_more_requests_than_slots(worker: VllmWorker) -> None:
+    with VllmRun(worker, 1) as run:
         expected = [
-            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
+            s.tokens
+            for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
         ]
-    with Run(worker, 3) as run:
+    with VllmRun(worker, 3) as run:
         got = [
-            s.tokens for s in run.serve(*(Stream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
+            s.tokens
+            for s in run.serve(*(VllmStream(prompt_of(n, 3 + n), SAMPLED) for n in range(3 * MAX_SEQS)))
         ]
     assert got == expected
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled", "repetition_penalty", "grammar, sampled, penalties"])
-def test_request_continues_in_the_next_epoch(name: str, worker: Worker, alone: dict[str, Stream]) -> None:
+def test_request_continues_in_the_next_epoch(
+    name: str, worker: VllmWorker, alone: dict[str, VllmStream]
+) -> None:
     """Another worker receives only its tokens: they stay output, and its random numbers continue."""
     stream = all_streams()[list(PARAMETER_CASES).index(name)]
     expected = alone[name]
     stream.tokens = expected.tokens[:10]
-    with Run(worker, 2) as run:
+    with VllmRun(worker, 2) as run:
         run.add(0, stream)
         run.finish()
     assert stream.tokens == expected.tokens
@@ -255,10 +263,10 @@ def test_request_continues_in_the_next_epoch(name: str, worker: Worker, alone: d
 
 
 def test_epoch_that_ends_between_forward_pass_and_sampling_leaves_nothing(
-    worker: Worker, alone: dict[str, Stream]
+    worker: VllmWorker, alone: dict[str, VllmStream]
 ) -> None:
     loads = worker.loads
-    with Run(worker, 2) as run:
+    with VllmRun(worker, 2) as run:
         for number, stream in enumerate(all_streams()[:6]):
             run.add(number, stream)
         run.run_step()
@@ -266,7 +274,7 @@ def test_epoch_that_ends_between_forward_pass_and_sampling_leaves_nothing(
         with pytest.raises(RuntimeError, match="lost here"):
             run.run_step()
         worker.runner.sample_tokens = sample  # type: ignore[method-assign]
-    with Run(worker, 2) as run:
+    with VllmRun(worker, 2) as run:
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
     assert worker.loads == loads, "the weights are read once"
@@ -295,8 +303,8 @@ def test_context_longer_than_the_models_is_refused() -> None:
         runner.load(Assignment(1, 0, 1, BLOCK, 8, 64, 10**6), lambda phase, fraction: None)
 
 
-def test_loaded_model_reports_its_sizes(worker: Worker) -> None:
-    with Run(worker, 1):
+def test_loaded_model_reports_its_sizes(worker: VllmWorker) -> None:
+    with VllmRun(worker, 1):
         loaded = worker.loaded
     assert (loaded.vocab_size, loaded.max_model_len, loaded.bytes_per_block) == (VOCAB, CONTEXT, 131072)
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
@@ -304,10 +312,10 @@ def test_loaded_model_reports_its_sizes(worker: Worker) -> None:
     assert torch.get_num_threads() == 1, "--threads"
 
 
-def test_memory_for_no_block_is_refused(worker: Worker) -> None:
+def test_memory_for_no_block_is_refused(worker: VllmWorker) -> None:
     """vLLM reserves one block. The last test, because a process has one vLLM at a time."""
     worker.runner.shutdown()
-    small = Worker(kv_cache_memory_bytes=131072)
+    small = VllmWorker(kv_cache_memory_bytes=131072)
     with pytest.raises(LoadError, match="raise --kv-cache-memory-bytes to 262144"):
         small.enter(1)
     small.runner.shutdown()

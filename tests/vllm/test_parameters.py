@@ -10,7 +10,7 @@ from protocol.codec import unpack
 from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
-from tests.vllm.driver import CONTEXT, Run, Stream, Worker
+from tests.vllm.driver import CONTEXT, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import PARAMETER_CASES, all_streams
 from tests.vllm.preloaded import processes
 from tests.vllm.reference import VllmAnswers, VllmRequest, generate
@@ -23,11 +23,11 @@ UNSUPPORTED = ("logit_bias", "min_p")
 DRAFTS = Speculation("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3)
 
 
-def streams() -> dict[str, Stream]:
+def streams() -> dict[str, VllmStream]:
     return {name: s for name, s in zip(PARAMETER_CASES, all_streams(), strict=True) if name in NAMES}
 
 
-def vllm_request(stream: Stream) -> VllmRequest:
+def vllm_request(stream: VllmStream) -> VllmRequest:
     """Return the request for vLLM; what is not set keeps vLLM's own default."""
     params = {
         name: getattr(stream.params, name)
@@ -50,25 +50,25 @@ def vllm_request(stream: Stream) -> VllmRequest:
     return VllmRequest(stream.prompt, params, set_afterwards)
 
 
-class Answers(msgspec.Struct):
+class ParameterAnswers(msgspec.Struct):
     tokens: dict[str, list[int]]
     scores: dict[str, dict[int, tuple[int, list[int], list[float]]]]
     accepted: int
 
 
-def answer(speculation: Speculation | None) -> Answers:
+def answer(speculation: Speculation | None) -> ParameterAnswers:
     """Answer all requests together, at depth three. Needs a new process, because it creates vLLM."""
-    with Run(Worker(speculation), 3) as run:
+    with VllmRun(VllmWorker(speculation), 3) as run:
         requests = streams()
         run.serve(*requests.values())
         accepted = run.core.stats().get("spec_decode_num_accepted_tokens", 0)
     tokens = {name: stream.tokens for name, stream in requests.items()}
-    return Answers(tokens, {name: stream.scores for name, stream in requests.items()}, int(accepted))
+    return ParameterAnswers(tokens, {name: stream.scores for name, stream in requests.items()}, int(accepted))
 
 
 class Comparison(msgspec.Struct):
-    plain: Answers
-    drafting: Answers
+    plain: ParameterAnswers
+    drafting: ParameterAnswers
     reference: VllmAnswers
     reference_drafting: VllmAnswers
     """Answers to the greedy requests that vLLM supports with drafts."""

@@ -23,7 +23,7 @@ from services.scheduler.capabilities import Combination, refusal
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
-from tests.integration.scheduler.engine import EngineClient, spawn
+from tests.integration.scheduler.engine import FrontendConnection, spawn
 
 PATIENCE = 200.0
 """Seconds for a process to end."""
@@ -45,7 +45,7 @@ def work(config: str, scratch: str) -> None:
     sys.exit(run(WorkerConfig.model_validate_json(config)))
 
 
-class Cluster:
+class VllmCluster:
     """A scheduler and its workers."""
 
     scratch = ""
@@ -69,8 +69,8 @@ class Cluster:
         self.workers.append(process)
         return process
 
-    def client(self) -> EngineClient:
-        return EngineClient(self._at("c"))
+    def client(self) -> FrontendConnection:
+        return FrontendConnection(self._at("c"))
 
     def end(self) -> list[int | None]:
         """Stop the scheduler, which stops its workers. Returns the exit statuses of all workers."""
@@ -110,15 +110,15 @@ def before() -> set[str]:
 def scratch() -> Iterator[Path]:
     """A folder whose path is short enough for sockets, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="ranks-", dir="/tmp") as directory:
-        Cluster.scratch = directory
+        VllmCluster.scratch = directory
         yield Path(directory)
 
 
 @contextmanager
-def cluster(directory: Path, workers: int, **scheduler: object) -> Iterator[Cluster]:
+def cluster(directory: Path, workers: int, **scheduler: object) -> Iterator[VllmCluster]:
     """A scheduler and its workers; all processes are ended in any case."""
     directory.mkdir(exist_ok=True)
-    running = Cluster(directory, **scheduler)
+    running = VllmCluster(directory, **scheduler)
     with ExitStack() as stack:
         stack.callback(running.kill)
         for _ in range(workers):
@@ -126,7 +126,7 @@ def cluster(directory: Path, workers: int, **scheduler: object) -> Iterator[Clus
         yield running
 
 
-def submit(client: EngineClient, first: int = 0) -> list[int]:
+def submit(client: FrontendConnection, first: int = 0) -> list[int]:
     """Submit greedy, sampled and structured requests. Returns their numbers."""
     for number in NUMBERS:
         prompt = [(number * 37 + i * 11) % 4000 for i in range(5 + 17 * number)]
@@ -146,7 +146,7 @@ def submit(client: EngineClient, first: int = 0) -> list[int]:
     return [first + number for number in NUMBERS]
 
 
-def embedding(client: EngineClient, first: int = 0) -> list[float]:
+def embedding(client: FrontendConnection, first: int = 0) -> list[float]:
     client.wait_finished(first + EMBEDDED)
     return np.frombuffer(client.embeddings[first + EMBEDDED], np.float32).tolist()
 
@@ -154,7 +154,7 @@ def embedding(client: EngineClient, first: int = 0) -> list[float]:
 Tokens = list[list[int]]
 
 
-def answers(client: EngineClient, numbers: list[int]) -> Tokens:
+def answers(client: FrontendConnection, numbers: list[int]) -> Tokens:
     client.wait_finished(*numbers)
     assert {client.finished[number].reason for number in numbers} == {FinishReason.LENGTH}
     for number in STRUCTURED:
@@ -165,7 +165,7 @@ def answers(client: EngineClient, numbers: list[int]) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, EngineClient]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, FrontendConnection]:
     """Answers of one rank at depth one, and the client that received them."""
     with cluster(tmp_path_factory.mktemp("one"), 1, batch_queue_depth=1) as running:
         client = running.client()
@@ -178,7 +178,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokens, EngineCl
 
 
 def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
-    expected: tuple[Tokens, EngineClient], tmp_path: Path
+    expected: tuple[Tokens, FrontendConnection], tmp_path: Path
 ) -> None:
     """Each rank samples for itself with the same random numbers; only the output rank reports. After a lost rank was
     replaced, delivered tokens stay and the answers are the same."""
@@ -206,7 +206,7 @@ def test_two_ranks_answer_like_one_also_after_a_rank_was_lost(
 
 
 def test_two_ranks_with_drafts_answer_like_one_without(
-    expected: tuple[Tokens, EngineClient], tmp_path: Path
+    expected: tuple[Tokens, FrontendConnection], tmp_path: Path
 ) -> None:
     """Each rank proposes for itself; all ranks propose the same drafts."""
     tokens, _ = expected

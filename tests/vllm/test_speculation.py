@@ -16,7 +16,7 @@ from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
-from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, Run, Stream, Worker
+from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
     DEPTHS,
     FEW_BLOCKS,
@@ -40,44 +40,44 @@ ONLY = msgspec.structs.replace(SAMPLED, allowed_token_ids=pack([77]))
 class Plain(NamedTuple):
     """Answers without drafts, at depth one."""
 
-    everything: dict[str, Stream]
-    stopping: list[Stream]
-    filling: list[Stream]
+    everything: dict[str, VllmStream]
+    stopping: list[VllmStream]
+    filling: list[VllmStream]
     """Requests that fill the context, and others."""
 
 
-def filling() -> list[Stream]:
+def filling() -> list[VllmStream]:
     """Return requests that fill the context, and others that do not."""
     length = CONTEXT - 16
-    near = [Stream((PHRASE * 40)[:length], msgspec.structs.replace(GREEDY, max_tokens=16))]
-    near.append(Stream(prompt_of(5, length), msgspec.structs.replace(ONLY, max_tokens=16)))
-    return [*near, Stream(REPEATED, GREEDY), Stream(prompt_of(4), SAMPLED)]
+    near = [VllmStream((PHRASE * 40)[:length], msgspec.structs.replace(GREEDY, max_tokens=16))]
+    near.append(VllmStream(prompt_of(5, length), msgspec.structs.replace(ONLY, max_tokens=16)))
+    return [*near, VllmStream(REPEATED, GREEDY), VllmStream(prompt_of(4), SAMPLED)]
 
 
-def stopping() -> list[Stream]:
+def stopping() -> list[VllmStream]:
     """Return requests that sample their stop token at once, and must not stop before 0, 1, 2 ... tokens."""
     params = msgspec.structs.replace(ONLY, stop_token_ids=(77,))
-    return [Stream(prompt_of(n), msgspec.structs.replace(params, min_tokens=n)) for n in range(2 * K + 3)]
+    return [VllmStream(prompt_of(n), msgspec.structs.replace(params, min_tokens=n)) for n in range(2 * K + 3)]
 
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    worker = Worker()
-    with Run(worker, 1, prefix_caching=False) as run:
+    worker = VllmWorker()
+    with VllmRun(worker, 1, prefix_caching=False) as run:
         answers = [run.serve(*streams) for streams in (all_streams(), stopping(), filling())]
     worker.runner.shutdown()
     return Plain(dict(zip(PARAMETER_CASES, answers[0], strict=True)), *answers[1:])
 
 
 @pytest.fixture(scope="module")
-def worker(plain: Plain) -> Iterator[Worker]:
+def worker(plain: Plain) -> Iterator[VllmWorker]:
     """A process has one vLLM at a time."""
-    worker = Worker(DRAFTS)
+    worker = VllmWorker(DRAFTS)
     yield worker
     worker.runner.shutdown()
 
 
-def accepted(run: Run) -> int:
+def accepted(run: VllmRun) -> int:
     return int(run.core.stats()["spec_decode_num_accepted_tokens"])
 
 
@@ -92,12 +92,12 @@ CELLS = {
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("cell", [cell for cell, reason in CELLS.items() if reason is None], ids=str)
 def test_supported_cell_answers_as_without_drafts(
-    cell: Combination, prefix_caching: bool, worker: Worker, plain: Plain
+    cell: Combination, prefix_caching: bool, worker: VllmWorker, plain: Plain
 ) -> None:
     """With every parameter, greedy and sampled, grammars, log-probabilities, and prompts in chunks."""
     assert refusal(replace(cell, structured=True)) is None
     depth, policy = 1 + 2 * cell.runs_ahead, cell.batching_policy
-    with Run(worker, depth, prefix_caching=prefix_caching, policy=policy) as run:
+    with VllmRun(worker, depth, prefix_caching=prefix_caching, policy=policy) as run:
         for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
             assert_equal(got, expected)
         assert accepted(run) > 0
@@ -110,9 +110,9 @@ def test_stages_and_phases_are_refused_in_every_cell() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, plain: Plain) -> None:
+def test_preemption_storm_changes_no_answer(depth: int, worker: VllmWorker, plain: Plain) -> None:
     """A resumed request has no drafts of before (latest drafts), and its random numbers match its tokens."""
-    with Run(worker, depth, num_blocks=FEW_BLOCKS) as run:
+    with VllmRun(worker, depth, num_blocks=FEW_BLOCKS) as run:
         for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
@@ -120,13 +120,13 @@ def test_preemption_storm_changes_no_answer(depth: int, worker: Worker, plain: P
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, worker: Worker) -> None:
+def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, worker: VllmWorker) -> None:
     """The row cut: tokens after the end are cut at any place of a row."""
     lengths = range(1, 2 * K + 4)
-    with Run(worker, depth) as run:
+    with VllmRun(worker, depth) as run:
         params_of_lengths = [msgspec.structs.replace(ONLY, max_tokens=n) for n in lengths]
         for stream in run.serve(
-            *(Stream(prompt_of(n), params) for n, params in zip(lengths, params_of_lengths, strict=True))
+            *(VllmStream(prompt_of(n), params) for n, params in zip(lengths, params_of_lengths, strict=True))
         ):
             assert stream.tokens == [77] * stream.params.max_tokens
             assert stream.finish is not None
@@ -137,8 +137,8 @@ def test_drafts_that_are_right_save_steps_and_end_with_max_tokens(depth: int, wo
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_stop_in_the_middle_of_a_row(depth: int, worker: Worker, plain: Plain) -> None:
-    with Run(worker, depth) as run:
+def test_stop_in_the_middle_of_a_row(depth: int, worker: VllmWorker, plain: Plain) -> None:
+    with VllmRun(worker, depth) as run:
         for got, expected in zip(run.serve(*stopping()), plain.stopping, strict=True):
             assert_equal(got, expected)
         assert accepted(run) > 0
@@ -148,9 +148,9 @@ def test_stop_in_the_middle_of_a_row(depth: int, worker: Worker, plain: Plain) -
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_drafts_end_with_the_context(depth: int, worker: Worker, plain: Plain) -> None:
+def test_drafts_end_with_the_context(depth: int, worker: VllmWorker, plain: Plain) -> None:
     """The position bound. Requests that are far from the end keep their drafts."""
-    with Run(worker, depth) as run:
+    with VllmRun(worker, depth) as run:
         for got, expected in zip(run.serve(*filling()), plain.filling, strict=True):
             assert_equal(got, expected)
         assert accepted(run) > K
@@ -159,12 +159,12 @@ def test_drafts_end_with_the_context(depth: int, worker: Worker, plain: Plain) -
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
-    depth: int, worker: Worker, plain: Plain
+    depth: int, worker: VllmWorker, plain: Plain
 ) -> None:
-    with Run(worker, depth) as run:
-        long = run.add(9, Stream(prompt_of(3, 250), GREEDY))
+    with VllmRun(worker, depth) as run:
+        long = run.add(9, VllmStream(prompt_of(3, 250), GREEDY))
         for turns in (2, 3, 5):
-            first = run.add(1, Stream(REPEATED, msgspec.structs.replace(ONLY, max_tokens=100)))
+            first = run.add(1, VllmStream(REPEATED, msgspec.structs.replace(ONLY, max_tokens=100)))
             for _ in range(turns):
                 run.run_step()
             run.dispatch()
@@ -176,16 +176,16 @@ def test_number_reused_while_drafts_of_the_first_request_are_in_flight(
         assert long.aborted
 
 
-def test_more_requests_than_slots(worker: Worker) -> None:
-    def streams() -> list[Stream]:
+def test_more_requests_than_slots(worker: VllmWorker) -> None:
+    def streams() -> list[VllmStream]:
         return [
-            Stream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY)
+            VllmStream((prompt_of(n, 3 + n % 4) * 8)[:40], SAMPLED if n % 2 else ONLY)
             for n in range(3 * MAX_SEQS)
         ]
 
-    with Run(worker, 1) as run:
+    with VllmRun(worker, 1) as run:
         expected = [stream.tokens for stream in run.serve(*streams())]
-    with Run(worker, 3) as run:
+    with VllmRun(worker, 3) as run:
         assert [stream.tokens for stream in run.serve(*streams())] == expected
         assert accepted(run) > 0
 
@@ -193,20 +193,20 @@ def test_more_requests_than_slots(worker: Worker) -> None:
 @pytest.mark.parametrize(
     "name", ["sampled", "repetition_penalty", "min_tokens", "grammar, sampled, penalties"]
 )
-def test_request_continues_in_the_next_epoch(name: str, worker: Worker, plain: Plain) -> None:
+def test_request_continues_in_the_next_epoch(name: str, worker: VllmWorker, plain: Plain) -> None:
     """Another worker receives its tokens, and not how many of them were drafts."""
     stream, expected = all_streams()[list(PARAMETER_CASES).index(name)], plain.everything[name]
     stream.tokens = expected.tokens[:10]
-    with Run(worker, 2) as run:
+    with VllmRun(worker, 2) as run:
         assert run.serve_one(0, stream).tokens == expected.tokens
 
 
-def test_rows_are_as_long_at_any_depth(worker: Worker) -> None:
+def test_rows_are_as_long_at_any_depth(worker: VllmWorker) -> None:
     """Equal acceptance, step by step."""
     rows = []
     for depth in DEPTHS:
-        with Run(worker, depth) as run:
-            streams = run.serve(*all_streams(), Stream(REPEATED, GREEDY))
+        with VllmRun(worker, depth) as run:
+            streams = run.serve(*all_streams(), VllmStream(REPEATED, GREEDY))
         rows.append([stream.rows for stream in streams])
     assert rows[0] == rows[1] == rows[2]
     assert max(map(max, rows[0])) == K + 1
@@ -228,20 +228,20 @@ class Varying:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_number_of_drafts_may_change_in_every_step(depth: int, worker: Worker, plain: Plain) -> None:
-    with Run(worker, depth, drafting=Varying()) as run:
+def test_number_of_drafts_may_change_in_every_step(depth: int, worker: VllmWorker, plain: Plain) -> None:
+    with VllmRun(worker, depth, drafting=Varying()) as run:
         for got, expected in zip(run.serve(*all_streams()), plain.everything.values(), strict=True):
             assert_equal(got, expected)
         assert accepted(run) > 0
 
 
-def test_no_drafts_beyond_the_limit_of_the_drafter(worker: Worker) -> None:
+def test_no_drafts_beyond_the_limit_of_the_drafter(worker: VllmWorker) -> None:
     """The drafter limit. The weights are read again, because vLLM takes the limit when it starts. The last test with
     weights."""
     limit = 48
     worker.speculation = msgspec.structs.replace(DRAFTS, num_speculative_tokens=5, max_model_len=limit)
-    with Run(worker, 2) as run:
-        [stream] = run.serve(Stream(prompt_of(1, 20), msgspec.structs.replace(ONLY, max_tokens=60)))
+    with VllmRun(worker, 2) as run:
+        [stream] = run.serve(VllmStream(prompt_of(1, 20), msgspec.structs.replace(ONLY, max_tokens=60)))
     assert stream.tokens == [77] * 60
     ends = (20 + np.cumsum(stream.rows)).tolist()
     drafted = [count for end, count in zip(ends, stream.rows, strict=True) if end <= limit]

@@ -95,7 +95,7 @@ def test_draw_for_an_incomplete_prompt_is_taken_back() -> None:
 # -- plans -------------------------------------------------------------------------------------------------------
 
 
-class World:
+class TranslatorSetup:
     """A slot table, a translator, and the states that vLLM keeps."""
 
     def __init__(self, max_drafts: int = 0) -> None:
@@ -134,7 +134,7 @@ def new(
 
 
 def test_new_request_enters_with_its_prompt_and_blocks() -> None:
-    world = World()
+    world = TranslatorSetup()
     step = world.step([(2, 5, 0, 40, True)], new=[new(2, 5, range(40), [3, 8])])
     state = world.requests["2.5"]
     assert (state.prompt_token_ids, state.output_token_ids) == (list(range(40)), [])
@@ -148,7 +148,7 @@ def test_new_request_enters_with_its_prompt_and_blocks() -> None:
 
 
 def test_prefix_hit_starts_after_the_cached_blocks() -> None:
-    world = World()
+    world = TranslatorSetup()
     step = world.step([(0, 1, 32, 8, True)], new=[new(0, 1, range(40), [3, 8])])
     assert world.requests["0.1"].num_computed_tokens == 32
     assert step.scheduled_cached_reqs.num_computed_tokens == [32]
@@ -156,7 +156,7 @@ def test_prefix_hit_starts_after_the_cached_blocks() -> None:
 
 def test_steps_ahead_count_promised_tokens_as_output() -> None:
     """vLLM has sampled every promised token when the plan that counts it is translated."""
-    world = World()
+    world = TranslatorSetup()
     world.step([(0, 1, 0, 31, True)], new=[new(0, 1, range(31), [3])])
     ahead = world.step([(0, 1, 31, 1, True)])
     assert ahead.scheduled_cached_reqs.num_output_tokens == [1]
@@ -168,7 +168,7 @@ def test_steps_ahead_count_promised_tokens_as_output() -> None:
 
 
 def test_chunk_of_a_prompt_has_no_output() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step([(0, 1, 0, 16, False)], new=[new(0, 1, range(40), [3, 8])])
     step = world.step([(0, 1, 16, 16, False)])
     assert step.scheduled_cached_reqs.num_output_tokens == [0]
@@ -176,7 +176,7 @@ def test_chunk_of_a_prompt_has_no_output() -> None:
 
 
 def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step(
         [(0, 1, 0, 20, True), (1, 1, 0, 4, True)], new=[new(0, 1, range(20), [3]), new(1, 1, range(4), [4])]
     )
@@ -189,7 +189,7 @@ def test_blocks_of_a_slot_without_a_row_are_sent_with_its_next_row() -> None:
 
 def test_preempted_request_resumes_with_its_output() -> None:
     """In any slot, as another generation: prompt and output stay apart, and its random numbers continue."""
-    world = World()
+    world = TranslatorSetup()
     world.step([(0, 1, 0, 3, True)], new=[new(0, 1, range(3), [3], params=SAMPLED)])
     step = world.step([(1, 4, 0, 5, True)], released=[0], new=[new(1, 4, range(5), [6], 3, SAMPLED)])
     assert step.finished_req_ids == {"0.1"}
@@ -200,7 +200,7 @@ def test_preempted_request_resumes_with_its_output() -> None:
 
 
 def test_slot_reused_in_the_same_step_has_another_request_id() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step([(0, 1, 0, 40, True)], new=[new(0, 1, range(40), [3, 4])])
     step = world.step([(0, 2, 0, 2, True)], released=[0], new=[new(0, 2, range(2), [5])])
     assert (step.finished_req_ids, step.scheduled_cached_reqs.req_ids) == ({"0.1"}, ["0.2"])
@@ -208,7 +208,7 @@ def test_slot_reused_in_the_same_step_has_another_request_id() -> None:
 
 
 def test_request_released_before_its_first_row_never_enters() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step([(1, 1, 0, 2, True)], new=[new(0, 1, range(4), [3]), new(1, 1, range(2), [4])])
     assert set(world.requests) == {"1.1"}
     world.step([(1, 1, 2, 1, True)], released=[0])
@@ -216,7 +216,7 @@ def test_request_released_before_its_first_row_never_enters() -> None:
 
 
 def test_release_without_a_step_removes_the_request() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step([(3, 1, 0, 2, True)], new=[new(3, 1, range(2), [3])])
     world.table.release(np.array([3], np.int32))
     step = world.translator.translate_release(np.array([3], np.int32))
@@ -224,14 +224,14 @@ def test_release_without_a_step_removes_the_request() -> None:
 
 
 def test_prompt_logprobs_are_requested_by_request_id() -> None:
-    world = World()
+    world = TranslatorSetup()
     params = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
     world.step([(0, 1, 0, 4, True)], new=[new(0, 1, range(4), [3], params=params)])
     assert world.prompt_logprobs == {"0.1": 2}
 
 
 def test_bitmasks_keep_their_order_and_bits() -> None:
-    world = World()
+    world = TranslatorSetup()
     _, rows, _ = world.plan([(slot, 1, 0, 2, True) for slot in (0, 1, 2)], new=new_ones(0, 1, 2))
     mask = np.arange(8, dtype=np.int32).reshape(2, 4)
     grammar, acceptable = world.translator.translate_grammar(
@@ -249,9 +249,9 @@ def new_ones(*slots: int) -> list[NewRequest]:
     return [new(slot, 1, range(2), [slot]) for slot in slots]
 
 
-def drafting(*slots: int) -> World:
+def drafting(*slots: int) -> TranslatorSetup:
     """Requests that have sampled their first token; each but the last has three proposed drafts."""
-    world = World(max_drafts=3)
+    world = TranslatorSetup(max_drafts=3)
     world.step([(slot, 1, 0, 2, True) for slot in slots], new=new_ones(*slots))
     for slot in slots:
         world.requests[f"{slot}.1"].output_token_ids.append(50 + slot)
@@ -301,7 +301,7 @@ def test_row_planned_before_the_known_tokens_is_refused() -> None:
 
 def test_request_that_has_filled_the_context_samples_no_logprobs() -> None:
     """It is planned until the scheduler has processed its end; vLLM fails on one token more (position bound)."""
-    world = World(max_drafts=3)
+    world = TranslatorSetup(max_drafts=3)
     world.step([(0, 1, 0, 250, True)], new=[new(0, 1, range(250), list(range(8)))])
     output = world.requests["0.1"].output_token_ids
     output += [1]
@@ -319,7 +319,7 @@ def test_request_that_has_filled_the_context_samples_no_logprobs() -> None:
 
 
 def test_drafts_without_a_drafter_are_refused() -> None:
-    world = World()
+    world = TranslatorSetup()
     world.step([(0, 1, 0, 2, True)], new=new_ones(0))
     with pytest.raises(PlanError, match="assignment has no drafter"):
         world.plan([(0, 1, 2, 2, True)], drafts=[1])
@@ -360,8 +360,8 @@ class Lists:
 def result(
     rows: list[tuple[int, int, int, int, bool]], vllm_output: Any, requested: RequestedLogprobs
 ) -> Any:
-    """`rows` as of `World.step`; vLLM's row of a slot is the slot's id."""
-    world = World()
+    """`rows` as of `TranslatorSetup.step`; vLLM's row of a slot is the slot's id."""
+    world = TranslatorSetup()
     new_ones = [
         new(slot, 1, range(start + count + (not samples)), [slot]) for slot, _, start, count, samples in rows
     ]
@@ -437,7 +437,7 @@ def test_incomplete_prompt_has_no_logprobs() -> None:
 
 def test_result_is_unchanged_by_the_next_step() -> None:
     """The immutable result."""
-    world = World()
+    world = TranslatorSetup()
     plan = SchedulerOutput(
         1, 1, pack([0]), pack([1]), pack([0]), pack([2]), b"\1", [new(0, 1, range(2), [3])]
     )

@@ -218,7 +218,7 @@ class Observers:
             observer.observe(event)
 
 
-class Recorder:
+class EventRecorder:
     """An observer that keeps every event in a list."""
 
     def __init__(self) -> None:

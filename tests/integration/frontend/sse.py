@@ -73,7 +73,7 @@ class Answer:
         return b"".join(self.chunks)
 
 
-class Client:
+class SseClient:
     """One HTTP connection."""
 
     def __init__(self, frontend: Frontend, buffer: int | None = None, version: str = "1.1") -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from protocol.codec import pack
 from protocol.requests import RequestOutputs
 from tests.integration.frontend.scripted import SMALL_BUFFERS, TOKENIZER, ended, ids_of, scripted, wait_until
-from tests.integration.frontend.sse import Client, events_of, texts
+from tests.integration.frontend.sse import SseClient, events_of, texts
 
 PATCH = f"""{SMALL_BUFFERS}
 import sys
@@ -30,10 +30,10 @@ def test_slow_reader_delays_nobody_and_its_memory_is_bounded() -> None:
     flood = (ids_of(" international understanding of every language") * FLOOD)[:FLOOD]
     word = ids_of(" word")
     with scripted(PATCH) as (frontend, scheduler), ExitStack() as stack:
-        slow = stack.enter_context(Client(frontend, buffer=4096))
+        slow = stack.enter_context(SseClient(frontend, buffer=4096))
         slow.post(prompt="slow")
         slow_number = scheduler.request().number
-        others = [stack.enter_context(Client(frontend)) for _ in range(NEIGHBOURS)]
+        others = [stack.enter_context(SseClient(frontend)) for _ in range(NEIGHBOURS)]
         for other in others:
             other.post(prompt="x")
         numbers = [scheduler.request(1 + index).number for index in range(NEIGHBOURS)]

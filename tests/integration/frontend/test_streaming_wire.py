@@ -20,7 +20,7 @@ from tests.integration.frontend.scripted import (
     silent,
     tokens,
 )
-from tests.integration.frontend.sse import Client, EventParser, events_of, texts
+from tests.integration.frontend.sse import EventParser, SseClient, events_of, texts
 
 FIRST = "x"
 LINE_ENDS = "\n|\r|\r\n|\n\n|\x0b|\x0c|\x1c|\x1d|\x1e|\x85|\u2028|\u2029|\0|data: [DONE]\n\n|\ufeff"
@@ -36,7 +36,7 @@ def in_steps(text: str, dice: random.Random) -> list[list[int]]:
     return steps
 
 
-def begin(client: Client, scheduler: ScriptedScheduler) -> int:
+def begin(client: SseClient, scheduler: ScriptedScheduler) -> int:
     """Wait until the stream has shown `FIRST`, so that later text is written separately; return the number."""
     number = scheduler.request().number
     scheduler.send(tokens(number, ids_of(FIRST)))
@@ -61,7 +61,7 @@ def test_any_text_is_preserved_however_it_is_read(
     frontend: Frontend, scheduler: ScriptedScheduler, text: str, dice: random.Random
 ) -> None:
     scheduler.script(silent)
-    with Client(frontend) as client:
+    with SseClient(frontend) as client:
         client.post(prompt="x")
         number = begin(client, scheduler)
         index = 1
@@ -93,7 +93,7 @@ def test_official_client_reads_line_ends_of_all_kinds(
 def test_http_1_0_client_reads_until_the_connection_ends(
     frontend: Frontend, scheduler: ScriptedScheduler
 ) -> None:
-    with Client(frontend, version="1.0") as client:
+    with SseClient(frontend, version="1.0") as client:
         client.post(prompt="x")
         number = begin(client, scheduler)
         for index, token in enumerate(said := ids_of(" a body without any chunks")):
@@ -107,7 +107,7 @@ def test_http_1_0_client_reads_until_the_connection_ends(
 
 
 def test_connection_serves_one_stream_after_another(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
-    with Client(frontend) as client:
+    with SseClient(frontend) as client:
         for text in (" first", " second", " third"):
             scheduler.script(silent)
             client.post(prompt="x")
@@ -124,7 +124,7 @@ def test_requests_sent_at_once_are_answered_in_order(
     scheduler.script(lambda request: answering(f"answer {len(scheduler.requests)}")(request))
     data = json.dumps({"prompt": "x", "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-    with Client(frontend) as client:
+    with SseClient(frontend) as client:
         client.socket.sendall((head + data) * 3)
         raw = b""
         while raw.count(b"[DONE]") < 3:
@@ -143,7 +143,7 @@ WRITE_PER_TOKEN = "from services.frontend.engine import streams; streams.MAX_TOK
 @pytest.mark.parametrize(("patch", "writes_per_step"), [("", 1), (WRITE_PER_TOKEN, CHOICES)])
 def test_step_is_one_write_for_all_choices_of_a_connection(patch: str, writes_per_step: int) -> None:
     word = ids_of(" word")
-    with scripted(patch) as (frontend, scheduler), Client(frontend) as client:
+    with scripted(patch) as (frontend, scheduler), SseClient(frontend) as client:
         client.post(prompt=["a", "b", "c", "d"])
         numbers = [scheduler.request(index).number for index in range(CHOICES)]
         for step in range(STEPS):

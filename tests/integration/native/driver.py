@@ -16,7 +16,7 @@ from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native import NativeRunner
-from services.worker.backends.native.epoch import Epoch
+from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.runner import ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
@@ -40,7 +40,7 @@ class Score(NamedTuple):
 
 
 @dataclass
-class Request:
+class DrivenRequest:
     """One request in a slot, as the scheduler would know it."""
 
     slot: int
@@ -75,13 +75,13 @@ class Request:
 class Launched:
     """A step in flight."""
 
-    rows: list[tuple[Request, int]]
+    rows: list[tuple[DrivenRequest, int]]
     plan: SchedulerOutput
     output: Output
     logits: Callable[[], torch.Tensor]
 
 
-class Driver:
+class RunnerDriver:
     """Loads `model` and holds its batch. With `speculation` every sampling row of a request has as many drafts as the
     step that sampled for it last asked for."""
 
@@ -120,7 +120,7 @@ class Driver:
         return self.runner.load(self.assignment, lambda phase, fraction: None)
 
     @property
-    def epoch(self) -> Epoch:
+    def epoch(self) -> NativeEpoch:
         """Of a `NativeRunner`."""
         return self.runner.epoch
 
@@ -128,31 +128,31 @@ class Driver:
         self,
         prompt: list[int],
         params: SamplingParams = GREEDY,
-        prefix: Request | None = None,
+        prefix: DrivenRequest | None = None,
         hit: int = 0,
         pooling: Pooling = Pooling.NONE,
-    ) -> Request:
+    ) -> DrivenRequest:
         """A request in a fresh slot; its first `hit` tokens lie in the blocks of `prefix`, already computed."""
         assert hit % self.block_size == 0
         assert prefix is None or prefix.tokens[:hit] == prompt[:hit]
         self.generation += 1
         blocks = prefix.blocks[: hit // self.block_size] if prefix else []
-        return Request(
+        return DrivenRequest(
             self.free_slots.pop(0), self.generation, prompt, params, list(blocks), hit, len(prompt),
             pooling=pooling,
         )  # fmt: skip
 
-    def preempt(self, request: Request) -> Request:
+    def preempt(self, request: DrivenRequest) -> DrivenRequest:
         """Its slot and blocks are given up; it comes back elsewhere, with all tokens it has."""
         self.released.append(request.slot)
         self.promised_drafts.pop(request.slot, None)
         again = self.add(request.tokens, request.params)
-        return Request(
+        return DrivenRequest(
             again.slot, again.generation, request.prompt, request.params, [], 0, again.known, request.output,
             pooling=request.pooling, scores=request.scores,
         )  # fmt: skip
 
-    def plan(self, rows: list[tuple[Request, int]]) -> SchedulerOutput:
+    def plan(self, rows: list[tuple[DrivenRequest, int]]) -> SchedulerOutput:
         """The plan that computes the next so many tokens of each request."""
         new, block_slots, block_ids, starts, samples, drafts = [], [], [], [], [], []
         for request, count in rows:
@@ -202,7 +202,7 @@ class Driver:
             least_chance=self.least_chance,
         )
 
-    def launch(self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None) -> Launched:
+    def launch(self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None) -> Launched:
         """One step, executed and sampled, not read."""
         plan = self.plan(rows)
         self.runner.execute_model(plan)
@@ -243,16 +243,18 @@ class Driver:
         return result
 
     def step(
-        self, rows: list[tuple[Request, int]], grammar: GrammarOutput | None = None
+        self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None
     ) -> ModelRunnerOutput:
         return self.collect(self.launch(rows, grammar))
 
-    def generate(self, requests: list[Request], tokens: int, chunk: int = 10_000, depth: int = 1) -> None:
+    def generate(
+        self, requests: list[DrivenRequest], tokens: int, chunk: int = 10_000, depth: int = 1
+    ) -> None:
         """Runs all requests together, prompts in chunks, until each has so many output tokens."""
         self.interleave([requests], tokens, chunk, depth)
 
     def interleave(
-        self, batches: list[list[Request]], tokens: int, chunk: int = 10_000, depth: int = 1
+        self, batches: list[list[DrivenRequest]], tokens: int, chunk: int = 10_000, depth: int = 1
     ) -> None:
         """Steps of the batches in turn, `depth` of them in flight, until each request has so many output tokens, or a
         few more where drafts were accepted."""
@@ -270,7 +272,7 @@ class Driver:
         while flying:
             self.collect(flying.popleft())
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: DrivenRequest) -> None:
         self.runner.release(np.array([request.slot], np.int32))
         self.promised_drafts.pop(request.slot, None)
         self.free_slots.append(request.slot)

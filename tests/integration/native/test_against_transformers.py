@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 
 TOKENS = 64
 
@@ -17,7 +17,9 @@ def prompts(family: Family, number: int = 4) -> list[list[int]]:
     ]
 
 
-def check(family: Family, driver: Driver, prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+def check(
+    family: Family, driver: RunnerDriver, prompt: list[int], output: list[int], logits: torch.Tensor
+) -> None:
     expected, reference = family.reference(prompt, TOKENS)
     top = reference.topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > 1e-4, "the reference itself is undecided; choose another prompt"
@@ -26,7 +28,7 @@ def check(family: Family, driver: Driver, prompt: list[int], output: list[int], 
 
 
 def test_alone(family: Family) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     for prompt in prompts(family):
         driver.logits.clear()
         request = driver.add(prompt)
@@ -35,7 +37,7 @@ def test_alone(family: Family) -> None:
 
 
 def test_batched(family: Family) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     requests = [driver.add(prompt) for prompt in prompts(family)]
     driver.generate(requests, TOKENS)
     stacked = torch.stack(driver.logits, 1)
@@ -45,7 +47,7 @@ def test_batched(family: Family) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_chunked_gives_the_same_bits(family: Family, chunk: int) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     prompt = prompts(family)[3]
     whole, pieces = driver.add(prompt), driver.add(prompt)
     driver.generate([whole], TOKENS)
@@ -57,7 +59,7 @@ def test_chunked_gives_the_same_bits(family: Family, chunk: int) -> None:
 
 
 def test_prefix_hit(family: Family) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     prompt = prompts(family)[3]
     first = driver.add(prompt)
     driver.generate([first], TOKENS)
@@ -71,7 +73,7 @@ def test_prefix_hit(family: Family) -> None:
 
 def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
     """The second row starts inside blocks that the first row writes in this very step (write before read)."""
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     prompt = prompts(family)[3]
     hit = 52
     first = driver.add(prompt)
@@ -85,7 +87,7 @@ def test_two_equal_prompts_share_blocks_within_one_step(family: Family) -> None:
 
 
 def test_preempted_and_recomputed(family: Family) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     prompt, others = prompts(family)[0], [driver.add(p) for p in prompts(family)[1:]]
     alone = driver.add(prompt)
     driver.generate([alone], TOKENS)

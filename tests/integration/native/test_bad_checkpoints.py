@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
 
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(LoadError) as caught:
-        Driver(path, **options)
+        RunnerDriver(path, **options)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -138,5 +138,5 @@ def test_no_code_of_a_checkpoint_runs(copy: Path, tmp_path: Path) -> None:
     canary = tmp_path / "ran"
     (copy / "modeling_evil.py").write_text(f"open({str(canary)!r}, 'w')")
     edit(copy, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
-    Driver(copy)
+    RunnerDriver(copy)
     assert not canary.exists()

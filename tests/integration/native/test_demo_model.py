@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver
+from tests.integration.native.driver import RunnerDriver
 
 TEXTS = ["How do I read a file line by line?", "import asyncio\n\nasync def main():", "The heapq module", "x"]
 TOKENS = 48
@@ -25,7 +25,7 @@ def prompts() -> list[list[int]]:
 
 
 def test_answers_equal_transformers(demo: Family, prompts: list[list[int]]) -> None:
-    driver = Driver(DEMO_MODEL, block_size=16)
+    driver = RunnerDriver(DEMO_MODEL, block_size=16)
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, TOKENS, chunk=7)
     for request in requests:
@@ -39,7 +39,7 @@ def test_answers_equal_transformers(demo: Family, prompts: list[list[int]]) -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_crowd_changes_no_token(prompts: list[list[int]], temperature: float) -> None:
-    driver = Driver(DEMO_MODEL, block_size=16)
+    driver = RunnerDriver(DEMO_MODEL, block_size=16)
     params = [SamplingParams(1000, temperature, top_p=0.95, seed=seed) for seed in range(8)]
     alone = [driver.add(prompts[i % 4], p) for i, p in enumerate(params)]
     for request in alone:

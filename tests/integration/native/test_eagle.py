@@ -16,7 +16,7 @@ from services.worker.backends.native.drafters.base import I32, Advance
 from services.worker.backends.native.kernels.cpu.compiled import product
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver, Request
+from tests.integration.native.driver import DrivenRequest, RunnerDriver
 
 TOKENS, K = 48, 3
 QUESTIONS = (
@@ -39,14 +39,16 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def eagle(k: int = K, threads: int = 1, **changes: int) -> Driver:
+def eagle(k: int = K, threads: int = 1, **changes: int) -> RunnerDriver:
     speculation = Speculation("eagle", k, **changes)
-    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation)
+    driver = RunnerDriver(
+        DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation
+    )
     driver.least_chance = 0.2
     return driver
 
 
-def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
+def record(driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
     """Everything that the drafter proposes from now on."""
     proposer, proposed = driver.epoch.proposer, {}
     assert proposer is not None
@@ -64,16 +66,16 @@ def record(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Drafted:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[Request]:
+def plain() -> list[DrivenRequest]:
     """The answers without drafts."""
-    driver = Driver(DEMO_MODEL, block_size=16, dtype="float32")
+    driver = RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32")
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS + K)
     return requests
 
 
 @pytest.fixture(scope="module")
-def first(plain: list[Request]) -> tuple[Driver, list[Request], Drafted]:
+def first(plain: list[DrivenRequest]) -> tuple[RunnerDriver, list[DrivenRequest], Drafted]:
     """The same with drafts, each whole prompt in one step."""
     with pytest.MonkeyPatch.context() as patch:
         driver = eagle()
@@ -83,13 +85,13 @@ def first(plain: list[Request]) -> tuple[Driver, list[Request], Drafted]:
     return driver, requests, proposed
 
 
-def assert_equal(requests: list[Request], plain: list[Request]) -> None:
+def assert_equal(requests: list[DrivenRequest], plain: list[DrivenRequest]) -> None:
     for request, reference in zip(requests, plain, strict=True):
         assert request.output[:TOKENS] == reference.output[:TOKENS]
 
 
 def test_answers_are_those_without_drafts(
-    first: tuple[Driver, list[Request], Drafted], plain: list[Request]
+    first: tuple[RunnerDriver, list[DrivenRequest], Drafted], plain: list[DrivenRequest]
 ) -> None:
     """Same tokens (docs/invariants.md)."""
     _, requests, _ = first
@@ -98,7 +100,7 @@ def test_answers_are_those_without_drafts(
     assert accepted / drafted > 0.25
 
 
-def test_most_first_drafts_are_right(plain: list[Request]) -> None:
+def test_most_first_drafts_are_right(plain: list[DrivenRequest]) -> None:
     driver = eagle(1)
     requests = [driver.add(prompt) for prompt in prompts()]
     driver.generate(requests, TOKENS, depth=2)
@@ -110,8 +112,8 @@ def test_most_first_drafts_are_right(plain: list[Request]) -> None:
     ("chunk", "depth", "threads"), [(1, 1, 1), (5, 2, 1), (7, 3, 1), (5, 1, 3), (7, 2, 2), (5, 3, 3)]
 )
 def test_chunks_depth_and_threads_change_no_draft(
-    first: tuple[Driver, list[Request], Drafted],
-    plain: list[Request],
+    first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
+    plain: list[DrivenRequest],
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
     depth: int,
@@ -130,7 +132,9 @@ def test_chunks_depth_and_threads_change_no_draft(
 
 
 def test_drafts_after_rejections_are_those_of_a_fresh_start(
-    first: tuple[Driver, list[Request], Drafted], plain: list[Request], monkeypatch: pytest.MonkeyPatch
+    first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
+    plain: list[DrivenRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The head's cache holds nothing of rejected drafts: a request that comes with the same tokens gets the same."""
     _, requests, expected = first
@@ -145,7 +149,9 @@ def test_drafts_after_rejections_are_those_of_a_fresh_start(
 
 
 def test_preempted_requests_draft_on_as_before(
-    first: tuple[Driver, list[Request], Drafted], plain: list[Request], monkeypatch: pytest.MonkeyPatch
+    first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
+    plain: list[DrivenRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = eagle()
     requests = [driver.add(prompt) for prompt in prompts()]
@@ -161,7 +167,7 @@ def test_preempted_requests_draft_on_as_before(
     assert [proposed[key] for key in same] == [first[2][slots[key[0]], key[1]] for key in same]
 
 
-def test_a_cached_prefix_is_one_for_the_head_too(plain: list[Request]) -> None:
+def test_a_cached_prefix_is_one_for_the_head_too(plain: list[DrivenRequest]) -> None:
     driver = eagle()
     prompt = plain[2].tokens[:50]
     one = driver.add(prompt)
@@ -175,7 +181,7 @@ def test_a_cached_prefix_is_one_for_the_head_too(plain: list[Request]) -> None:
 def test_sampled_answers_are_those_without_drafts() -> None:
     """Same tokens with seeded noise at temperature 1, where many drafts are rejected."""
     params = [SamplingParams(1000, 1.0, seed=seed, logprobs=1) for seed in range(len(QUESTIONS))]
-    with_drafts, without = eagle(), Driver(DEMO_MODEL, block_size=16, dtype="float32")
+    with_drafts, without = eagle(), RunnerDriver(DEMO_MODEL, block_size=16, dtype="float32")
     answers = []
     for driver in (with_drafts, without):
         requests = [driver.add(prompt, p) for prompt, p in zip(prompts(), params, strict=True)]
@@ -186,7 +192,7 @@ def test_sampled_answers_are_those_without_drafts() -> None:
     assert answers[0] == answers[1]
 
 
-def test_sequences_longer_than_the_drafter_takes(plain: list[Request]) -> None:
+def test_sequences_longer_than_the_drafter_takes(plain: list[DrivenRequest]) -> None:
     """Drafter limit: nothing is drafted beyond the context, as much as before within it; answers stay the same."""
     longest = 40
     driver = eagle(max_model_len=longest)
@@ -199,7 +205,7 @@ def test_sequences_longer_than_the_drafter_takes(plain: list[Request]) -> None:
     assert accepted / drafted > 0.25
 
 
-def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[Request]) -> None:
+def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[DrivenRequest]) -> None:
     """The head follows the request while k is 0, as with few accepted drafts or a full batch."""
     driver = eagle()
     requests = [driver.add(prompt) for prompt in prompts()]
@@ -212,7 +218,9 @@ def test_no_drafts_when_none_are_asked_for_and_good_ones_after(plain: list[Reque
     assert sum(r.accepted for r in requests) / sum(r.drafted for r in requests) > 0.25
 
 
-def test_drafts_of_each_step_are_of_the_vocabulary(first: tuple[Driver, list[Request], Drafted]) -> None:
+def test_drafts_of_each_step_are_of_the_vocabulary(
+    first: tuple[RunnerDriver, list[DrivenRequest], Drafted],
+) -> None:
     """Ids of the draft vocabulary are turned into tokens (valid ids)."""
     drafts = np.array(list(first[2].values()))
     assert drafts.shape[1] == K
@@ -224,10 +232,10 @@ def test_drafts_of_each_step_are_of_the_vocabulary(first: tuple[Driver, list[Req
 
 def test_other_models_have_no_head_of_their_own(llama: Family) -> None:
     with pytest.raises(LoadError, match='without a head of its own; name one as "model"'):
-        Driver(llama.path, speculation=Speculation("eagle", K))
+        RunnerDriver(llama.path, speculation=Speculation("eagle", K))
 
 
 def test_the_demo_head_on_another_model_is_refused(llama: Family) -> None:
     head: Path = DEMO_MODEL / "eagle"
     with pytest.raises(LoadError, match="its vocabulary has 4096 tokens, that of the model 211"):
-        Driver(llama.path, speculation=Speculation("eagle", K, str(head)))
+        RunnerDriver(llama.path, speculation=Speculation("eagle", K, str(head)))

@@ -8,7 +8,7 @@ import torch
 
 from protocol.sampling import Pooling, SamplingParams
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import Driver, Request
+from tests.integration.native.driver import DrivenRequest, RunnerDriver
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 BOTH = [Pooling.LAST, Pooling.MEAN]
@@ -21,18 +21,18 @@ def reference(family: Family, prompt: list[int], pooling: Pooling) -> torch.Tens
     return states[-1] if pooling is Pooling.LAST else states.mean(0)
 
 
-def embedding(request: Request) -> torch.Tensor:
+def embedding(request: DrivenRequest) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(request.embedding, np.float32).copy())
 
 
-def assert_right(family: Family, *requests: Request) -> None:
+def assert_right(family: Family, *requests: DrivenRequest) -> None:
     for request in requests:
         expected = reference(family, request.prompt, request.pooling)
         torch.testing.assert_close(embedding(request), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_embeddings_equal_transformers(family: Family) -> None:
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     requests = [driver.add(prompt, ONE, pooling=pooling) for prompt in (LONG, SHORT) for pooling in BOTH]
     driver.generate(requests, 1)
     assert_right(family, *requests)
@@ -42,10 +42,10 @@ def test_embeddings_equal_transformers(family: Family) -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_chunks_beside_generation_change_neither(llama: Family, chunk: int, depth: int) -> None:
-    alone = Driver(llama.path)
+    alone = RunnerDriver(llama.path)
     tokens = [alone.add(list(range(first, first + 11))) for first in (1, 60)]
     alone.generate(tokens, 40, chunk, depth)
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     beside = [driver.add(request.prompt) for request in tokens]
     pooled = [driver.add(prompt, ONE, pooling=pooling) for prompt in (LONG, SHORT) for pooling in BOTH]
     driver.interleave([[beside[0], *pooled[:2]], [beside[1], *pooled[2:]]], 1, chunk, depth)
@@ -55,7 +55,7 @@ def test_chunks_beside_generation_change_neither(llama: Family, chunk: int, dept
 
 
 def test_mean_begins_anew_in_its_next_slot_after_a_preemption(llama: Family) -> None:
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     first = driver.add(LONG, ONE, pooling=Pooling.MEAN)
     driver.step([(first, 30)])
     driver.free_slots.insert(0, first.slot)  # the very slot, whose sum is not zero
@@ -66,7 +66,7 @@ def test_mean_begins_anew_in_its_next_slot_after_a_preemption(llama: Family) -> 
 
 
 def test_a_slot_forgets_the_request_before(llama: Family) -> None:
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     for prompt in (LONG, SHORT, LONG[::-1]):
         request = driver.add(prompt, ONE, pooling=Pooling.MEAN)
         driver.generate([request], 1, chunk=7)
@@ -76,7 +76,7 @@ def test_a_slot_forgets_the_request_before(llama: Family) -> None:
 
 
 def test_last_token_behind_a_cached_prefix(llama: Family) -> None:
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     first = driver.add(LONG, ONE, pooling=Pooling.LAST)
     driver.generate([first], 1)
     second = driver.add(LONG, ONE, prefix=first, hit=36, pooling=Pooling.LAST)
@@ -86,7 +86,7 @@ def test_last_token_behind_a_cached_prefix(llama: Family) -> None:
 
 
 def test_result_has_a_row_for_each_pooled_row_that_is_complete(llama: Family) -> None:
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     token, mean = driver.add(SHORT), driver.add(LONG, ONE, pooling=Pooling.MEAN)
     last = driver.add(SHORT, ONE, pooling=Pooling.LAST)
     first = driver.step([(token, 9), (mean, 30), (last, 9)])
@@ -99,7 +99,7 @@ def test_result_has_a_row_for_each_pooled_row_that_is_complete(llama: Family) ->
 
 def test_bfloat16_stays_close(make_family: Callable[[str], Family]) -> None:
     family = make_family("qwen3")
-    driver = Driver(family.path, dtype="bfloat16")
+    driver = RunnerDriver(family.path, dtype="bfloat16")
     requests = [driver.add(LONG, ONE, pooling=pooling) for pooling in BOTH]
     driver.generate(requests, 1, chunk=16)
     for request in requests:

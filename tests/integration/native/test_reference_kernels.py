@@ -9,7 +9,7 @@ from protocol.membership import Speculation
 from protocol.sampling import SamplingParams
 from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import GREEDY, Driver, Request
+from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver
 
 TOKENS = 16
 PARAMS = [
@@ -22,7 +22,7 @@ PARAMS = [
 ]
 
 
-def served(driver: Driver, chunk: int = 7) -> list[Request]:
+def served(driver: RunnerDriver, chunk: int = 7) -> list[DrivenRequest]:
     requests = [driver.add(list(range(20 + 3 * i, 45 + i)), params) for i, params in enumerate(PARAMS)]
     driver.generate(requests, TOKENS, chunk, depth=2)
     return requests
@@ -30,7 +30,7 @@ def served(driver: Driver, chunk: int = 7) -> list[Request]:
 
 @pytest.mark.parametrize("name", ["llama-untied-biased", "mistral-window", "qwen3-seven-groups"])
 def test_equal_tokens_and_close_logits(make_family: Callable[[str], Family], name: str) -> None:
-    compiled, reference = (Driver(make_family(name).path, kernels=k) for k in ("compiled", "reference"))
+    compiled, reference = (RunnerDriver(make_family(name).path, kernels=k) for k in ("compiled", "reference"))
     theirs, ours = served(compiled), served(reference)
     for one, other in zip(ours, theirs, strict=True):
         assert one.output == other.output, one.params
@@ -49,7 +49,7 @@ def test_drafts_change_no_token(method: str) -> None:
     wanted = Speculation(method, 3, draft_model, prompt_lookup_min=1, prompt_lookup_max=4)
     for speculation in (None, wanted):
         options = {"block_size": 16, "dtype": "float32", "kernels": "reference", "speculation": speculation}
-        driver = Driver(DEMO_MODEL, **options)
+        driver = RunnerDriver(DEMO_MODEL, **options)
         repeating = SamplingParams(1000, 0.0, logit_bias=((3, 100.0),))
         requests = [driver.add([5, 9, 300], repeating), driver.add(list(range(300, 330)))]
         driver.generate(requests, TOKENS, chunk=20)

@@ -21,22 +21,22 @@ from services.worker.backends.native.kernels.cpu.compiled import product
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, Driver, i32, ints
+from tests.integration.native.driver import BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS, RunnerDriver, i32, ints
 
 WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
 PROMPT = list(range(20, 49))
 
 
 @pytest.fixture
-def driver(llama: Family) -> Driver:
-    return Driver(llama.path)
+def driver(llama: Family) -> RunnerDriver:
+    return RunnerDriver(llama.path)
 
 
 def test_loaded_tells_what_the_checkpoint_is(llama: Family) -> None:
-    driver, seen = Driver(llama.path, max_model_len=100), []
+    driver, seen = RunnerDriver(llama.path, max_model_len=100), []
     assert (driver.loaded.vocab_size, driver.loaded.max_model_len) == (llama.vocab_size, 100)
     assert driver.loaded.num_blocks == NUM_SLOTS * 100 // BLOCK_SIZE
-    assert Driver(llama.path).loaded.max_model_len == 256
+    assert RunnerDriver(llama.path).loaded.max_model_len == 256
     NativeRunner(WorkerConfig(model=str(llama.path))).load(
         driver.assignment, lambda phase, fraction: seen.append(fraction)
     )
@@ -44,7 +44,7 @@ def test_loaded_tells_what_the_checkpoint_is(llama: Family) -> None:
     assert seen[-1] == 1.0
 
 
-def test_weights_stay_for_the_next_epoch(driver: Driver) -> None:
+def test_weights_stay_for_the_next_epoch(driver: RunnerDriver) -> None:
     request = driver.add(PROMPT)
     driver.generate([request], 5)
     seen: list[float] = []
@@ -70,15 +70,15 @@ def test_files_that_changed_since_registration_are_refused(llama: Family, tmp_pa
 
 
 def test_cache_size_follows_the_bytes_given(llama: Family) -> None:
-    loaded = Driver(llama.path, kv_cache_memory_bytes=1_000_000).loaded
+    loaded = RunnerDriver(llama.path, kv_cache_memory_bytes=1_000_000).loaded
     assert loaded.num_blocks == 1_000_000 // loaded.bytes_per_block
-    half = Driver(llama.path, dtype="bfloat16", kv_cache_memory_bytes=1_000_000).loaded
+    half = RunnerDriver(llama.path, dtype="bfloat16", kv_cache_memory_bytes=1_000_000).loaded
     assert half.bytes_per_block * 2 == loaded.bytes_per_block
 
 
 def test_equal_checkpoints_have_equal_hashes(make_family: Callable[[str], Family]) -> None:
     hashes = [
-        Driver(make_family(name).path).loaded.model_hash
+        RunnerDriver(make_family(name).path).loaded.model_hash
         for name in ("llama-tied", "llama-tied", "llama-rope-linear", "qwen2")
     ]
     assert hashes[0] == hashes[1]
@@ -86,7 +86,7 @@ def test_equal_checkpoints_have_equal_hashes(make_family: Callable[[str], Family
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: Driver, chunk: int) -> None:
+def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: RunnerDriver, chunk: int) -> None:
     alone = driver.add(PROMPT, WARM)
     driver.generate([alone], 40)
     request = driver.add(PROMPT, WARM)
@@ -100,7 +100,7 @@ def test_sampled_tokens_do_not_depend_on_chunks_batch_or_preemption(driver: Driv
     assert other_seed.output != alone.output
 
 
-def test_a_request_may_skip_steps(driver: Driver) -> None:
+def test_a_request_may_skip_steps(driver: RunnerDriver) -> None:
     """Its last token waits on the device, in its slot, however many steps run meanwhile (slot history)."""
     alone = driver.add(PROMPT)
     driver.generate([alone], 12)
@@ -112,7 +112,7 @@ def test_a_request_may_skip_steps(driver: Driver) -> None:
     assert skipping.output == alone.output
 
 
-def test_result_of_a_step_does_not_see_the_next_one(driver: Driver) -> None:
+def test_result_of_a_step_does_not_see_the_next_one(driver: RunnerDriver) -> None:
     """The handle of step N is read after step N + 1 has run (immutable result)."""
     expected = driver.add(PROMPT)
     driver.generate([expected], 3)
@@ -124,7 +124,7 @@ def test_result_of_a_step_does_not_see_the_next_one(driver: Driver) -> None:
     assert [ints(handle.get().token_ids) for handle in handles] == [[token] for token in expected.output]
 
 
-def test_rows_that_do_not_sample_return_nothing(driver: Driver) -> None:
+def test_rows_that_do_not_sample_return_nothing(driver: RunnerDriver) -> None:
     decoding, prefilling = driver.add(PROMPT[:5]), driver.add(PROMPT)
     result = driver.step([(prefilling, 10)])
     assert result.slots == result.token_ids == result.counts == b""
@@ -136,7 +136,7 @@ def test_rows_that_do_not_sample_return_nothing(driver: Driver) -> None:
     assert times.sampled >= times.forward_ended >= times.forward_began >= times.prepared > 0
 
 
-def test_step_that_was_not_sampled_blocks_the_next(driver: Driver) -> None:
+def test_step_that_was_not_sampled_blocks_the_next(driver: RunnerDriver) -> None:
     request = driver.add(PROMPT)
     driver.runner.execute_model(driver.plan([(request, 4)]))
     with pytest.raises(RuntimeError, match="step 1 was executed but never sampled"):
@@ -146,7 +146,9 @@ def test_step_that_was_not_sampled_blocks_the_next(driver: Driver) -> None:
         driver.runner.sample_tokens(None)
 
 
-def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sampling_leaves_no_pending_state(
+    driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = driver.add(PROMPT)
     driver.runner.execute_model(driver.plan([(request, len(PROMPT))]))
     with monkeypatch.context() as patch:
@@ -157,13 +159,13 @@ def test_failed_sampling_leaves_no_pending_state(driver: Driver, monkeypatch: py
 
 
 @pytest.mark.parametrize("token", [-1, 211, 2**31 - 1])
-def test_token_outside_the_vocabulary_is_refused(driver: Driver, token: int) -> None:
+def test_token_outside_the_vocabulary_is_refused(driver: RunnerDriver, token: int) -> None:
     request = driver.add([5, token])
     with pytest.raises(PlanError, match=f"slot {request.slot}: token {token}"):
         driver.step([(request, 2)])
 
 
-def test_row_of_another_generation_is_refused(driver: Driver) -> None:
+def test_row_of_another_generation_is_refused(driver: RunnerDriver) -> None:
     request = driver.add(PROMPT)
     driver.step([(request, 4)])
     request.generation += 1
@@ -171,7 +173,7 @@ def test_row_of_another_generation_is_refused(driver: Driver) -> None:
         driver.step([(request, 4)])
 
 
-def test_slot_is_reset_when_it_is_given_away(driver: Driver) -> None:
+def test_slot_is_reset_when_it_is_given_away(driver: RunnerDriver) -> None:
     hot = SamplingParams(100, 1.5, top_k=3, seed=9, min_tokens=50, eos_token_ids=tuple(range(100)))
     first = driver.add(PROMPT, hot)
     driver.generate([first], 20)
@@ -185,7 +187,7 @@ def test_slot_is_reset_when_it_is_given_away(driver: Driver) -> None:
     assert second.output == expected.output
 
 
-def test_min_tokens_delays_the_end(driver: Driver) -> None:
+def test_min_tokens_delays_the_end(driver: RunnerDriver) -> None:
     plain = driver.add(PROMPT)
     driver.generate([plain], 8)
     ends = tuple(set(plain.output))
@@ -194,7 +196,7 @@ def test_min_tokens_delays_the_end(driver: Driver) -> None:
     assert not set(held.output[:5]) & set(ends)
 
 
-def test_grammar_decides_what_is_sampled(driver: Driver, llama: Family) -> None:
+def test_grammar_decides_what_is_sampled(driver: RunnerDriver, llama: Family) -> None:
     request = driver.add(PROMPT)
     masks = np.zeros((1, -(-llama.vocab_size // 32)), np.int32)
     masks[0, 3] = 1 << 7
@@ -205,7 +207,7 @@ def test_grammar_decides_what_is_sampled(driver: Driver, llama: Family) -> None:
     assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [3 * 32 + 7]
 
 
-def test_grammar_of_another_step_is_refused(driver: Driver) -> None:
+def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:
     request = driver.add(PROMPT)
     plan = driver.plan([(request, len(PROMPT))])
     plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
@@ -225,9 +227,9 @@ def test_bfloat16_stays_close_to_float32(
     """With bfloat16 arithmetic, and with the float32 arithmetic of processors that have none."""
     if not set(features) <= selection.processor_features():
         pytest.skip("this processor has no bfloat16 products")
-    exact = Driver(make_family(name).path)
+    exact = RunnerDriver(make_family(name).path)
     monkeypatch.setattr(selection, "processor_features", lambda: features)
-    rounded = Driver(make_family(name).path, dtype="bfloat16")
+    rounded = RunnerDriver(make_family(name).path, dtype="bfloat16")
     for driver in (exact, rounded):
         driver.generate([driver.add(PROMPT), driver.add(PROMPT[7:])], 1, chunk=11)
     ours, reference = torch.cat(rounded.logits), torch.cat(exact.logits)
@@ -240,7 +242,7 @@ def test_bfloat16_stays_close_to_float32(
 def test_dtype_auto_is_the_checkpoints_own(llama: Family, tmp_path: Path) -> None:
     copy.deepcopy(llama.model).to(torch.bfloat16).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    blocks = [Driver(path).loaded.bytes_per_block for path in (tmp_path, llama.path)]
+    blocks = [RunnerDriver(path).loaded.bytes_per_block for path in (tmp_path, llama.path)]
     assert blocks[0] * 2 == blocks[1]
 
 
@@ -259,7 +261,7 @@ def test_old_rope_keys_mean_the_same(make_family: Callable[[str], Family], tmp_p
         (old / "config.json").write_text(json.dumps(config))
         outputs = []
         for path in (family.path, old):
-            driver = Driver(path)
+            driver = RunnerDriver(path)
             request = driver.add(PROMPT)
             driver.generate([request], 20)
             outputs.append(request.output)
@@ -273,7 +275,7 @@ def test_number_of_threads_does_not_change_a_bit(
     monkeypatch.setattr(product, "WORTH", 1)  # small products are shared too
     logits = []
     for number in (1, threads):
-        driver = Driver(make_family("qwen3").path, threads=number)
+        driver = RunnerDriver(make_family("qwen3").path, threads=number)
         requests = [driver.add(PROMPT[i:]) for i in range(6)]
         driver.generate(requests, 10)
         logits.append(torch.cat([step.flatten() for step in driver.logits]))

@@ -14,7 +14,7 @@ from protocol.sampling import SamplingParams
 from services.worker.backends.native.sampling import logprobs
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from tests.integration.native.conftest import Family
-from tests.integration.native.driver import GREEDY, Driver, Request, i32
+from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32
 
 PROMPT = list(range(20, 49))
 TOKENS = 24
@@ -33,11 +33,11 @@ def wanted(**values: object) -> SamplingParams:
 
 
 @pytest.fixture
-def driver(llama: Family) -> Driver:
-    return Driver(llama.path)
+def driver(llama: Family) -> RunnerDriver:
+    return RunnerDriver(llama.path)
 
 
-def alone(driver: Driver, params: SamplingParams, prompt: list[int] = PROMPT) -> Request:
+def alone(driver: RunnerDriver, params: SamplingParams, prompt: list[int] = PROMPT) -> DrivenRequest:
     request = driver.add(prompt, params)
     driver.generate([request], TOKENS)
     driver.finish(request)
@@ -47,7 +47,7 @@ def alone(driver: Driver, params: SamplingParams, prompt: list[int] = PROMPT) ->
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_depth_preemption_and_neighbours_change_nothing(
-    driver: Driver, name: str, temperature: float
+    driver: RunnerDriver, name: str, temperature: float
 ) -> None:
     """Every other step a neighbour with other parameters joins or leaves."""
     plain = alone(driver, wanted(temperature=temperature, seed=5))
@@ -73,7 +73,7 @@ def test_chunks_depth_preemption_and_neighbours_change_nothing(
 
 def test_logprobs_equal_transformers(family: Family) -> None:
     """Of the prompt, from its second token on, and of the output; ranks and order too."""
-    driver = Driver(family.path)
+    driver = RunnerDriver(family.path)
     both = wanted(logprobs=4, prompt_logprobs=4, frequency_penalty=1.0)
     requests = [driver.add(PROMPT[i:], both) for i in (0, 9)]
     driver.generate(requests, 8, chunk=11)
@@ -95,7 +95,7 @@ def test_logprobs_equal_transformers(family: Family) -> None:
 
 
 def test_prompt_logprobs_in_chunks_and_slices_have_the_same_bits(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: RunnerDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = wanted(prompt_logprobs=20)
     once = alone(driver, params)
@@ -116,7 +116,7 @@ def test_prompt_logprobs_in_chunks_and_slices_have_the_same_bits(
     assert max(seen) == 3
 
 
-def test_a_result_holds_only_what_its_own_step_scored(driver: Driver) -> None:
+def test_a_result_holds_only_what_its_own_step_scored(driver: RunnerDriver) -> None:
     """Read after later steps have run (immutable result), position after position."""
     request = driver.add(PROMPT, wanted(logprobs=1, prompt_logprobs=0))
     plain = driver.add(PROMPT)
@@ -127,7 +127,7 @@ def test_a_result_holds_only_what_its_own_step_scored(driver: Driver) -> None:
     assert driver.step([(plain, 1)]).logprobs is None
 
 
-def test_bad_words_and_penalties_read_tokens_that_the_host_has_not_seen(driver: Driver) -> None:
+def test_bad_words_and_penalties_read_tokens_that_the_host_has_not_seen(driver: RunnerDriver) -> None:
     """As many steps in flight as there may be, none of them read before the last was launched."""
     params = wanted(
         bad_words=((7, 7), (3, 3), (7, 3, 7, 3)), frequency_penalty=0.5, logit_bias=((7, 60.0), (3, 59.0))
@@ -167,7 +167,7 @@ class IndexTensorWatch(TorchDispatchMode):
 def test_no_index_operation_ever_sees_a_placeholder(llama: Family, kernels: str) -> None:
     """Valid ids: positions without a token hold -1. The reference indexes with torch, where the probe looks; compiled
     kernels fail when they meet one."""
-    driver = Driver(llama.path, kernels=kernels)
+    driver = RunnerDriver(llama.path, kernels=kernels)
     with torch.inference_mode():
         driver.epoch.history.tokens.fill_(-1)
     everything = {
@@ -191,7 +191,7 @@ Make = Callable[[str], Family]
 
 
 def test_bfloat16_logprobs_are_of_its_own_logits(make_family: Make) -> None:
-    driver = Driver(make_family("qwen3").path, dtype="bfloat16")
+    driver = RunnerDriver(make_family("qwen3").path, dtype="bfloat16")
     request = driver.add(PROMPT, wanted(logprobs=2))
     driver.generate([request], 5)
     for step, (at, score) in enumerate(sorted(request.scores.items())):

@@ -20,7 +20,7 @@ from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
-from tests.integration.native.driver import Driver, Request, i32, ints
+from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
 
 TOKENS = 26
 CROWD: list[SamplingParams] = [
@@ -73,18 +73,18 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafters, "create", ScriptedDrafter)
 
 
-def script(driver: Driver) -> ScriptedDrafter:
+def script(driver: RunnerDriver) -> ScriptedDrafter:
     proposer = driver.epoch.proposer
     assert isinstance(proposer, ScriptedDrafter)
     return proposer
 
 
 @pytest.fixture(scope="module")
-def alone(make_family: Callable[[str], Family]) -> list[Request]:
+def alone(make_family: Callable[[str], Family]) -> list[DrivenRequest]:
     """Each of CROWD by itself, without drafts."""
     requests = []
     for prompt, params in zip(prompts(), CROWD, strict=True):
-        driver = Driver(make_family("llama-tied").path)
+        driver = RunnerDriver(make_family("llama-tied").path)
         requests.append(driver.add(prompt, params))
         driver.generate(requests[-1:], TOKENS + 8)
     return requests
@@ -102,7 +102,7 @@ def ngram(k: int) -> Speculation:
     return Speculation("ngram", k, prompt_lookup_min=1, prompt_lookup_max=4)
 
 
-def crowd(driver: Driver, alone: list[Request]) -> list[Request]:
+def crowd(driver: RunnerDriver, alone: list[DrivenRequest]) -> list[DrivenRequest]:
     requests = [driver.add(prompt, params) for prompt, params in zip(prompts(), CROWD, strict=True)]
     if isinstance(driver.epoch.proposer, ScriptedDrafter):
         script(driver).answers = {
@@ -111,7 +111,7 @@ def crowd(driver: Driver, alone: list[Request]) -> list[Request]:
     return requests
 
 
-def assert_equal(requests: list[Request], alone: list[Request]) -> None:
+def assert_equal(requests: list[DrivenRequest], alone: list[DrivenRequest]) -> None:
     """Tokens and log-probabilities, to the bit."""
     for request, reference in zip(requests, alone, strict=True):
         assert request.output[:TOKENS] == reference.output[:TOKENS], request.params
@@ -125,10 +125,10 @@ def assert_equal(requests: list[Request], alone: list[Request]) -> None:
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize(("k", "depth", "chunk"), [(1, 2, 100), (3, 1, 5), (3, 2, 100), (5, 3, 7)])
 def test_answers_are_those_without_drafts(
-    llama: Family, alone: list[Request], k: int, depth: int, chunk: int
+    llama: Family, alone: list[DrivenRequest], k: int, depth: int, chunk: int
 ) -> None:
     """Same tokens and row width at every acceptance, for each parameter, in chunks and batches of any shape."""
-    driver = Driver(llama.path, speculation=Speculation("scripted", k))
+    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", k))
     requests = crowd(driver, alone)
     driver.generate(requests, TOKENS, chunk, depth)
     assert_equal(requests, alone)
@@ -141,11 +141,11 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.usefixtures("scripted")
-def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[Request]) -> None:
+def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[DrivenRequest]) -> None:
     """Equal acceptance, to the token, over as many steps."""
     counts = []
     for depth in (1, 2, 3):
-        driver = Driver(llama.path, speculation=Speculation("scripted", 3))
+        driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
         requests, flying = crowd(driver, alone), []
         for _ in range(9):
             flying.append(
@@ -161,9 +161,9 @@ def test_drafted_and_accepted_do_not_depend_on_depth(llama: Family, alone: list[
 
 
 @pytest.mark.usefixtures("scripted")
-def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: list[Request]) -> None:
+def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: list[DrivenRequest]) -> None:
     """Also to none, and planned drafts may be missing: the drafter has no answers for half of the requests."""
-    driver = Driver(llama.path, speculation=Speculation("scripted", 4))
+    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 4))
     requests = crowd(driver, alone)
     for request in requests[::2]:
         del script(driver).answers[request.slot]
@@ -177,9 +177,9 @@ def test_number_of_drafts_may_change_from_step_to_step(llama: Family, alone: lis
 
 
 @pytest.mark.usefixtures("scripted")
-def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[Request]) -> None:
+def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[DrivenRequest]) -> None:
     """Drafts belong to slots, not rows, and stay there for requests that skip a step (latest drafts)."""
-    driver, rng = Driver(llama.path, speculation=Speculation("scripted", 3)), np.random.default_rng(4)
+    driver, rng = RunnerDriver(llama.path, speculation=Speculation("scripted", 3)), np.random.default_rng(4)
     requests = crowd(driver, alone)
     while any(len(request.output) < TOKENS for request in requests):
         some = [requests[i] for i in rng.permutation(len(requests))[:5] if len(requests[i].output) < TOKENS]
@@ -190,8 +190,8 @@ def test_rows_change_places_and_requests_skip_steps(llama: Family, alone: list[R
 
 
 @pytest.mark.usefixtures("scripted")
-def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: list[Request]) -> None:
-    driver = Driver(llama.path, speculation=Speculation("scripted", 3))
+def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: list[DrivenRequest]) -> None:
+    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
     requests = crowd(driver, alone)
     driver.generate(requests, 9)
     again = [driver.preempt(request) for request in requests]
@@ -205,7 +205,7 @@ def test_preempted_requests_go_on_without_their_drafts(llama: Family, alone: lis
 @pytest.mark.usefixtures("scripted")
 def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
     """After many wrong drafts the next logits are the same bits as without any."""
-    plain, driver = Driver(llama.path), Driver(llama.path, speculation=Speculation("scripted", 3))
+    plain, driver = RunnerDriver(llama.path), RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
     reference, request = plain.add(prompts()[3]), driver.add(prompts()[3])
     plain.generate([reference], 24)
     script(driver).wrong = lambda position: True
@@ -223,11 +223,11 @@ def test_keys_of_rejected_drafts_are_overwritten(llama: Family) -> None:
 def test_context_ends_inside_a_row(llama: Family, depth: int) -> None:
     """k larger than the room: positions never reach the context's end (position bound)."""
     prompt, limit = prompts()[2], 31
-    plain = Driver(llama.path, max_model_len=limit)
+    plain = RunnerDriver(llama.path, max_model_len=limit)
     reference = plain.add(prompt)
     plain.generate([reference], limit - len(prompt))
     for wrong in (lambda position: False, lambda position: position % 2 == 0):
-        driver = Driver(llama.path, max_model_len=limit, speculation=Speculation("scripted", 5))
+        driver = RunnerDriver(llama.path, max_model_len=limit, speculation=Speculation("scripted", 5))
         script(driver).wrong = wrong
         request = driver.add(prompt)
         script(driver).answers[request.slot] = reference.tokens
@@ -240,10 +240,10 @@ def test_context_ends_inside_a_row(llama: Family, depth: int) -> None:
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_real_drafters_change_no_token(
-    llama: Family, alone: list[Request], method: str, depth: int, small: Family
+    llama: Family, alone: list[DrivenRequest], method: str, depth: int, small: Family
 ) -> None:
     wanted = ngram(3) if method == "ngram" else Speculation("draft_model", 3, str(small.path))
-    driver = Driver(llama.path, speculation=wanted)
+    driver = RunnerDriver(llama.path, speculation=wanted)
     requests = crowd(driver, alone)
     driver.generate(requests, TOKENS, chunk=7, depth=depth)
     assert_equal(requests, alone)
@@ -252,7 +252,7 @@ def test_real_drafters_change_no_token(
 
 def test_lookup_finds_what_was_said(llama: Family) -> None:
     """An answer that goes in circles is drafted from itself, as soon as it does."""
-    driver = Driver(llama.path, speculation=ngram(3))
+    driver = RunnerDriver(llama.path, speculation=ngram(3))
     request = driver.add(prompts()[0], SamplingParams(1000, 0.0, logit_bias=((3, 100.0),)))
     driver.generate([request], 60)
     assert set(request.output) == {3}
@@ -263,7 +263,7 @@ def test_lookup_finds_what_was_said(llama: Family) -> None:
 def test_the_model_itself_drafts_all_that_it_says(llama: Family, dtype: str) -> None:
     """Its keys and values beside the target's are right, behind accepted, rejected and missing drafts, chunks and a
     cached prefix: whatever is verified is accepted."""
-    driver = Driver(llama.path, dtype=dtype, speculation=Speculation("draft_model", 3, str(llama.path)))
+    driver = RunnerDriver(llama.path, dtype=dtype, speculation=Speculation("draft_model", 3, str(llama.path)))
     first = driver.add(prompts()[4])
     driver.generate([first], 14, chunk=6)
     hit = driver.add([*first.tokens[:20], 3, 1, 4], prefix=first, hit=20)
@@ -284,7 +284,7 @@ def test_drafter_with_a_shorter_context_stops_drafting(llama: Family, small: Fam
         Speculation("draft_model", 3, str(llama.path), max_model_len=40),
         msgspec.structs.replace(ngram(3), max_model_len=40),
     ):
-        plain, driver = Driver(llama.path), Driver(llama.path, speculation=wanted)
+        plain, driver = RunnerDriver(llama.path), RunnerDriver(llama.path, speculation=wanted)
         prompt = [7, 8, 9] * 9
         reference, request = plain.add(prompt), driver.add(prompt)
         plain.generate([reference], 40)
@@ -302,12 +302,12 @@ def test_draft_model_of_another_vocabulary_is_refused(llama: Family, tmp_path: P
     with pytest.raises(
         LoadError, match=r"has 99 tokens, but the model has 211; they must have the same vocabulary"
     ):
-        Driver(llama.path, speculation=Speculation("draft_model", 2, str(other.path)))
+        RunnerDriver(llama.path, speculation=Speculation("draft_model", 2, str(other.path)))
 
 
 def test_drafter_that_nobody_has_is_refused(llama: Family) -> None:
     with pytest.raises(LoadError, match="speculation by medusa is not supported"):
-        Driver(llama.path, speculation=Speculation("medusa", 2))
+        RunnerDriver(llama.path, speculation=Speculation("medusa", 2))
 
 
 # -- structured output -------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def allowed(position: int) -> np.ndarray:
 
 
 def constrained(
-    driver: Driver, request: Request, masks: Callable[[int], int] | None
+    driver: RunnerDriver, request: DrivenRequest, masks: Callable[[int], int] | None
 ) -> Iterator[tuple[int, ...]]:
     """Steps of one request whose every position has a mask; `masks(k')` are sent. Yields counts, drafted and drafts."""
     while len(request.output) < TOKENS:
@@ -349,7 +349,7 @@ def constrained(
 @pytest.mark.parametrize("params", [CROWD[0], CROWD[3], CROWD[4]], ids=["greedy", "penalties", "sampled"])
 def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> None:
     """As many drafts are accepted as masks allow to be; where information is missing, none (acceptable drafts)."""
-    plain = Driver(llama.path)
+    plain = RunnerDriver(llama.path)
     reference = plain.add(prompts()[1], params)
     assert all(step == (1, 0) for step in constrained(plain, reference, None))
     for masks, most in (
@@ -357,7 +357,7 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
         (lambda planned: min(2, planned + 1), 1),
         (None, 0),
     ):
-        driver = Driver(llama.path, speculation=Speculation("scripted", 3))
+        driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
         request = driver.add(prompts()[1], params)
         script(driver).answers[request.slot] = reference.tokens
         steps = list(constrained(driver, request, masks))
@@ -373,7 +373,7 @@ def test_masks_hold_at_every_draft(llama: Family, params: SamplingParams) -> Non
 @pytest.mark.usefixtures("scripted")
 def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
     """The device's position is the true one; a plan may only be ahead of it (position bound)."""
-    driver = Driver(llama.path, speculation=Speculation("scripted", 3))
+    driver = RunnerDriver(llama.path, speculation=Speculation("scripted", 3))
     request = driver.add(prompts()[0])
     script(driver).answers[request.slot] = prompts()[0] + [1] * 40
     driver.generate([request], 4)
@@ -383,7 +383,7 @@ def test_row_planned_before_its_position_is_refused(llama: Family) -> None:
 
 
 def test_drafts_without_speculation_are_refused(llama: Family) -> None:
-    driver = Driver(llama.path)
+    driver = RunnerDriver(llama.path)
     request = driver.add(prompts()[0])
     driver.generate([request], 2)
     driver.promised_drafts[request.slot] = 1
@@ -416,7 +416,7 @@ def test_a_decode_step_waits_for_no_device(
 ) -> None:
     """No hidden sync: on this device memory is the host's, so the test is that no value is read through torch."""
     wanted = ngram(3) if method == "ngram" else Speculation("draft_model", 3, str(small.path))
-    driver = Driver(llama.path, speculation=wanted)
+    driver = RunnerDriver(llama.path, speculation=wanted)
     requests = [driver.add([5] * 20), driver.add(prompts()[0], SamplingParams(1000, 1.0, seed=2))]
     driver.generate(requests, 3)
     asked: list[str] = []
@@ -447,7 +447,7 @@ def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None
     seen = []
     for create in (drafters.create, EagleDrafter):
         monkeypatch.setattr(drafters, "create", create)
-        driver = Driver(DEMO_MODEL, speculation=wanted, dtype="float32")
+        driver = RunnerDriver(DEMO_MODEL, speculation=wanted, dtype="float32")
         requests, drafts = [driver.add(prompt) for prompt in some], []
         for number, driver.k in enumerate((3, 0, 0, 0, 2, 0, 3, 3)):
             here = requests[: 2 + number % 2] if number else requests

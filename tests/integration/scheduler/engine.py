@@ -50,7 +50,7 @@ def _advance(state: EngineState) -> tuple[object, ...]:
     return state.phase, state.detail, state.progress, stats.get("num_workers"), stats.get("steps_total")
 
 
-class EngineClient:
+class FrontendConnection:
     """One frontend's connection to the scheduler."""
 
     def __init__(self, endpoint: str) -> None:
@@ -167,7 +167,7 @@ class EngineClient:
         self._client.close()
 
 
-class Engine:
+class EngineProcesses:
     def __init__(
         self, directory: Path, scheduler: SchedulerConfig, worker: WorkerConfig, num_workers: int
     ) -> None:
@@ -220,10 +220,10 @@ class Engine:
 @contextmanager
 def engine(
     directory: Path, scheduler: dict[str, object], worker: dict[str, object], num_workers: int = 1
-) -> Iterator[Engine]:
+) -> Iterator[EngineProcesses]:
     """Start a scheduler and workers. No process is left at the end."""
     endpoints = {name: f"ipc://{directory}/{name}" for name in ("w", "c")}
-    running = Engine(
+    running = EngineProcesses(
         directory,
         SchedulerConfig.model_validate(
             {"worker_endpoint": endpoints["w"], "client_endpoint": endpoints["c"], **scheduler}

@@ -13,7 +13,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.scheduler.policies import BUILT_IN
-from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
+from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
 
 WORKERS: dict[str, dict[str, object]] = {
     "native": {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20},
@@ -52,7 +52,7 @@ def answers(cell: Combination, directory: Path) -> dict[int, list[int]]:
     """Return the answers of plain and structured requests together: no request changes another's answer."""
     directory.mkdir(exist_ok=True)
     with engine(directory, scheduler(cell), WORKERS[cell.backend], 2 if cell.pipeline else 1) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         state = client.wait_ready()
         assert state.info["batching_policy"] == cell.batching_policy
         for number in (*STREAMS, *STRUCTURED):

@@ -8,14 +8,14 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import PATIENCE, Engine, EngineClient, engine
+from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, FrontendConnection, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 10.0, "sim_vocab_size": 1000}
 SCHEDULER = {"max_model_len": 512, "heartbeat_timeout_seconds": 2.0}
 REQUESTS = range(16)
 
 
-def generate(client: EngineClient) -> None:
+def generate(client: FrontendConnection) -> None:
     """Requests of 80 tokens, half of them sampled."""
     for number in REQUESTS:
         prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
@@ -24,7 +24,7 @@ def generate(client: EngineClient) -> None:
         )
 
 
-def wait_for(client: EngineClient, wanted: Callable[[EngineClient], bool]) -> None:
+def wait_for(client: FrontendConnection, wanted: Callable[[FrontendConnection], bool]) -> None:
     """Read until the engine's state is as wanted."""
     while client.state is None or not wanted(client):
         client.receive()
@@ -34,7 +34,7 @@ def wait_for(client: EngineClient, wanted: Callable[[EngineClient], bool]) -> No
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """The answers of an undisturbed run."""
     with engine(tmp_path_factory.mktemp("undisturbed"), SCHEDULER, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         generate(client)
         client.wait_finished(*REQUESTS)
@@ -42,9 +42,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]
         return client.tokens
 
 
-def started(running: Engine, after: int) -> EngineClient:
+def started(running: EngineProcesses, after: int) -> FrontendConnection:
     """A client with all requests open and `after` tokens of the first delivered."""
-    client = EngineClient(running.client_endpoint)
+    client = FrontendConnection(running.client_endpoint)
     client.wait_ready()
     generate(client)
     while len(client.tokens[0]) < after:
@@ -52,7 +52,7 @@ def started(running: Engine, after: int) -> EngineClient:
     return client
 
 
-def finished(client: EngineClient, undisturbed: dict[int, list[int]]) -> None:
+def finished(client: FrontendConnection, undisturbed: dict[int, list[int]]) -> None:
     client.wait_finished(*REQUESTS)
     assert {finish.reason for finish in client.finished.values()} == {FinishReason.LENGTH}
     assert client.tokens == undisturbed
@@ -138,7 +138,7 @@ def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
 ) -> None:
     """Both values are named, and the worker's exit status is that of a refusal."""
     with engine(tmp_path, SCHEDULER, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         worker = running.add_worker(**other)
         assert worker.wait(PATIENCE) == 4
@@ -151,7 +151,7 @@ def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
 
 def test_worker_beyond_ranks_and_spares_is_refused_by_name(tmp_path: Path) -> None:
     with engine(tmp_path, SCHEDULER | {"max_spare_workers": 0}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         worker = running.add_worker()
         assert worker.wait(PATIENCE) == 4
@@ -161,7 +161,7 @@ def test_worker_beyond_ranks_and_spares_is_refused_by_name(tmp_path: Path) -> No
 
 def test_all_workers_leave_with_the_scheduler(tmp_path: Path) -> None:
     with engine(tmp_path, SCHEDULER, SIM, num_workers=3) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         client.generate(1, [1, 2, 3], SamplingParams(max_tokens=50, temperature=0.0))
         while client.state.stats.get("num_workers") != 3:
@@ -177,7 +177,7 @@ def test_auto_grows_and_shrinks_with_the_workers_under_load(
     """As with `docker compose up --scale worker=2` and back; open requests are carried over."""
     auto = {"tensor_parallel_size": "auto", "settle_seconds": 2.0}
     with engine(tmp_path, SCHEDULER | auto, SIM | {"sim_step_ms": 40.0}) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         assert client.wait_ready().info["tensor_parallel_size"] == "1"
         second = running.add_worker()
         wait_for(client, lambda c: c.state.stats.get("num_workers") == 2)
@@ -192,5 +192,5 @@ def test_auto_grows_and_shrinks_with_the_workers_under_load(
         assert second.wait(PATIENCE) == 0
 
 
-def is_ready(client: EngineClient) -> bool:
+def is_ready(client: FrontendConnection) -> bool:
     return client.state is not None and client.state.phase is EnginePhase.READY

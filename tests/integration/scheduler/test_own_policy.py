@@ -8,7 +8,7 @@ import pytest
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
 from tests.examples.install import STEADY_DECODE, install
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 
 WORKER = {"backend": "sim", "sim_step_ms": 1.0, "sim_vocab_size": 1000, "threads": 1}
 LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
@@ -17,7 +17,7 @@ LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 def answers(directory: Path, policy: str) -> dict[int, list[int]]:
     directory.mkdir()
     with engine(directory, {**LIMITS, "batching_policy": policy}, WORKER) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         assert client.wait_ready().info["batching_policy"] == policy
         for number in range(12):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.requests import FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000, "threads": 1}
@@ -23,7 +23,7 @@ def answers(
     tmp_path.mkdir()
     trace = tmp_path / "trace.jsonl"
     with engine(tmp_path, {**scheduler, "step_trace": str(trace)}, worker, workers) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in range(12):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(7 + 13 * number)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from protocol.requests import FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from services.checkpoint import DEMO_MODEL
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 NATIVE = {"backend": "native", "dtype": "float32", "threads": 1}
@@ -28,11 +28,11 @@ def pooling(number: int) -> Pooling:
     return Pooling.MEAN if number % 2 else Pooling.LAST
 
 
-def run(directory: Path, pooled: bool, **scheduler: object) -> EngineClient:
+def run(directory: Path, pooled: bool, **scheduler: object) -> FrontendConnection:
     """Pooled prompts join generating requests, a few at a time. Half of the generating requests sample."""
     directory.mkdir()
     with engine(directory, {**LIMITS, **scheduler}, NATIVE) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         assert client.wait_ready().hidden_size == 192
         for number in TOKENS:
             params = SamplingParams(max_tokens=60, temperature=float(number % 2), seed=number)
@@ -90,7 +90,7 @@ def test_a_pooled_prompt_that_loses_its_seat_begins_again(
     later."""
     limits = {**LIMITS, "max_num_batched_tokens": 16, "max_num_seqs": 2, "scheduling_policy": "priority"}
     with engine(tmp_path, limits, NATIVE) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         client.generate(0, prompt(0), SamplingParams(max_tokens=80, temperature=0.0), priority=-1000)
         for place, number in enumerate(POOLED):

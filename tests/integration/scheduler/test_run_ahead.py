@@ -7,20 +7,22 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
-from tests.integration.scheduler.engine import PATIENCE, EngineClient, engine
+from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
 SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that the order of events is certain on a busy machine."""
 
 
-def run_load(tmp_path: Path, depth: int, requests: int = 16, **limits: object) -> tuple[EngineClient, Path]:
+def run_load(
+    tmp_path: Path, depth: int, requests: int = 16, **limits: object
+) -> tuple[FrontendConnection, Path]:
     """Serve sixteen requests of 48 tokens. Return the client with their answers, and the step trace."""
     tmp_path.mkdir(exist_ok=True)
     trace = tmp_path / "trace.jsonl"
     scheduler = {"batch_queue_depth": depth, "step_trace": str(trace), "max_model_len": 512, **limits}
     with engine(tmp_path, scheduler, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in range(requests):
             prompt = [(number * 37 + i * 11) % 1000 for i in range(24 + number)]
@@ -59,7 +61,7 @@ def test_answers_survive_a_pool_that_preempts(tmp_path: Path, depth: int) -> Non
 
 def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         client.generate(1, list(range(40)), SamplingParams(max_tokens=200, temperature=0.0))
         while not client.tokens[1]:
@@ -77,7 +79,7 @@ def test_draining_scheduler_finishes_open_requests_and_rejects_new_ones(tmp_path
 
 def test_lost_frontend_s_requests_end_and_the_others_go_on(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 512}, SIM) as running:
-        first, second = (EngineClient(running.client_endpoint) for _ in range(2))
+        first, second = (FrontendConnection(running.client_endpoint) for _ in range(2))
         for client in (first, second):
             client.wait_ready()
             client.generate(1, list(range(40)), SamplingParams(max_tokens=300, temperature=0.0))

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 STAMP = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
@@ -31,13 +31,15 @@ def params(number: int) -> SamplingParams:
     )
 
 
-def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **scheduler: object) -> EngineClient:
+def serve(
+    directory: Path, num_workers: int = 1, aborts: bool = False, **scheduler: object
+) -> FrontendConnection:
     """Serve requests; return the client with every answer. `aborts`: two of three others are aborted during their
     answer."""
     sim = {"backend": "sim", "sim_step_ms": 1.0, "sim_draft_acceptance": "request"}
     sizes = {"max_model_len": 256, "max_num_seqs": 24, "settle_seconds": 0}
     with engine(directory, sizes | scheduler, sim, num_workers) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         leaving = range(100, 106 if aborts else 100)
         for number in (*leaving, *REQUESTS):
@@ -58,17 +60,17 @@ def serve(directory: Path, num_workers: int = 1, aborts: bool = False, **schedul
 
 
 @cache
-def without_drafts() -> EngineClient:
+def without_drafts() -> FrontendConnection:
     with TemporaryDirectory(prefix="speculation") as directory:
         return serve(Path(directory), batch_queue_depth=1)
 
 
-def counted(client: EngineClient) -> dict[int, tuple[int, int]]:
+def counted(client: FrontendConnection) -> dict[int, tuple[int, int]]:
     finishes = {number: client.finished[number] for number in REQUESTS}
     return {n: (finish.num_draft_tokens, finish.num_accepted_tokens) for n, finish in finishes.items()}
 
 
-def assert_same_answers(client: EngineClient) -> None:
+def assert_same_answers(client: FrontendConnection) -> None:
     """Tokens and log-probabilities are the same."""
     expected = without_drafts()
     for number in REQUESTS:

@@ -11,7 +11,7 @@ from protocol.records import EngineEventKind, StepRecord, StepRecords, Subscribe
 from protocol.requests import EngineMessage, FinishReason
 from protocol.sampling import SamplingParams
 from protocol.transport import Client
-from tests.integration.scheduler.engine import PATIENCE, Engine, EngineClient, engine
+from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, FrontendConnection, engine
 from tests.integration.scheduler.step_trace import in_flight, read_steps
 
 SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000, "threads": 1}
@@ -54,7 +54,7 @@ class Subscriber:
         self._client.close()
 
 
-def generate(client: EngineClient, *numbers: int, tokens: int = 30) -> None:
+def generate(client: FrontendConnection, *numbers: int, tokens: int = 30) -> None:
     for number in numbers:
         client.generate(number, PROMPT, SamplingParams(tokens, temperature=0.0))
     client.wait_finished(*numbers)
@@ -65,7 +65,7 @@ def generate(client: EngineClient, *numbers: int, tokens: int = 30) -> None:
 def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Path, tp: int, pp: int) -> None:
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with engine(tmp_path, LIMITS | sizes, SIM, num_workers=tp * pp) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         subscriber = Subscriber(running.client_endpoint)
         subscriber.subscribe()
@@ -98,7 +98,9 @@ def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Pat
 
 def test_nobody_gets_records_without_a_subscription_or_after_it_ended(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS, SIM) as running:
-        client = EngineClient(running.client_endpoint)  # it fails on a message that it did not subscribe to
+        client = FrontendConnection(
+            running.client_endpoint
+        )  # it fails on a message that it did not subscribe to
         client.wait_ready()
         subscriber = Subscriber(running.client_endpoint)
         generate(client, 1)
@@ -118,7 +120,7 @@ def test_nobody_gets_records_without_a_subscription_or_after_it_ended(tmp_path: 
         subscriber.close()
 
 
-def generate_until_recorded(client: EngineClient, subscriber: Subscriber, first: int = 10) -> None:
+def generate_until_recorded(client: FrontendConnection, subscriber: Subscriber, first: int = 10) -> None:
     """Send one request and receive until one more batch of records has come."""
     before = len(subscriber.batches)
     generate(client, first)
@@ -128,7 +130,7 @@ def generate_until_recorded(client: EngineClient, subscriber: Subscriber, first:
 
 def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         subscriber = Subscriber(running.client_endpoint)
         subscriber.subscribe()
@@ -146,7 +148,7 @@ def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(t
         subscriber.close()
 
 
-def _replace_worker(running: Engine) -> None:
+def _replace_worker(running: EngineProcesses) -> None:
     running.worker.kill()
     running.add_worker()
 
@@ -154,7 +156,7 @@ def _replace_worker(running: Engine) -> None:
 def test_the_trace_file_has_every_step_of_every_request(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with engine(tmp_path, LIMITS | {"step_trace": str(trace)}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         generate(client, 1, 2)
         client.close()
@@ -168,7 +170,7 @@ def test_the_trace_file_has_every_step_of_every_request(tmp_path: Path) -> None:
 
 def test_the_external_id_of_a_request_stands_in_the_scheduler_s_log(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS | {"log_level": "debug"}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         client.generate(5, PROMPT, SamplingParams(3, temperature=0.0), request_id="cmpl-abc")
         client.wait_finished(5)

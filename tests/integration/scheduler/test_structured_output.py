@@ -13,7 +13,7 @@ from protocol.requests import FinishReason, RequestOutputs
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
 from services.scheduler.grammar.trial.child import FAILPOINT
-from tests.integration.scheduler.engine import EngineClient, engine
+from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.integration.scheduler.schemas import SchemaGenerator
 from tests.integration.scheduler.step_trace import in_flight, read_steps
 
@@ -40,7 +40,7 @@ def test_a_thousand_random_schemas_and_every_finished_answer_validates(tmp_path:
     schemas = [generator.schema() for _ in range(num_requests)]
     scheduler = {"max_model_len": 1024, "max_num_seqs": num_open}
     with engine(tmp_path, scheduler, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         sent = 0
         while len(client.finished) < num_requests:
@@ -71,7 +71,7 @@ def test_a_slow_compilation_delays_no_other_token_by_more_than_one_step(
     trace, neighbours, newcomer = tmp_path / "trace", range(8), 8
     scheduler = {"batching_policy": policy, "max_model_len": 2048, "step_trace": str(trace)}
     with engine(tmp_path, scheduler, {**SIM, "sim_step_ms": 5.0}) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in neighbours:
             client.generate(number, PROMPT, SamplingParams(2000, seed=number))
@@ -104,7 +104,7 @@ def _assert_steps_went_on(trace: Path, least: int) -> None:
 def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> None:
     properties = {f"p{i}": {"type": "string"} for i in range(5_000)}
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         params = SamplingParams(64, eos_token_ids=EOS)
         client.generate(
@@ -122,7 +122,7 @@ def test_a_bomb_is_refused_and_the_next_request_is_served(tmp_path: Path) -> Non
 
 def test_without_a_tokenizer_it_is_refused_by_name_and_everything_else_is_served(tmp_path: Path) -> None:
     with engine(tmp_path, {"max_model_len": 1024, "tokenizer": str(tmp_path)}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         client.generate(0, PROMPT, SamplingParams(8), structured=HEX)
         client.generate(1, PROMPT, SamplingParams(8))
@@ -138,7 +138,7 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
     """The marker is found in the output; a bias makes it likely."""
     marker = 77
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         thinks = SamplingParams(400, seed=5, eos_token_ids=EOS, logit_bias=((marker, 4.0), (EOS[0], -100.0)))
         after = StructuredOutputParams(GrammarKind.CHOICE, '["yes", "no"]', begins_after=(marker,))
@@ -162,7 +162,7 @@ def test_a_grammar_begins_after_its_marker_and_ends_before_what_ignores_its_end(
 def test_delivered_tokens_belong_to_the_answer_when_a_request_comes_again(tmp_path: Path) -> None:
     """A frontend resubmits after a restart: delivered tokens stay, and the rest matches."""
     with engine(tmp_path, {"max_model_len": 1024}, SIM) as running:
-        client = EngineClient(running.client_endpoint)
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         params = SamplingParams(60, seed=3, eos_token_ids=EOS)
         client.generate(0, PROMPT, params, structured=HEX)

@@ -17,7 +17,7 @@ SLOTS = 3
 
 
 @dataclass
-class AttentionShape:
+class AttentionCase:
     heads: int
     kv_heads: int
     head_dim: int
@@ -28,12 +28,12 @@ class AttentionShape:
 
 
 SHAPES = [
-    AttentionShape(4, 2, 64, 16),
-    AttentionShape(4, 4, 24, 5),
-    AttentionShape(6, 2, 80, 16, window=17),
-    AttentionShape(7, 1, 8, 3, window=7, normed=True),
-    AttentionShape(2, 1, 128, 32, window=1),
-    AttentionShape(3, 3, 16, 1, normed=True),
+    AttentionCase(4, 2, 64, 16),
+    AttentionCase(4, 4, 24, 5),
+    AttentionCase(6, 2, 80, 16, window=17),
+    AttentionCase(7, 1, 8, 3, window=7, normed=True),
+    AttentionCase(2, 1, 128, 32, window=1),
+    AttentionCase(3, 3, 16, 1, normed=True),
 ]
 KINDS = [(F32, F32), (F32, BF16), (BF16, BF16)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -44,7 +44,7 @@ class AttentionSetup:
     """Random tokens of `SLOTS` sequences, and a cache whose unwritten memory is poisoned."""
 
     def __init__(
-        self, implementation: str, shape: AttentionShape, activations: torch.dtype, cache: torch.dtype
+        self, implementation: str, shape: AttentionCase, activations: torch.dtype, cache: torch.dtype
     ) -> None:
         torch.manual_seed(0)
         self.shape, self.activations = shape, activations
@@ -112,7 +112,7 @@ class AttentionSetup:
 @each_shape
 @each_kind
 def test_equals_contiguous_attention(
-    implementation: str, shape: AttentionShape, kinds: tuple[torch.dtype, torch.dtype]
+    implementation: str, shape: AttentionCase, kinds: tuple[torch.dtype, torch.dtype]
 ) -> None:
     setup = AttentionSetup(implementation, shape, *kinds)
     outputs = setup.run([0] * SLOTS, [CONTEXT] * SLOTS)
@@ -122,7 +122,7 @@ def test_equals_contiguous_attention(
 
 @each_shape
 @each_kind
-def test_chunks_change_no_bit(shape: AttentionShape, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+def test_chunks_change_no_bit(shape: AttentionCase, kinds: tuple[torch.dtype, torch.dtype]) -> None:
     """With compiled kernels; chunks end at block boundaries and inside of blocks, and some steps lack a row."""
     outputs = AttentionSetup("compiled", shape, *kinds).run([0] * SLOTS, [CONTEXT] * SLOTS)
     pieces = AttentionSetup("compiled", shape, *kinds)

@@ -14,7 +14,7 @@ from services.scheduler.core.ledger import InflightStep
 MOST = 4
 
 
-class Device(NamedTuple):
+class DeviceModel(NamedTuple):
     """Times in milliseconds; `noise` is the standard deviation of their logarithm."""
 
     rows: int = 8
@@ -29,13 +29,13 @@ class Device(NamedTuple):
     """Share of the steps that take five times as long."""
 
 
-class Run(NamedTuple):
+class DraftingRun(NamedTuple):
     rate: float
     """Tokens per millisecond."""
     chosen: list[int]
 
 
-def run(policy: Drafting, device: Device, steps: int = 1500, seed: int = 0) -> Run:
+def run(policy: Drafting, device: DeviceModel, steps: int = 1500, seed: int = 0) -> DraftingRun:
     """Run with two steps in flight: the cost of a step is known after the next one was planned."""
     chance, rows, took, tokens = random.Random(seed), device.rows, 0.0, 0
     chosen, flying, planned = [], [], 0
@@ -56,27 +56,27 @@ def run(policy: Drafting, device: Device, steps: int = 1500, seed: int = 0) -> R
         if len(flying) == 2:
             policy.observe(*flying.pop(0))
         took, tokens, planned = took + time, tokens + int(counts.sum()), proposes
-    return Run(tokens / took, chosen)
+    return DraftingRun(tokens / took, chosen)
 
 
 DEVICES = {
-    "drafts cost little": Device(rows=1),
-    "tokens cost much": Device(token=0.25, draft=0.3),
-    "few rows have drafts": Device(token=0.25, draft=0.03, offered=0.4),
-    "many rows": Device(rows=64, acceptance=0.6, token=0.2, draft=0.5),
-    "noise": Device(rows=1, token=0.2, draft=0.3, noise=0.3, interrupted=0.1),
+    "drafts cost little": DeviceModel(rows=1),
+    "tokens cost much": DeviceModel(token=0.25, draft=0.3),
+    "few rows have drafts": DeviceModel(token=0.25, draft=0.03, offered=0.4),
+    "many rows": DeviceModel(rows=64, acceptance=0.6, token=0.2, draft=0.5),
+    "noise": DeviceModel(rows=1, token=0.2, draft=0.3, noise=0.3, interrupted=0.1),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_nearly_as_good_as_the_best_number_for_the_device(device: Device) -> None:
+def test_nearly_as_good_as_the_best_number_for_the_device(device: DeviceModel) -> None:
     best = max(run(FixedDrafting(k), device).rate for k in range(MOST + 1))
     assert run(AdaptiveDrafting(MOST), device).rate > 0.93 * best
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_if_drafts_fail_almost_nothing_is_lost(rows: int) -> None:
-    device = Device(rows, acceptance=0.02, token=0.2, draft=0.3)
+    device = DeviceModel(rows, acceptance=0.02, token=0.2, draft=0.3)
     assert run(AdaptiveDrafting(MOST), device).rate > 0.95 * run(FixedDrafting(0), device).rate
     assert run(FixedDrafting(MOST), device).rate < 0.8 * run(FixedDrafting(0), device).rate, (
         "fixed drafts lose"
@@ -84,22 +84,22 @@ def test_if_drafts_fail_almost_nothing_is_lost(rows: int) -> None:
 
 
 def test_drafts_that_are_given_up_are_tried_again_now_and_then() -> None:
-    chosen = run(AdaptiveDrafting(MOST), Device(acceptance=0.0, token=0.2), 3000).chosen
+    chosen = run(AdaptiveDrafting(MOST), DeviceModel(acceptance=0.0, token=0.2), 3000).chosen
     assert chosen[-1000:].count(0) > 950
     assert max(chosen[-1500:]) > 0, "drafts are tried again"
 
 
 def test_drafts_that_begin_to_work_are_noticed() -> None:
     policy = AdaptiveDrafting(MOST)
-    assert run(policy, Device(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
-    assert np.mean(run(policy, Device(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
+    assert run(policy, DeviceModel(acceptance=0.0, token=0.2)).chosen[-200:].count(0) > 180
+    assert np.mean(run(policy, DeviceModel(acceptance=0.95), 3000).chosen[-200:]) > MOST - 1
 
 
 def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
     chances = []
     for token in (0.01, 0.05, 0.5):
         policy = AdaptiveDrafting(MOST)
-        run(policy, Device(token=token, noise=0.02, interrupted=0))
+        run(policy, DeviceModel(token=token, noise=0.02, interrupted=0))
         chances.append(policy.least_chance)
     assert 0 <= chances[0] < chances[1] < chances[2] <= 0.5
     assert FixedDrafting(MOST).least_chance == 0, "a fixed number proposes all"

@@ -18,12 +18,12 @@ from services.scheduler.core.observer import (
     EpochEnded,
     EpochStarted,
     Event,
+    EventRecorder,
     FrontendLeft,
     GrammarReady,
     GrammarSent,
     PreemptionCause,
     PrefixCacheReset,
-    Recorder,
     RequestArrived,
     RequestFinished,
     RequestPreempted,
@@ -45,11 +45,11 @@ VOCAB, STOP = 50, 7
 T = TypeVar("T")
 
 
-class Engine:
+class ObservedEngine:
     """A core, a recorder of its events, and a worker that answers when the test calls `answer`."""
 
     def __init__(self, depth: int = 2, limits: Limits = LIMITS, use_priority: bool = False) -> None:
-        self.recorder = Recorder()
+        self.recorder = EventRecorder()
         self.compilation = Compilation(VOCAB)
         self.core = EngineCore(
             limits,
@@ -117,7 +117,7 @@ class Engine:
 
 
 def test_one_request_from_arrival_to_finish_at_depth_one() -> None:
-    engine = Engine(depth=1)
+    engine = ObservedEngine(depth=1)
     engine.generate(max_tokens=2)
     engine.run()
     assert engine.names == [
@@ -129,7 +129,7 @@ def test_one_request_from_arrival_to_finish_at_depth_one() -> None:
 
 
 def test_one_request_from_arrival_to_finish_at_depth_two() -> None:
-    engine = Engine(depth=2)
+    engine = ObservedEngine(depth=2)
     engine.generate(max_tokens=2)
     engine.run()
     assert engine.names == [
@@ -143,7 +143,7 @@ def test_one_request_from_arrival_to_finish_at_depth_two() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_each_dispatched_step_is_applied_and_each_request_is_followed_to_its_end(depth: int) -> None:
-    engine = Engine(depth)
+    engine = ObservedEngine(depth)
     for number in range(6):
         engine.generate(number, prompt=3 + number, max_tokens=1 + number)
     engine.run()
@@ -166,7 +166,7 @@ def test_each_dispatched_step_is_applied_and_each_request_is_followed_to_its_end
 
 def test_the_states_of_a_result_show_which_rows_were_used() -> None:
     """One request was aborted, one was preempted by a request of better priority, with a step in flight."""
-    engine = Engine(2, Limits(2, 64, 64, 32, 4), use_priority=True)
+    engine = ObservedEngine(2, Limits(2, 64, 64, 32, 4), use_priority=True)
     engine.generate(0, max_tokens=9)
     engine.generate(1, max_tokens=9, priority=5)
     engine.dispatch()
@@ -185,7 +185,7 @@ def test_the_states_of_a_result_show_which_rows_were_used() -> None:
 
 
 def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None:
-    engine = Engine(depth=3)
+    engine = ObservedEngine(depth=3)
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.answer(STOP)
@@ -196,7 +196,7 @@ def test_a_result_that_ends_its_request_counts_no_token_behind_the_end() -> None
 
 
 def test_a_refused_request() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(3, prompt=0)
     engine.take()
     arrived, refused = engine.events
@@ -205,7 +205,7 @@ def test_a_refused_request() -> None:
 
 
 def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(1)
     engine.dispatch()
     engine.core.abort(0, [1, 8])
@@ -219,7 +219,7 @@ def test_an_abort_is_recorded_as_it_came_and_its_finish_is_not_sent() -> None:
 
 
 def test_a_frontend_that_leaves() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(1)
     engine.generate(2)
     engine.core.drop_frontend(0)
@@ -228,7 +228,7 @@ def test_a_frontend_that_leaves() -> None:
 
 
 def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     for number in range(3):
         engine.generate(number, grammar=structured(number), max_tokens=1)
     engine.core.abort(0, [1])
@@ -248,14 +248,14 @@ def test_grammars_that_are_ready_refused_or_of_an_aborted_request() -> None:
 
 
 def test_a_grammar_that_is_no_grammar_is_named_as_error() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(grammar=StructuredOutputParams(GrammarKind.GRAMMAR, "refused"))
     engine.core.on_grammar(1, engine.compilation.finish(1))
     assert engine.of(GrammarReady) == [GrammarReady(1, (0, 0), "it cannot be compiled")]
 
 
 def test_epochs_and_results_that_come_too_late() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.core.end_epoch()
@@ -271,7 +271,7 @@ def test_epochs_and_results_that_come_too_late() -> None:
 
 
 def test_all_requests_fail_with_their_workers() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.core.fail_all("the workers are gone")
@@ -280,7 +280,7 @@ def test_all_requests_fail_with_their_workers() -> None:
 
 
 def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.core.reset_prefix_cache(reset_running=True)
@@ -290,7 +290,7 @@ def test_a_reset_of_the_prefix_cache_preempts_what_runs() -> None:
 
 
 def test_a_preemption_for_blocks_comes_before_the_step_that_needed_them() -> None:
-    engine = Engine(1, Limits(4, 64, 24, 6, 4))
+    engine = ObservedEngine(1, Limits(4, 64, 24, 6, 4))
     engine.generate(0, prompt=8, max_tokens=16)
     engine.generate(1, prompt=8, max_tokens=16)
     engine.run()
@@ -306,7 +306,7 @@ def test_a_preemption_for_blocks_comes_before_the_step_that_needed_them() -> Non
 
 
 def test_listeners_come_and_go_while_the_engine_runs() -> None:
-    engine, late = Engine(), Recorder()
+    engine, late = ObservedEngine(), EventRecorder()
     engine.generate(max_tokens=9)
     engine.dispatch()
     engine.core.observers.add(late)
@@ -322,7 +322,7 @@ def test_listeners_come_and_go_while_the_engine_runs() -> None:
 
 
 def test_listeners_outlive_an_epoch() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.core.end_epoch()
     engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
     engine.generate()
@@ -332,7 +332,7 @@ def test_listeners_outlive_an_epoch() -> None:
 
 
 def test_messages_of_events_are_those_that_leave() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.generate(max_tokens=1)
     sent = list(engine.core.dispatch())
     assert [event.plan for event in engine.of(StepDispatched)] == sent
@@ -347,14 +347,14 @@ def test_messages_of_events_are_those_that_leave() -> None:
 # -- times -------------------------------------------------------------------------------------------------------
 
 
-def timed(engine: Engine, now: float, *actions: Callable[[], None]) -> None:
+def timed(engine: ObservedEngine, now: float, *actions: Callable[[], None]) -> None:
     engine.core.advance(now)
     for action in actions:
         action()
 
 
 def test_the_core_keeps_the_time_it_was_given() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     assert engine.core.now == 0
     timed(engine, 12.5)
     assert engine.core.now == 12.5
@@ -366,7 +366,7 @@ def test_the_core_keeps_the_time_it_was_given() -> None:
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_times_of_a_request(listens: bool) -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     if not listens:
         engine.core.observers.remove(engine.recorder)
     timed(engine, 1.0, lambda: engine.generate(max_tokens=2))
@@ -377,7 +377,7 @@ def test_times_of_a_request(listens: bool) -> None:
 
 
 def test_the_first_token_comes_with_the_last_chunk_of_a_prompt() -> None:
-    engine = Engine(1, Limits(4, 4, 64, 32, 4))
+    engine = ObservedEngine(1, Limits(4, 4, 64, 32, 4))
     timed(engine, 1.0, lambda: engine.generate(prompt=10, max_tokens=2))
     for now in (2.0, 3.0, 4.0, 5.0):
         timed(engine, now, engine.dispatch, engine.answer)
@@ -385,7 +385,7 @@ def test_the_first_token_comes_with_the_last_chunk_of_a_prompt() -> None:
 
 
 def test_a_preempted_request_keeps_the_times_of_its_first_run() -> None:
-    engine = Engine(2, Limits(1, 64, 64, 32, 4), use_priority=True)
+    engine = ObservedEngine(2, Limits(1, 64, 64, 32, 4), use_priority=True)
     timed(engine, 1.0, lambda: engine.generate(0, max_tokens=4, priority=1))
     timed(engine, 2.0, engine.dispatch)
     timed(engine, 3.0, engine.answer)
@@ -398,7 +398,7 @@ def test_a_preempted_request_keeps_the_times_of_its_first_run() -> None:
 
 
 def test_a_first_token_that_arrives_after_the_preemption_counts() -> None:
-    engine = Engine(3, Limits(1, 4, 64, 32, 4), use_priority=True)
+    engine = ObservedEngine(3, Limits(1, 4, 64, 32, 4), use_priority=True)
     timed(engine, 1.0, lambda: engine.generate(0, prompt=8, max_tokens=4, priority=1), engine.dispatch)
     timed(engine, 2.0, lambda: engine.generate(1, max_tokens=1), engine.answer, engine.dispatch)
     assert engine.of(RequestPreempted)
@@ -409,7 +409,7 @@ def test_a_first_token_that_arrives_after_the_preemption_counts() -> None:
 
 
 def test_a_replay_has_the_time_of_its_own_first_token() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     engine.core.advance(1.0)
     params = SamplingParams(max_tokens=4, temperature=0.0)
     engine.core.add(0, GenerateRequest(0, pack([1, 2, 3, 4, 5]), 3, params))
@@ -420,13 +420,13 @@ def test_a_replay_has_the_time_of_its_own_first_token() -> None:
 
 
 def test_a_refused_request_was_never_queued() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     timed(engine, 6.0, lambda: engine.generate(0, prompt=0), engine.take)
     assert engine.finished[0].times == RequestTimes(ended=6.0)
 
 
 def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:
-    engine = Engine(2, Limits(1, 64, 64, 32, 4))
+    engine = ObservedEngine(2, Limits(1, 64, 64, 32, 4))
     timed(engine, 1.0, lambda: engine.generate(0, max_tokens=9), engine.dispatch)
     timed(engine, 2.0, lambda: engine.generate(1))
     timed(engine, 3.0, lambda: engine.core.abort(0, [0, 1]))
@@ -435,14 +435,14 @@ def test_times_of_an_aborted_request_that_did_not_happen_are_zero() -> None:
 
 
 def test_a_request_is_queued_when_it_arrives_and_not_when_its_grammar_is_ready() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     timed(engine, 1.0, lambda: engine.generate(0, grammar=structured(0)))
     timed(engine, 2.0, lambda: engine.core.on_grammar(1, "it is no grammar"), engine.take)
     assert engine.finished[0].times == RequestTimes(1.0, 0.0, 0.0, 2.0)
 
 
 def test_an_embedding_has_no_first_token() -> None:
-    engine = Engine()
+    engine = ObservedEngine()
     timed(engine, 1.0, lambda: engine.generate(max_tokens=1, pooling=Pooling.LAST), engine.dispatch)
     slot = int(unpack(engine.in_flight[0].slots)[0])
     timed(engine, 2.0, lambda: engine.answer(embedding_slots=pack([slot]), embeddings=b"\0\0\0\0"))

@@ -11,7 +11,7 @@ import pytest
 from protocol.codec import unpack
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import Recorder, StepDispatched
+from services.scheduler.core.observer import EventRecorder, StepDispatched
 from services.scheduler.policies import (
     BUILT_IN,
     ChunkedPolicy,
@@ -53,7 +53,7 @@ def test_a_policy_of_an_installed_package(site: Path) -> None:
     policy = find_policy("steady").from_config(SchedulerConfig(batching_policy="steady"), LIMITS)
     rng, shared = Random(0), 0
     for depth in (1, 2, 3):
-        recorder = Recorder()
+        recorder = EventRecorder()
         world = World(LIMITS, depth, policy=policy, observer=recorder)
         for number in range(8):
             prompt = [rng.randrange(64) for _ in range(rng.randint(1, 40))]

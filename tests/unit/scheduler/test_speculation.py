@@ -25,7 +25,7 @@ LIMITS = Limits(
 )
 
 
-class Driver:
+class ScriptedCore:
     """A core whose results the test provides, one token list per sampling row."""
 
     def __init__(self, depth: int = 1, limits: Limits = LIMITS, policy: BatchingPolicy | None = None) -> None:
@@ -67,7 +67,7 @@ def starts_and_counts(plan: SchedulerOutput) -> list[tuple[int, int, int]]:
 
 def test_a_row_promises_its_drafts_and_gives_back_what_was_rejected() -> None:
     """At depth one: `P = T + H - 1`, and P falls by the rejected drafts."""
-    driver = Driver()
+    driver = ScriptedCore()
     driver.generate()
     plan = driver.dispatch()
     assert starts_and_counts(plan) == [(0, 4, 0)]
@@ -83,7 +83,7 @@ def test_a_row_promises_its_drafts_and_gives_back_what_was_rejected() -> None:
 
 def test_ahead_the_start_is_an_upper_bound() -> None:
     """At depth two the next row starts as if every draft were accepted; the result corrects later rows."""
-    driver = Driver(depth=2)
+    driver = ScriptedCore(depth=2)
     driver.generate()
     plans = list(driver.core.dispatch())
     driver.plans += plans  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_ahead_the_start_is_an_upper_bound() -> None:
 @pytest.mark.parametrize("at", range(K + 1))
 def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
     """Row cut: a stop at each position of a row."""
-    driver = Driver(depth=2)
+    driver = ScriptedCore(depth=2)
     driver.generate()
     driver.plans += driver.core.dispatch()  # type: ignore[arg-type]
     driver.answer([5])
@@ -117,7 +117,7 @@ def test_what_follows_a_stop_token_in_its_row_is_cut(at: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", range(2, 6))
 def test_max_tokens_inside_a_row(max_tokens: int) -> None:
-    driver = Driver()
+    driver = ScriptedCore()
     driver.generate(max_tokens=max_tokens)
     driver.dispatch()
     driver.answer([5])
@@ -129,7 +129,7 @@ def test_max_tokens_inside_a_row(max_tokens: int) -> None:
 
 def test_drafts_end_at_the_context_limit() -> None:
     """The number of drafts is limited by the rest of the context; no position reaches its end."""
-    driver = Driver()
+    driver = ScriptedCore()
     driver.generate(prompt=28, max_tokens=100)
     driver.dispatch()
     driver.answer()
@@ -155,7 +155,7 @@ class LeavesOutTheFirst(ChunkedPolicy):
 def test_drafts_wait_for_a_row_that_is_left_out() -> None:
     """They are those of its latest sampling step, however many steps ago that was."""
     policy = LeavesOutTheFirst()
-    driver = Driver(policy=policy)
+    driver = ScriptedCore(policy=policy)
     driver.generate(0)
     driver.generate(1)
     driver.dispatch()
@@ -172,7 +172,7 @@ def test_drafts_wait_for_a_row_that_is_left_out() -> None:
 @pytest.mark.parametrize("row", [[], [5, 6, 7, 8, 9]])
 def test_a_row_with_other_tokens_than_drafts_and_one_is_refused(row: list[int]) -> None:
     """Row width."""
-    driver = Driver()
+    driver = ScriptedCore()
     driver.generate()
     driver.dispatch()
     driver.answer([5])
@@ -183,7 +183,7 @@ def test_a_row_with_other_tokens_than_drafts_and_one_is_refused(row: list[int]) 
 
 
 def test_drafts_are_counted_per_request_and_in_all() -> None:
-    driver = Driver()
+    driver = ScriptedCore()
     driver.generate(max_tokens=6)
     driver.dispatch()
     driver.answer([5])

@@ -38,7 +38,7 @@ from services.worker.runner import ForwardDone, Output
 _NO_DRAFTS = np.empty((0, 0), np.int32)
 
 
-class Epoch:
+class NativeEpoch:
     """Made by `init_kv_cache`, dropped by `leave`. For one calling thread.
 
     Args:

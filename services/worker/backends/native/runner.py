@@ -18,7 +18,7 @@ from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import context_limit, num_kv_blocks
 from services.worker.backends.native import drafters
 from services.worker.backends.native.drafters.base import Drafter, Target
-from services.worker.backends.native.epoch import Epoch
+from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
@@ -55,10 +55,10 @@ class NativeRunner:
         self._ranks: Ranks | None = None
         """From the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
-        self._epoch = EpochValue[Epoch]("init_kv_cache")
+        self._epoch = EpochValue[NativeEpoch]("init_kv_cache")
 
     @property
-    def epoch(self) -> Epoch:
+    def epoch(self) -> NativeEpoch:
         """Raises: RuntimeError, before `init_kv_cache` and after `leave`."""
         return self._epoch.get()
 
@@ -136,7 +136,7 @@ class NativeRunner:
     def init_kv_cache(self, init: InitializeCache) -> None:
         loaded = self._loaded.get()
         self._epoch.end()  # freed before the next one is allocated
-        self._epoch.set(Epoch(loaded.model, loaded.ranks, loaded.drafter, loaded.assignment, init))
+        self._epoch.set(NativeEpoch(loaded.model, loaded.ranks, loaded.drafter, loaded.assignment, init))
 
     def leave(self) -> None:
         self._ranks = None

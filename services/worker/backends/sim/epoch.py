@@ -57,7 +57,7 @@ class LoadedRank:
 
 
 @dataclass(frozen=True)
-class _ExecutedStep:
+class _ExecutedSimStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
@@ -107,7 +107,7 @@ class SimEpoch:
             config.sim_draft_acceptance, longest, self.sampler, self.oracle, self.columns, self.drafts
         )
         self._hidden_sums = HiddenSums(slots)
-        self._pending = PendingStep[_ExecutedStep]()
+        self._pending = PendingStep[_ExecutedSimStep]()
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)
@@ -146,7 +146,7 @@ class SimEpoch:
         rank.exchange.send_activations(device, step, rows, hashes, leaving, event.ended)
         logprobs, embeddings = self._requested_outputs(rows)
         self._pending.put(
-            _ExecutedStep(
+            _ExecutedSimStep(
                 step=step,
                 rows=rows,
                 padded=padded,
@@ -268,7 +268,7 @@ class SimEpoch:
             drafts=drafts,
         )
 
-    def _sample(self, executed: _ExecutedStep, masks: StepMasks) -> None:
+    def _sample(self, executed: _ExecutedSimStep, masks: StepMasks) -> None:
         """Sample, then fill in what rows request beside tokens. Runs on the device."""
         executed.acceptance.run(self.sampler, self.oracle, executed.rules, masks)
         if executed.logprobs is not None:
@@ -276,7 +276,7 @@ class SimEpoch:
         if executed.embeddings is not None:
             executed.embeddings.compute(self.oracle, self._hidden_sums)
 
-    def _propose(self, executed: _ExecutedStep) -> tuple[I32, float]:
+    def _propose(self, executed: _ExecutedSimStep) -> tuple[I32, float]:
         """Launch the drafter. Return int32[sampled rows, requested] drafts on the device, and when they are there."""
         step, acceptance = executed.step, executed.acceptance
         requested = step.num_speculative_tokens

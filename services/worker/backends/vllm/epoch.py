@@ -20,7 +20,7 @@ from services.worker.runner import ForwardDone, Output
 
 
 @dataclass(frozen=True)
-class _ExecutedStep:
+class _ExecutedVllmStep:
     """A step between its forward pass and its sampling."""
 
     step: SchedulerOutput
@@ -58,7 +58,7 @@ class VllmEpoch:
             batch.num_prompt_logprobs,
             speculation.num_speculative_tokens if speculation else 0,
         )
-        self._pending = PendingStep[_ExecutedStep]()
+        self._pending = PendingStep[_ExecutedVllmStep]()
 
     def execute(self, step: SchedulerOutput) -> None:
         """Execute the forward pass of a step, as `ModelRunner.execute_model`."""
@@ -73,7 +73,7 @@ class VllmEpoch:
         if pooled is not None:
             engine.pool(pooled, ids, rows)
         times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
-        self._pending.put(_ExecutedStep(step, rows, ids, requested, pooled, times))
+        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, times))
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""

@@ -13,7 +13,7 @@ from services.frontend.errors import GONE, APIError
 LENGTH = Finish(1, FinishReason.LENGTH)
 
 
-class Recorder(RequestStream):
+class RecordingStream(RequestStream):
     """Records what it is fed, and returns `data` each time."""
 
     def __init__(self, response: ResponseStream, data: bytes = b"") -> None:
@@ -64,7 +64,7 @@ async def turns(count: int = 1) -> None:
 
 async def test_response_is_fed_once_per_flush_with_all_that_arrived() -> None:
     response = ResponseStream(FlushQueue())
-    first, second = Recorder(response), Recorder(response)
+    first, second = RecordingStream(response), RecordingStream(response)
     first.arrive((0, 7))
     reading = asyncio.create_task(response.last())
     await turns()
@@ -86,8 +86,8 @@ async def test_response_is_fed_once_per_flush_with_all_that_arrived() -> None:
 async def test_all_responses_are_read_before_the_first_is_written() -> None:
     queue, order, tasks = FlushQueue(), list[str](), []
 
-    def join(name: str, data: bytes) -> Recorder:
-        class Ordered(Recorder):
+    def join(name: str, data: bytes) -> RecordingStream:
+        class Ordered(RecordingStream):
             def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
                 order.append(f"read {name}")
                 return super().feed(tokens, end, now)
@@ -116,7 +116,7 @@ async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogC
     for connection in (FakeConnection(fail), good):
         response = ResponseStream(queue, "id-7")
         tasks.append(asyncio.create_task(response.last(connection)))
-        Recorder(response, b"x").arrive((0, 7))
+        RecordingStream(response, b"x").arrive((0, 7))
     await turns(3)
     assert good.written == [b"x"]
     assert "a response was not written: request_id=id-7" in caplog.text
@@ -126,7 +126,7 @@ async def test_write_that_fails_leaves_those_of_others_alone(caplog: pytest.LogC
 
 async def test_outputs_for_a_full_connection_wait_and_are_joined() -> None:
     response, connection = ResponseStream(FlushQueue()), FakeConnection()
-    stream = Recorder(response, b"x")
+    stream = RecordingStream(response, b"x")
     reading = asyncio.create_task(response.last(connection))
     connection.is_full = True
     for index in range(3):
@@ -146,7 +146,7 @@ async def test_outputs_for_a_full_connection_wait_and_are_joined() -> None:
 
 async def test_reading_pauses_between_the_first_outputs_and_the_connection() -> None:
     response, connection = ResponseStream(FlushQueue()), FakeConnection()
-    stream = Recorder(response, b"x")
+    stream = RecordingStream(response, b"x")
     stream.arrive((0, 7))
     assert await response.first() == b"x"
     stream.arrive((1, 7))
@@ -164,7 +164,7 @@ async def test_reading_pauses_between_the_first_outputs_and_the_connection() -> 
 async def test_more_tokens_than_a_flush_reads_are_fed_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_TOKENS_PER_FLUSH", 2)
     response = ResponseStream(FlushQueue())
-    first, second = Recorder(response), Recorder(response)
+    first, second = RecordingStream(response), RecordingStream(response)
     reading = asyncio.create_task(response.last())
     first.arrive(*((index, 7) for index in range(5)), end=LENGTH)
     second.arrive((0, 8), end=LENGTH)
@@ -180,7 +180,7 @@ async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
 ) -> None:
     monkeypatch.setattr(streams, "MAX_TOKENS_PER_FLUSH", 2)
     response, connection = ResponseStream(FlushQueue()), FakeConnection()
-    stream = Recorder(response, b"x")
+    stream = RecordingStream(response, b"x")
     reading = asyncio.create_task(response.last(connection))
     stream.arrive((0, 7), (1, 7), (2, 7), end=APIError(503, "it is gone"))
     with pytest.raises(APIError, match="it is gone"):
@@ -191,7 +191,7 @@ async def test_failed_request_ends_the_response_behind_the_tokens_that_are_left(
 
 async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it() -> None:
     response = ResponseStream(FlushQueue())
-    stream = Recorder(response)
+    stream = RecordingStream(response)
     reading = asyncio.create_task(response.last(FakeConnection()))
     stream.arrive((0, 7))
     response.fail(APIError(GONE, "it left"))
@@ -206,7 +206,7 @@ async def test_disconnect_overtakes_what_waits_and_nothing_is_fed_after_it() -> 
 
 async def test_nothing_is_fed_after_the_end() -> None:
     response = ResponseStream(FlushQueue())
-    first, second = Recorder(response), Recorder(response)
+    first, second = RecordingStream(response), RecordingStream(response)
     reading = asyncio.create_task(response.last())
     first.arrive((0, 7), end=LENGTH)
     await turns(3)
@@ -217,7 +217,7 @@ async def test_nothing_is_fed_after_the_end() -> None:
 
 
 async def test_request_that_cannot_be_fed_ends_the_response() -> None:
-    class Failing(Recorder):
+    class Failing(RecordingStream):
         def feed(self, tokens: list[Token], end: Finish | None, now: float) -> bytes:
             raise APIError(500, "a token was lost")
 

@@ -21,7 +21,7 @@ NAMED = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """A row of the table."""
 
     implementation: Implementation
@@ -48,22 +48,22 @@ class Choice:
 
 _HELPERS = "helpers that are not waited for"
 TABLE = (
-    Choice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
-    Choice(
+    KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
+    KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
         *("oneDNN, bfloat16", "torch's OpenMP threads"),
     ),
     # Without bfloat16 arithmetic torch's own bfloat16 products take three to seven times as long as float32 ones.
-    Choice(
+    KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (), torch.float32),
         *("our own, float32 from bfloat16 weights", _HELPERS),
     ),
-    Choice("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"),
-    Choice("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"),
+    KernelChoice("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"),
+    KernelChoice("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"),
 )
 
 
-def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[str]) -> Choice:
+def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[str]) -> KernelChoice:
     """The first row of the table that fits; `wanted` is "auto" or an implementation.
 
     Raises: LoadError, when there is none.
@@ -75,7 +75,7 @@ def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[st
     raise LoadError(f"no kernels ({wanted}) compute {dtype} on {device!r}; use --kernels auto")
 
 
-def create(choice: Choice) -> Kernels:
+def create(choice: KernelChoice) -> Kernels:
     """The implementation, imported only when it is chosen."""
     match choice.implementation:
         case "compiled":

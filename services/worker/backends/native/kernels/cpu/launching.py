@@ -8,7 +8,7 @@ import torch
 from services.worker.backends.native.kernels.cpu.recording import (
     CpuRecording,
     Function,
-    Recorder,
+    KernelRecorder,
     replay_kernel,
 )
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
@@ -23,7 +23,7 @@ class Launcher:
 
     def __init__(self, beside_torch: bool = False) -> None:
         self._replay, self._beside_torch = replay_kernel(), beside_torch
-        self._recorder: Recorder | None = None
+        self._recorder: KernelRecorder | None = None
 
     def launch(
         self,
@@ -63,7 +63,7 @@ class Launcher:
 
     def record(self, body: Callable[[B], T], buffers: B) -> CpuRecording[T]:
         """Record what `body` launches."""
-        self._recorder = recorder = Recorder(buffers, self._replay, self._beside_torch)
+        self._recorder = recorder = KernelRecorder(buffers, self._replay, self._beside_torch)
         try:
             return CpuRecording(recorder, body(buffers))
         finally:

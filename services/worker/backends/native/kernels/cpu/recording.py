@@ -148,7 +148,7 @@ class HostCall:
             reader[0] = at
 
 
-class Recorder:
+class KernelRecorder:
     """A recording in the making."""
 
     def __init__(self, buffers: Buffers, replay: Kernel, beside_torch: bool) -> None:
@@ -199,7 +199,7 @@ class Recorder:
 class CpuRecording(Generic[T]):
     """A `Recording`: sequences of kernels, and between them functions of the host."""
 
-    def __init__(self, recorder: Recorder, result: T) -> None:
+    def __init__(self, recorder: KernelRecorder, result: T) -> None:
         self._cells, self._parts, self._result = recorder.cells, recorder.parts, result
         self._placeholder = recorder.in_place_of(result)
 
