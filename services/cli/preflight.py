@@ -2,30 +2,23 @@
 
 import ipaddress
 import socket
-from pathlib import Path
 
-from services.checkpoint import CheckpointError, resolve
+from services.checkpoint import CheckpointError, is_local, resolve
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 
 
 def check_model(model: str) -> None:
-    """Check that a model directory exists. The services check its content, and names on the hub.
+    """Check that a model directory or file exists. The services check its content, and names on the hub.
 
     Raises:
-        ConfigurationError: there is no such directory.
+        ConfigurationError: there is no such directory or file, or a directory has several GGUF files.
     """
-    if not _is_hub_name(model):
+    if is_local(model):
         try:
             resolve(model)
         except CheckpointError as error:
             raise ConfigurationError(str(error)) from None
-
-
-def _is_hub_name(model: str) -> bool:
-    path = Path(model).expanduser()
-    is_path = not model or path.exists() or path.is_absolute() or model[0] in ".~" or model.count("/") > 1
-    return not is_path
 
 
 def free_port(host: str, port: int) -> int:

@@ -1,10 +1,9 @@
 """The model as the frontend sees it: names, tokenizer, chat template, defaults."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from protocol.sampling import Pooling
-from services.checkpoint import resolve
+from services.checkpoint import is_local, model_name, resolve
 from services.config import FrontendConfig
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
@@ -39,7 +38,7 @@ class ServedModel:
         if tool_use is not None:
             try_out(tool_use, tokenizer.special)
         template = ChatTemplate(text, tokenizer.special, tool_use)
-        name = config.model if config.model and not Path(config.model).is_dir() else directory.resolve().name
+        name = config.model if config.model and not is_local(config.model) else model_name(directory)
         pooling = Pooling[config.pooling_type.upper()]
         formats = OutputFormats.from_config(config, tokenizer)
         return cls(config.served_model_name or [name], tokenizer, template, defaults, pooling, formats)

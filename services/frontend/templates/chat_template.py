@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 from jinja2 import meta
 
-from services.checkpoint import CheckpointError, read_json
+from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
 from services.frontend.templates import trial as template_trial
 from services.frontend.templates.sandbox import Refusal, Sandbox, TemplateLimit
@@ -37,19 +37,19 @@ _MARKER = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(16)} "
 """A text that no message contains. Its last character shows whether a template strips messages."""
 
 
-def find_template(directory: Path, override: str | None) -> str | None:
+def find_template(checkpoint: Path, override: str | None) -> str | None:
     """Return the template of `--chat-template`, chat_template.jinja or tokenizer_config.json, in this order.
 
     Raises: CheckpointError
     """
-    file = Path(override) if override is not None else directory / "chat_template.jinja"
-    if override is not None or file.is_file():
+    if override is not None:
         try:
-            return file.read_text(encoding="utf-8")
+            return Path(override).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            flag = f"--chat-template {override}" if override is not None else str(file)
-            raise CheckpointError(f"{flag} cannot be read: {error}") from None
-    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+            raise CheckpointError(f"--chat-template {override} cannot be read: {error}") from None
+    if (text := read_text(checkpoint, "chat_template.jinja")) is not None:
+        return text
+    template = read_json(checkpoint, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
@@ -76,17 +76,16 @@ def try_out(text: str, special: dict[str, str]) -> None:
         raise CheckpointError(f"the chat template is broken: {reason}; give another with --chat-template")
 
 
-def find_tool_template(directory: Path, override: str | None) -> str | None:
+def find_tool_template(checkpoint: Path, override: str | None) -> str | None:
     """Return the checkpoint's separate template for tools, if it has one; transformers uses it if tools are given.
 
     Raises: CheckpointError
     """
     if override is not None:
         return None
-    file = directory / "additional_chat_templates" / "tool_use.jinja"
-    if file.is_file():
-        return find_template(directory, str(file))
-    template = read_json(directory / "tokenizer_config.json").get("chat_template")
+    if (text := read_text(checkpoint, "additional_chat_templates/tool_use.jinja")) is not None:
+        return text
+    template = read_json(checkpoint, "tokenizer_config.json").get("chat_template")
     named = template if isinstance(template, list) else []
     texts = [e.get("template") for e in named if isinstance(e, dict) and e.get("name") == "tool_use"]
     return texts[-1] if texts and isinstance(texts[-1], str) else None

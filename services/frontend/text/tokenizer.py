@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from services.checkpoint import CheckpointError, special_tokens
+from services.checkpoint import CheckpointError, read_text, special_tokens
 from services.frontend.text.detokenizer import (
     ByteLevelDetokenizer,
     ByteLevelVocabulary,
@@ -24,20 +24,25 @@ _HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
 class Tokenizer:
     """Thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises: CheckpointError"""
-        file = directory / "tokenizer.json"
-        if not file.is_file():
+    def __init__(self, checkpoint: Path) -> None:
+        """
+        Args:
+            checkpoint: a directory or a GGUF file.
+
+        Raises: CheckpointError
+        """
+        text = read_text(checkpoint, "tokenizer.json")
+        if text is None:
             raise CheckpointError(
-                f"{directory} has no tokenizer.json; name another tokenizer with --tokenizer"
+                f"{checkpoint} has no tokenizer.json; name another tokenizer with --tokenizer"
             )
         try:
-            self._tokenizer = HFTokenizer.from_file(str(file))
+            self._tokenizer = HFTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+            raise CheckpointError(f"{checkpoint / 'tokenizer.json'} cannot be read: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.special = special_tokens(directory)
+        self.special = special_tokens(checkpoint)
         """Texts of the special tokens by name, for chat templates."""
         self.eos_token_id: int | None = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
         layout = json.loads(self._tokenizer.to_str())

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeGuard
 
 from llguidance import LLTokenizer
 
-from services.checkpoint import CheckpointError, named_eos, resolve, special_tokens
+from services.checkpoint import CheckpointError, named_eos, read_text, resolve, special_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,12 @@ class GrammarVocabulary:
         """Load the tokenizer from the place where the frontend loads it. Raises: CheckpointError"""
         directory = resolve(model, revision)
         source = resolve(tokenizer) if tokenizer else directory
-        file = source / "tokenizer.json"
+        if (text := read_text(source, "tokenizer.json")) is None:
+            raise CheckpointError(f"{source} has no tokenizer.json")
         try:
-            text = file.read_text(encoding="utf-8")
             ids = _token_ids(json.loads(text))
-        except FileNotFoundError:
-            raise CheckpointError(f"{source} has no tokenizer.json") from None
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"{source / 'tokenizer.json'} cannot be read: {error}") from None
         eos = _eos_token_ids(directory, source, ids)
         if not eos:
             raise CheckpointError(f"{directory} names no end-of-sequence token")

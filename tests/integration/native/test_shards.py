@@ -15,7 +15,7 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model, cache_shape
 from services.worker.backends.native.model.partition import Part
 from services.worker.runner import LoadError
-from services.worker.weights import Checkpoint
+from services.worker.weights import open_checkpoint
 from tests.integration.native.conftest import Family
 
 HIDDEN, LAYERS = 64, 3
@@ -49,12 +49,12 @@ class File:
 def load(path: Path, shard: Shard) -> tuple[Model, dict[str, list[torch.Tensor]]]:
     """The model of one rank, and all that was read for it."""
     seen: dict[str, list[torch.Tensor]] = defaultdict(list)
-    checkpoint = Checkpoint(path)
+    checkpoint = open_checkpoint(path)
     checkpoint.files = {
         name: File(file, lambda name, part: seen[name].append(part.clone()))
         for name, file in checkpoint.files.items()
     }
-    part = Part.from_shard(ModelConfig.from_directory(path), shard)
+    part = Part.from_shard(ModelConfig.from_checkpoint(path), shard)
     return Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None), seen
 
 
@@ -107,7 +107,7 @@ def test_a_rank_reads_its_share_of_the_bytes(make_family: Callable[[str], Family
 
 
 def test_the_cache_holds_this_ranks_layers_and_heads(llama: Family) -> None:
-    config = ModelConfig.from_directory(llama.path)
+    config = ModelConfig.from_checkpoint(llama.path)
     bytes_per_block = kernels().network.bytes_per_block
     whole = bytes_per_block(cache_shape(config, 4, torch.float32))
     for shard, share in (
@@ -118,9 +118,9 @@ def test_the_cache_holds_this_ranks_layers_and_heads(llama: Family) -> None:
 
 
 def test_a_missing_tensor_is_missed_by_the_rank_that_needs_it_only(llama: Family) -> None:
-    part = Part.from_shard(ModelConfig.from_directory(llama.path), Shard(0, 1, 0, 3))
+    part = Part.from_shard(ModelConfig.from_checkpoint(llama.path), Shard(0, 1, 0, 3))
     for gone, fails in (("model.layers.0.mlp.up_proj.weight", True), ("model.norm.weight", False)):
-        checkpoint = Checkpoint(llama.path)
+        checkpoint = open_checkpoint(llama.path)
         del checkpoint.files[gone]
         if fails:
             with pytest.raises(LoadError, match=gone):

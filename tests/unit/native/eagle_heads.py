@@ -20,7 +20,7 @@ from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import Part
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
-from services.worker.weights import Checkpoint
+from services.worker.weights import open_checkpoint
 
 VOCAB, HIDDEN, WIDE, HEADS, KV_HEADS, DIM, LAYERS = 211, 64, 104, 4, 2, 16, 5
 CONTEXT, BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 96, 4, 4, 120
@@ -139,8 +139,8 @@ class EagleSetup:
     def load(
         self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any
     ) -> EagleDrafter:
-        checkpoint = Checkpoint(self.path)
-        part = Part.from_shard(ModelConfig.from_directory(self.path), shard)
+        checkpoint = open_checkpoint(self.path)
+        part = Part.from_shard(ModelConfig.from_checkpoint(self.path), shard)
         kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
         model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)

@@ -33,7 +33,7 @@ class SamplingDefaults:
 
         Raises: CheckpointError, for values that no request could be served with
         """
-        generation = read_json(directory / "generation_config.json")
+        generation = read_json(directory, "generation_config.json")
         eos = dict.fromkeys(named_eos(directory))
         if tokenizer_eos is not None:
             eos[tokenizer_eos] = None

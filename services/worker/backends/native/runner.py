@@ -2,7 +2,6 @@
 
 import logging
 import socket
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import Part, tensor_parallel_sizes
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import Checkpoint, checkpoint_directory
+from services.worker.weights import checkpoint_path, model_digest, open_checkpoint
 
 log = logging.getLogger("runahead.worker")
 
@@ -67,10 +66,10 @@ class NativeRunner:
     def identify(self) -> Identity:
         """Read once: what is in memory stays what was registered."""
         if self._identity is None:
-            directory = checkpoint_directory(self._config)
-            config = ModelConfig.from_directory(directory)
+            path = checkpoint_path(self._config)
+            config = ModelConfig.from_checkpoint(path)
             self._identity = Identity(
-                model_hash=_digest(directory, Checkpoint(directory)),
+                model_hash=model_digest(path, open_checkpoint(path)),
                 dtype=str(_dtype(self._config, config)).removeprefix("torch."),
                 tensor_parallel_sizes=tensor_parallel_sizes(config),
                 max_pipeline_parallel_size=config.num_layers,
@@ -107,10 +106,10 @@ class NativeRunner:
         """Read now, or kept from an earlier epoch."""
         if self._model is None or self._model.part.shard != shard:
             self._model = None  # freed before the next ones are read
-            directory = checkpoint_directory(self._config)
-            config, checkpoint = ModelConfig.from_directory(directory), Checkpoint(directory)
-            if _digest(directory, checkpoint) != self.identify().model_hash:
-                raise LoadError(f"the files in {directory} have changed; start this worker again")
+            path = checkpoint_path(self._config)
+            config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
+            if model_digest(path, checkpoint) != self.identify().model_hash:
+                raise LoadError(f"the files of {path} have changed; start this worker again")
             dtype, features = _dtype(self._config, config), selection.processor_features()
             choice = selection.choose(self._config.kernels, self._config.device, dtype, features)
             log.info("%s", choice.describe(features))
@@ -125,10 +124,8 @@ class NativeRunner:
         wanted_for = speculation, model, assignment.block_size, limit
         if self._drafter is None or self._drafter_for != wanted_for:
             self._drafter = None  # freed before the next one is read
-            directory = checkpoint_directory(self._config)
-            target = Target(
-                speculation, model, directory, Checkpoint(directory), assignment.block_size, limit
-            )
+            path = checkpoint_path(self._config)
+            target = Target(speculation, model, path, open_checkpoint(path), assignment.block_size, limit)
             self._drafter, self._drafter_for = drafters.create(target), wanted_for
         return self._drafter
 
@@ -163,10 +160,6 @@ class NativeRunner:
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.epoch.release(slots)
-
-
-def _digest(directory: Path, checkpoint: Checkpoint) -> str:
-    return checkpoint.digest((directory / "config.json").read_bytes())
 
 
 def _dtype(worker: WorkerConfig, model: ModelConfig) -> torch.dtype:

@@ -3,10 +3,9 @@
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from services.checkpoint import CheckpointError, resolve
+from services.checkpoint import CheckpointError, read_json, resolve
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
 
@@ -33,13 +32,13 @@ class SimCheckpoint:
         if config.sim_vocab_size and not config.model:
             return cls._from_json({}, {}, config.sim_vocab_size)
         try:
-            directory = resolve(config.model, config.revision)
+            path = resolve(config.model, config.revision)
+            model, generation = (read_json(path, f"{name}.json") for name in ("config", "generation_config"))
         except CheckpointError as error:
             raise LoadError(str(error)) from error
-        model = _read(directory / "config.json")
-        if model is None:
-            raise LoadError(f"{directory} has no config.json; give a directory in Hugging Face format")
-        return cls._from_json(model, _read(directory / "generation_config.json") or {}, config.sim_vocab_size)
+        if not model:
+            raise LoadError(f"{path} has no config.json; give a directory in Hugging Face format")
+        return cls._from_json(model, generation, config.sim_vocab_size)
 
     @classmethod
     def _from_json(
@@ -53,15 +52,3 @@ class SimCheckpoint:
             tuple(int(token) for token in ids),
             hashlib.sha256(json.dumps([model, vocab_size], sort_keys=True).encode()).hexdigest(),
         )
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise LoadError(f"{path}: not a JSON object")
-    return data

@@ -7,7 +7,7 @@ from typing import Any
 from services.checkpoint import CheckpointError, default_dtype, read_json
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
-from services.worker.weights import Checkpoint
+from services.worker.weights import model_digest, open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Data types of activations that vLLM computes in."""
@@ -27,15 +27,13 @@ class CheckpointInfo:
     @classmethod
     def read(cls, directory: Path, worker: WorkerConfig) -> "CheckpointInfo":
         """Raises: LoadError, if config.json or a header of the weights cannot be read, or its dtype is unknown."""
-        path = directory / "config.json"
         try:
-            config, content = read_json(path), path.read_bytes()
-        except (CheckpointError, OSError) as error:
-            raise LoadError(f"{path} cannot be read: {error}; download the model again") from error
+            config = read_json(directory, "config.json")
+        except CheckpointError as error:
+            raise LoadError(f"{error}; download the model again") from error
         model = config.get("text_config", config)
-        return cls(
-            Checkpoint(directory).digest(content), _dtype(worker, model), _tensor_parallel_sizes(model)
-        )
+        digest = model_digest(directory, open_checkpoint(directory))
+        return cls(digest, _dtype(worker, model), _tensor_parallel_sizes(model))
 
 
 def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from services.worker.backends.vllm.plan import RESERVED_BLOCKS
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import checkpoint_directory
+from services.worker.weights import checkpoint_path
 
 
 class VllmRunner:
@@ -39,7 +39,7 @@ class VllmRunner:
     def identify(self) -> Identity:
         """Return the properties of the checkpoint, read at the first call: those of the weights in memory."""
         if self._checkpoint is None:
-            self._checkpoint = CheckpointInfo.read(checkpoint_directory(self._config), self._config)
+            self._checkpoint = CheckpointInfo.read(checkpoint_path(self._config), self._config)
         return Identity(
             self._checkpoint.digest, self._checkpoint.dtype, self._checkpoint.tensor_parallel_sizes
         )
@@ -73,7 +73,7 @@ class VllmRunner:
         )
 
     def _options(self, assignment: Assignment) -> EngineOptions:
-        directory = checkpoint_directory(self._config)
+        directory = checkpoint_path(self._config)
         if CheckpointInfo.read(directory, self._config) != self._checkpoint:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
         return EngineOptions.from_config(directory, self.identify().dtype, self._config, assignment)

@@ -34,8 +34,8 @@ class Target:
     speculation: Speculation
     model: Model
     """This rank's part; with tensor parallelism its embedding and head are those of some token ids only."""
-    directory: Path
-    """Of its checkpoint."""
+    path: Path
+    """Directory or GGUF file of its checkpoint."""
     checkpoint: Checkpoint
     """All of its tensors."""
     block_size: int

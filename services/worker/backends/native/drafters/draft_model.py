@@ -20,7 +20,7 @@ from services.worker.backends.native.model.partition import Part
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import LoadError
-from services.worker.weights import Checkpoint
+from services.worker.weights import open_checkpoint
 
 BEHIND = 16
 """Most tokens of a request that are not computed yet, while no drafts are wanted."""
@@ -31,16 +31,16 @@ class DraftModelDrafter(Drafter):
         """Raises: LoadError, also for a checkpoint with another vocabulary."""
         wanted = target.speculation
         try:
-            directory = resolve(wanted.model, wanted.revision or None, WEIGHT_FILES)
+            path = resolve(wanted.model, wanted.revision or None, WEIGHT_FILES)
         except CheckpointError as error:
             raise LoadError(f"the draft model: {error}") from error
-        config, whole = ModelConfig.from_directory(directory), target.model.part.whole
+        config, whole = ModelConfig.from_checkpoint(path), target.model.part.whole
         if config.vocab_size != whole.vocab_size:
             raise LoadError(
                 f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
                 "they must have the same vocabulary"
             )
-        part, checkpoint = Part.from_shard(config, Shard()), Checkpoint(directory)
+        part, checkpoint = Part.from_shard(config, Shard()), open_checkpoint(path)
         self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
         self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
         self._limit = min(

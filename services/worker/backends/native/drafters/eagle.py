@@ -118,6 +118,6 @@ def _directory(target: Target) -> Path:
     speculation = target.speculation
     if speculation.model:
         return resolve(speculation.model, speculation.revision or None, WEIGHT_FILES)
-    if target.directory.resolve() != DEMO_MODEL:
+    if target.path.resolve() != DEMO_MODEL:
         raise CheckpointError('this model comes without a head of its own; name one as "model"')
     return DEMO_EAGLE

@@ -36,7 +36,7 @@ class EagleConfig:
         raw = read_config(directory)
         config, nested = ConfigReader(raw), _object(raw, "eagle_config")
         _refuse(raw, nested)
-        layer = ModelConfig.from_directory(directory, dict.fromkeys(ARCHITECTURES[method], "llama"))
+        layer = ModelConfig.from_checkpoint(directory, dict.fromkeys(ARCHITECTURES[method], "llama"))
         if layer.num_layers != 1:
             raise LoadError(f"an EAGLE head has one layer, config.json says {layer.num_layers}")
         if layer.vocab_size != target.vocab_size:

@@ -21,7 +21,7 @@ from services.worker.backends.native.kernels.interface import Attention, Network
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.backends.native.model.model import attention_shape, cache_shape
 from services.worker.runner import LoadError
-from services.worker.weights import Checkpoint
+from services.worker.weights import Checkpoint, open_checkpoint
 
 
 class EagleModel(ABC):
@@ -162,4 +162,4 @@ def load(directory: Path, target: Target) -> EagleModel:
             "computed where it runs, by the last pipeline stage; use fewer stages, or a head that reads no others"
         )
     kind = Eagle if method == "eagle" else Eagle3
-    return kind(config, Checkpoint(directory), target)
+    return kind(config, open_checkpoint(directory), target)

@@ -1,12 +1,12 @@
 """A checkpoint's config.json, checked. Models that this backend cannot compute are refused by name."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.checkpoint import CheckpointError, read_json
 from services.worker.runner import LoadError
 
 ARCHITECTURES = {
@@ -55,11 +55,12 @@ class ModelConfig:
     """The checkpoint's own, for `--dtype auto`; other dtypes are read as float32."""
 
     @classmethod
-    def from_directory(
-        cls, directory: Path, architectures: Mapping[str, str] = ARCHITECTURES
-    ) -> "ModelConfig":
-        """Raises: LoadError, when config.json is missing or broken, or its model is not supported."""
-        return _parse(ConfigReader(read_config(directory)), directory, architectures)
+    def from_checkpoint(cls, path: Path, architectures: Mapping[str, str] = ARCHITECTURES) -> "ModelConfig":
+        """Read the configuration of a directory or of a GGUF file.
+
+        Raises: LoadError, when config.json is missing or broken, or its model is not supported.
+        """
+        return _parse(ConfigReader(read_config(path)), path, architectures)
 
 
 class ConfigReader:
@@ -91,22 +92,19 @@ class ConfigReader:
         return bool(value)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises: LoadError"""
-    path = directory / "config.json"
-    if not path.is_file():
-        if (path.parent / "adapter_config.json").is_file():
-            raise LoadError(
-                f"{path.parent} is a LoRA adapter; adapters are not served, merge it into its base model first"
-            )
-        raise LoadError(f"{path} is missing; give a model directory in Hugging Face format")
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise LoadError(f"{path} cannot be read ({error}); download the model again") from error
-    if not isinstance(raw, dict):
-        raise LoadError(f"{path} is not a JSON object; download the model again")
-    return raw
+        raw = read_json(path, "config.json")
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
+    if raw:
+        return raw
+    if (path / "adapter_config.json").is_file():
+        raise LoadError(
+            f"{path} is a LoRA adapter; adapters are not served, merge it into its base model first"
+        )
+    raise LoadError(f"{path / 'config.json'} is missing; give a model directory in Hugging Face format")
 
 
 def _family(raw: dict[str, Any], architectures: Mapping[str, str]) -> str:
@@ -135,13 +133,13 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise LoadError(f"activation {act!r} is not supported; the native backend computes silu")
 
 
-def _parse(config: ConfigReader, directory: Path, architectures: Mapping[str, str]) -> ModelConfig:
+def _parse(config: ConfigReader, path: Path, architectures: Mapping[str, str]) -> ModelConfig:
     raw = config.raw
     _refuse_unsupported(raw)
     family = _family(raw, architectures)
-    if (directory / "adapter_config.json").is_file():
+    if (path / "adapter_config.json").is_file():
         raise LoadError(
-            f"{directory} holds a LoRA adapter; adapters are not served, merge it into its base model first"
+            f"{path} holds a LoRA adapter; adapters are not served, merge it into its base model first"
         )
     heads, hidden, layers = (
         config.size(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers")

@@ -1,7 +1,5 @@
-"""A checkpoint's tensors: read one at a time from its safetensors files, and checked against the expected shape.
-
-A rank that needs a part of a tensor reads that part only.
-"""
+"""Tensors of a checkpoint in Hugging Face format: read one at a time from its safetensors files, and checked against
+the expected shape."""
 
 import hashlib
 import json
@@ -10,26 +8,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
-from services.config import WorkerConfig
 from services.worker.runner import LoadError
+from services.worker.weights.checkpoint import Blocks, Cut, check_shape, missing_tensor
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 """Dtypes of safetensors that can be read, and their bytes."""
-Cut = tuple[slice, ...]
-"""Rows (and columns) of a tensor; `()` is all of it."""
 
 
-def checkpoint_directory(config: WorkerConfig) -> Path:
-    """Return the directory of the worker's model. Raises: LoadError"""
-    try:
-        return resolve(config.model, config.revision, WEIGHT_FILES)
-    except CheckpointError as error:
-        raise LoadError(str(error)) from error
-
-
-class Checkpoint:
-    """The tensors of a directory. Files are mapped; a tensor is read when it is taken.
+class SafetensorsCheckpoint:
+    """A `Checkpoint`: the tensors of a directory. Files are mapped; a tensor is read when it is taken.
 
     Raises: LoadError, when there are no safetensors files, or one is missing or broken.
     """
@@ -46,15 +33,9 @@ class Checkpoint:
         """
         file = self.files.get(name)
         if file is None:
-            raise LoadError(
-                f"the checkpoint has no tensor {name}; download the model again, all of its files"
-            )
+            raise missing_tensor(name)
         view = file.get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            raise LoadError(
-                f"tensor {name} is {view.get_shape()}, but config.json says {list(shape)}; "
-                "the files do not belong together"
-            )
+        check_shape(name, tuple(view.get_shape()), shape)
         if view.get_dtype() not in DTYPES:
             raise LoadError(
                 f"tensor {name} is {view.get_dtype()}; quantised weights are not supported, use bfloat16 or float32"
@@ -64,13 +45,15 @@ class Checkpoint:
     def integers(self, name: str) -> torch.Tensor:
         """Return a whole one-dimensional tensor as int64. Raises: LoadError, when it is missing or has no integers."""
         if name not in self:
-            raise LoadError(
-                f"the checkpoint has no tensor {name}; download the model again, all of its files"
-            )
+            raise missing_tensor(name)
         values: torch.Tensor = self.files[name].get_tensor(name)
         if values.ndim != 1 or values.is_floating_point() or values.is_complex():
             raise LoadError(f"tensor {name} must be a list of whole numbers; download the model again")
         return values.long()
+
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> Blocks | None:
+        """Return None: the files have no quantised tensors."""
+        return None
 
     def __contains__(self, name: str) -> bool:
         return name in self.files

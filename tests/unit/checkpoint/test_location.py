@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services import checkpoint
-from services.checkpoint import CheckpointError, default_dtype, resolve
+import services
+from services.checkpoint import CheckpointError, default_dtype, dtype, location, model_name, resolve
 
 COMMIT = "0123456789012345678901234567890123456789"
 
@@ -40,7 +40,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], s
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(cases)],
         env={"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "PATH": "/usr/bin:/bin"},
-        cwd=Path(checkpoint.__file__).parents[1],
+        cwd=Path(services.__file__).parents[1],
         capture_output=True,
         text=True,
         check=True,
@@ -54,11 +54,12 @@ def test_directory_is_returned_as_it_is(tmp_path: Path) -> None:
 
 
 def test_default_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "DEMO_MODEL", tmp_path)
+    for module in (location, dtype):
+        monkeypatch.setattr(module, "DEMO_MODEL", tmp_path)
     assert resolve("") == tmp_path
     assert default_dtype("") == default_dtype(str(tmp_path)) == "float32"
     assert default_dtype("some/model") is None
-    monkeypatch.setattr(checkpoint, "DEMO_MODEL", tmp_path / "missing")
+    monkeypatch.setattr(location, "DEMO_MODEL", tmp_path / "missing")
     with pytest.raises(CheckpointError, match="the demo model is missing at"):
         resolve("")
 
@@ -69,11 +70,36 @@ def test_path_without_a_directory_is_refused(name: str) -> None:
         resolve(name)
 
 
-def test_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
     file.touch()
     with pytest.raises(CheckpointError, match="no such model directory"):
         resolve(str(file))
+
+
+def test_gguf_file_is_found_by_its_path_and_in_its_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.Q4_1.gguf"
+    with pytest.raises(CheckpointError, match="no such model file"):
+        resolve(str(file))
+    file.touch()
+    (tmp_path / "mmproj-model.gguf").touch()
+    assert resolve(str(file)) == resolve(str(tmp_path)) == file
+    assert model_name(file) == "model.Q4_1"
+
+
+def test_directory_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        CheckpointError, match=r"several GGUF files are in .*; name the file itself: a.gguf, b.gguf"
+    ):
+        resolve(str(tmp_path))
+
+
+def test_complete_checkpoint_beside_a_gguf_file_is_served(tmp_path: Path) -> None:
+    for name in ("a.gguf", "config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert resolve(str(tmp_path)) == tmp_path
 
 
 Outcomes = dict[tuple[str, ...], str]

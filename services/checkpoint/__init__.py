@@ -1,0 +1,35 @@
+"""Checkpoints: a directory in Hugging Face format or a GGUF file, its location and its files beside the weights.
+
+Frontends read the tokenizer, workers the weights. This package has what both need, without torch.
+"""
+
+from services.checkpoint.dtype import default_dtype
+from services.checkpoint.errors import CheckpointError
+from services.checkpoint.files import named_eos, read_json, read_text, special_tokens
+from services.checkpoint.location import (
+    CONFIG_FILES,
+    DEMO_MODEL,
+    GGUF,
+    WEIGHT_FILES,
+    is_gguf,
+    is_local,
+    model_name,
+    resolve,
+)
+
+__all__ = [
+    "CONFIG_FILES",
+    "DEMO_MODEL",
+    "GGUF",
+    "WEIGHT_FILES",
+    "CheckpointError",
+    "default_dtype",
+    "is_gguf",
+    "is_local",
+    "model_name",
+    "named_eos",
+    "read_json",
+    "read_text",
+    "resolve",
+    "special_tokens",
+]

@@ -1,0 +1,13 @@
+"""Data type of a model that is served with `--dtype auto`."""
+
+from pathlib import Path
+
+from services.checkpoint.location import DEMO_MODEL
+
+
+def default_dtype(model: str) -> str | None:
+    """Return the data type of `--dtype auto`, or None for that of the checkpoint.
+
+    The demo model is served in float32, so that equal requests get equal outputs in any batch.
+    """
+    return "float32" if not model or Path(model).expanduser().resolve() == DEMO_MODEL else None

@@ -1,0 +1,63 @@
+"""Files of a checkpoint beside its weights. A GGUF file stands for the same files, made from its metadata."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from services.checkpoint.errors import CheckpointError
+from services.checkpoint.gguf import read_gguf_text, read_header
+from services.checkpoint.location import is_gguf
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_text(checkpoint: Path, name: str) -> str | None:
+    """Return the text of a file, None if the checkpoint has no such file.
+
+    Args:
+        checkpoint: a directory or a GGUF file, as `resolve` returns it.
+        name: path of the file in the directory.
+
+    Raises: CheckpointError
+    """
+    if is_gguf(checkpoint):
+        return read_gguf_text(read_header(checkpoint), name)
+    path = checkpoint / name
+    if not path.is_file():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if the file does not exist. Raises: CheckpointError"""
+    text = read_text(checkpoint, name)
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint / name} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{checkpoint / name} does not contain a JSON object")
+    return content
+
+
+def special_tokens(checkpoint: Path) -> dict[str, str]:
+    """Return the texts of the special tokens by their names in chat templates. Raises: CheckpointError"""
+    names = "special_tokens_map.json", "tokenizer_config.json"
+    first, second = (read_json(checkpoint, name) for name in names)
+    config = first | second
+    tokens = {name: config.get(name) for name in _SPECIAL}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def named_eos(checkpoint: Path) -> list[Any]:
+    """Return `eos_token_id` of generation_config.json or config.json, unchecked. Raises: CheckpointError"""
+    names = "generation_config.json", "config.json"
+    generation, model = (read_json(checkpoint, name) for name in names)
+    ids = generation.get("eos_token_id", model.get("eos_token_id"))
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]

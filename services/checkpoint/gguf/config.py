@@ -1,0 +1,108 @@
+"""config.json and generation_config.json from the metadata of a GGUF file."""
+
+from typing import Any
+
+from services.checkpoint.errors import CheckpointError
+from services.checkpoint.gguf.header import GgufHeader
+from services.checkpoint.gguf.names import ARCHITECTURES, architecture
+from services.checkpoint.gguf.rope import rope_scaling
+from services.checkpoint.gguf.special_tokens import end_tokens, token_id
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Recommended sampling parameters: `transformers` name and key below `general.sampling`."""
+_STORED = {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}
+
+
+def hf_config(header: GgufHeader) -> dict[str, Any]:
+    """Return the content of config.json. Raises: CheckpointError, if the model is not supported."""
+    name = architecture(header)
+    heads, hidden = _size(header, "attention.head_count"), _size(header, "embedding_length")
+    head_dim = _size(header, "attention.key_length", hidden // heads)
+    theta = header.number(f"{name}.rope.freq_base", 10_000.0)
+    _refuse_unsupported(header, head_dim)
+    return {
+        "architectures": [ARCHITECTURES[name]],
+        "model_type": name,
+        "vocab_size": _vocab_size(header),
+        "hidden_size": hidden,
+        "intermediate_size": _size(header, "feed_forward_length"),
+        "num_hidden_layers": _size(header, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _size(header, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _size(header, "context_length"),
+        "rms_norm_eps": _rounded(header.number(f"{name}.attention.layer_norm_rms_epsilon")),
+        "hidden_act": "silu",
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(header, head_dim, theta),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": name == "qwen2" or "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+        "bos_token_id": token_id(header, "bos"),
+        "eos_token_id": token_id(header, "eos"),
+        "dtype": _dtype(header),
+    }
+
+
+def generation_config(header: GgufHeader) -> dict[str, Any]:
+    """Return the content of generation_config.json: the tokens that end an answer, and sampling parameters."""
+    given = {ours: header.metadata.get(f"general.sampling.{key}") for ours, key in _SAMPLING.items()}
+    sampling = {name: _rounded(v) for name, v in given.items() if isinstance(v, int | float)}
+    ids = {"bos_token_id": token_id(header, "bos"), "eos_token_id": list(end_tokens(header))}
+    return {**ids, **({"do_sample": True} if sampling else {}), **sampling}
+
+
+def _size(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """Return a size of at least 1; an array is allowed if all layers have the same size."""
+    key = f"{header.architecture}.{key}"
+    if not isinstance(header.metadata.get(key, 0), int):
+        values = set(header.numbers(key))
+        if len(values) != 1:
+            raise CheckpointError(f"{header.path}: {key} differs between layers, which is not supported")
+        default = values.pop()
+    else:
+        default = header.integer(key, default)
+    if not isinstance(default, int) or not 1 <= default < 2**31:
+        raise CheckpointError(f"{header.path}: {key} must be at least 1, it is {default!r:.80}")
+    return default
+
+
+def _vocab_size(header: GgufHeader) -> int:
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{header.path} has no tensor token_embd.weight; convert the model again")
+    return embedding.shape[0]
+
+
+def _refuse_unsupported(header: GgufHeader, head_dim: int) -> None:
+    at = header.architecture + "."
+    if header.integer(at + "expert_count", 0):
+        raise CheckpointError(f"{header.path}: mixtures of experts are not supported")
+    if header.integer("split.count", 1) > 1:
+        raise CheckpointError(
+            f"{header.path} is one of {header.integer('split.count')} parts, which is not supported; "
+            "merge them with `llama-gguf-split --merge` first"
+        )
+    context = header.integer(at + "context_length")
+    if 0 < header.integer(at + "attention.sliding_window", 0) < context:
+        raise CheckpointError(f"{header.path}: attention with a sliding window is not supported")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (size := header.integer(at + key, head_dim)) != head_dim:
+            raise CheckpointError(f"{header.path}: {at}{key} {size} is not supported; it must be {head_dim}")
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Return the stored type; bfloat16 for quantised weights, whose type says nothing about the computation."""
+    stored = {t.type.name for t in header.tensors.values() if len(t.shape) > 1}
+    return _STORED.get(frozenset(stored), "bfloat16")
+
+
+def _rounded(value: float) -> float:
+    """Return the shortest decimal number that float32 rounds to the same value: 1e-05 for 9.999999747378752e-06."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")

@@ -1,0 +1,213 @@
+"""Header of a GGUF file: metadata and the places of the tensors, all checked against the file's size.
+
+Source of the layout: the specification of GGUF in ggml's documentation, versions 2 and 3.
+"""
+
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from services.checkpoint.errors import BrokenFileError, CheckpointError
+from services.checkpoint.gguf.cursor import Cursor, Value
+from services.checkpoint.gguf.tensor_types import OTHER_TYPES, SUPPORTED, TENSOR_TYPES, TensorType
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_MAX_KEY, _MAX_NAME, _MAX_DIMENSIONS = 65_535, 256, 4
+_LEAST_ENTRY = 8 + 1 + 4 + 1
+"""Bytes of the shortest metadata entry: length and text of its key, type, value."""
+_LEAST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
+"""Bytes of the shortest description of a tensor: length and text of its name, dimensions, type, offset."""
+_MAX_ALIGNMENT = 65_536
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Place and shape of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """As in torch: the last dimension is contiguous."""
+    type: TensorType
+    begin: int
+    """Offset of the first byte in the file."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.type.block_elements * self.type.block_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        return self.text("general.architecture")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Raises: CheckpointError, if the value is missing without a default, or is no text."""
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, str) else self._wrong(key, "text", value)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Raises: CheckpointError, if the value is missing without a default, or is no whole number."""
+        value = self.metadata.get(key, default)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return value if is_integer else self._wrong(key, "a whole number", value)  # type: ignore[return-value]  # an int
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Raises: CheckpointError, if the value is missing without a default, or is no number."""
+        value = self.metadata.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number else self._wrong(key, "a number", value)  # type: ignore[arg-type]  # a number
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Raises: CheckpointError, if the value is neither true nor false."""
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, bool) else self._wrong(key, "true or false", value)
+
+    def texts(self, key: str) -> list[str]:
+        """Return an array of texts, [] if it is missing. Raises: CheckpointError, if it is something else."""
+        value = self.metadata.get(key, [])
+        return value if isinstance(value, list) else self._wrong(key, "an array of texts", value)
+
+    def numbers(self, key: str) -> list[Any]:
+        """Return an array of numbers, [] if it is missing. Raises: CheckpointError, if it is something else."""
+        value = self.metadata.get(key)
+        if value is None:
+            return []
+        if isinstance(value, int | float | str | list):
+            value = self._wrong(key, "an array of numbers", value)
+        found: list[Any] = value.tolist()
+        return found
+
+    def _wrong(self, key: str, wanted: str, value: object) -> Any:
+        found = "is missing" if value is None else f"must be {wanted}, it is {value!r:.80}"
+        raise CheckpointError(f"{self.path}: {key} {found}; convert the model again")
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Return the header of a file; the same object while the file does not change.
+
+    Raises: CheckpointError
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return _read(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, size: int, _mtime: int) -> GgufHeader:
+    if size < len(MAGIC) + 4 + 8 + 8:
+        raise CheckpointError(f"{path} is not a GGUF file: it has {size} bytes; download it again")
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(path, data)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except BrokenFileError as error:
+        raise CheckpointError(f"{path} is not a valid GGUF file: {error}; download it again") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
+    cursor = Cursor(data)
+    if data[: len(MAGIC)] != MAGIC:
+        raise BrokenFileError(f"it begins with {data[: len(MAGIC)]!r}")
+    cursor.position = len(MAGIC)
+    version = cursor.unpack("I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        order = ", in big-endian order" if swapped in VERSIONS else ""
+        raise CheckpointError(f"version {version}{order}; little-endian versions 2 and 3 are supported")
+    num_tensors, num_entries = cursor.unpack("Q"), cursor.unpack("Q")
+    least = num_tensors * _LEAST_TENSOR + num_entries * _LEAST_ENTRY
+    if least > cursor.remaining:
+        raise BrokenFileError(
+            f"{num_tensors} tensors and {num_entries} metadata entries need at least {least} bytes, "
+            f"but {cursor.remaining} follow"
+        )
+    metadata = _metadata(cursor, num_entries)
+    described = [_description(cursor) for _ in range(num_tensors)]
+    begin = _aligned(cursor.position, alignment := _alignment(metadata))
+    tensors = [GgufTensor(name, shape, kind, begin + at) for name, shape, kind, at in described]
+    _check_places(tensors, begin, alignment, len(data))
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if len(by_name) != len(tensors):
+        raise BrokenFileError("two tensors have the same name")
+    return GgufHeader(path, metadata, by_name)
+
+
+def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
+    metadata: dict[str, Value] = {}
+    for _ in range(count):
+        key = cursor.string(_MAX_KEY)
+        if not key or key in metadata:
+            raise BrokenFileError(f"{key:.80} is there twice" if key else "a metadata entry has no key")
+        kind = cursor.unpack("I")
+        try:
+            metadata[key] = cursor.value(kind)
+        except CheckpointError as error:
+            raise type(error)(f"{key:.80} has {error}") from None
+    return metadata
+
+
+def _description(cursor: Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
+    """Return name, shape, type, and offset from the begin of the data."""
+    name, dimensions = cursor.string(_MAX_NAME), cursor.unpack("I")
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise BrokenFileError(f"tensor {name:.80} has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} exist")
+    shape = tuple(reversed([cursor.unpack("Q") for _ in range(dimensions)]))
+    number, offset = cursor.unpack("I"), cursor.unpack("Q")
+    kind = TENSOR_TYPES.get(number)
+    if kind is None:
+        other = OTHER_TYPES.get(number, f"number {number}")
+        raise CheckpointError(
+            f"tensor {name:.80} has the type {other}, which is not supported; use one of {SUPPORTED}"
+        )
+    if min(shape) < 1 or shape[-1] % kind.block_elements:
+        raise BrokenFileError(
+            f"tensor {name:.80} is {list(shape)}, but {kind.name} has blocks of {kind.block_elements} elements"
+        )
+    return name, shape, kind, offset
+
+
+def _alignment(metadata: Mapping[str, Value]) -> int:
+    value = metadata.get("general.alignment", 32)
+    if not isinstance(value, int) or not 8 <= value <= _MAX_ALIGNMENT or value & (value - 1):
+        raise BrokenFileError(
+            f"general.alignment must be a power of two from 8 to {_MAX_ALIGNMENT}, it is {value!r:.80}"
+        )
+    return value
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _check_places(tensors: Iterable[GgufTensor], begin: int, alignment: int, size: int) -> None:
+    """Raises: BrokenFileError, if a tensor is not aligned, overlaps another one, or exceeds the file."""
+    end = begin
+    for tensor in sorted(tensors, key=lambda each: each.begin):
+        if tensor.begin % alignment:
+            raise BrokenFileError(f"tensor {tensor.name:.80} begins at {tensor.begin}, not at {alignment} n")
+        if tensor.begin < end:
+            raise BrokenFileError(f"tensor {tensor.name:.80} overlaps the one before it")
+        end = tensor.begin + tensor.size
+        if end > size:
+            raise BrokenFileError(f"tensor {tensor.name:.80} ends at {end}, but the file ends at {size}")

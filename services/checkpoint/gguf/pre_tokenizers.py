@@ -1,0 +1,57 @@
+"""Pre-tokenizers by `tokenizer.ggml.pre`, as in tokenizer.json of the models that use them."""
+
+from typing import Any
+
+from services.checkpoint.errors import CheckpointError
+
+_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTES_ONLY = {**_GPT2, "use_regex": False}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _words(digits: str) -> list[dict[str, Any]]:
+    return [_split(_WORDS.format(digits=digits)), _BYTES_ONLY]
+
+
+_DEFAULT = [
+    _split(r"[\p{P}\$\+<=>\^~\|]+"),
+    _split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+    _split(r"\p{N}+"),
+    _split(r"[0-9][0-9][0-9]"),
+    _BYTES_ONLY,
+]
+"""llama.cpp's rules for files that name no pre-tokenizer."""
+_BY_NAME: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_GPT2],
+    "default": _DEFAULT,
+    "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "llama-bpe": _words(r"\p{N}{1,3}"),
+    "llama3": _words(r"\p{N}{1,3}"),
+    "llama-v3": _words(r"\p{N}{1,3}"),
+    "qwen2": _words(r"\p{N}"),
+    "deepseek-r1-qwen": _words(r"\p{N}"),
+}
+ADD_BOS = frozenset({"llama-bpe", "llama3", "llama-v3"})
+"""Names with a BOS token where the file says nothing; whole words of the vocabulary need no merges there."""
+_NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+
+def pre_tokenizer(name: str) -> dict[str, Any]:
+    """Raises: CheckpointError, if the name is not supported."""
+    if name not in _BY_NAME:
+        raise CheckpointError(
+            f"tokenizer.ggml.pre {name!r:.80} is not supported; supported are {', '.join(_BY_NAME)}. "
+            "Name the original tokenizer with --tokenizer"
+        )
+    return {"type": "Sequence", "pretokenizers": _BY_NAME[name]}
+
+
+def normalizer(name: str) -> dict[str, Any] | None:
+    return {"type": "NFC"} if name in _NFC else None

@@ -1,0 +1,58 @@
+"""Rotary scaling of a GGUF file as `rope_scaling` of config.json; kinds without a counterpart are refused by name."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from services.checkpoint.errors import CheckpointError
+from services.checkpoint.gguf.header import GgufHeader
+from services.checkpoint.gguf.names import ROPE_FACTORS
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Parameters of all published models of this kind; a file has only the factors that follow from them."""
+_TOLERANCE = 1e-3
+
+
+def rope_scaling(header: GgufHeader, head_dim: int, theta: float) -> dict[str, Any] | None:
+    """Return the scaling, None for none. Raises: CheckpointError, for a kind that is not supported."""
+    at = f"{header.architecture}.rope."
+    kind = header.text(at + "scaling.type", "none")
+    factor = header.number(at + "scaling.factor", header.number(at + "scale_linear", 1.0))
+    if ROPE_FACTORS in header.tensors:
+        return _llama3(header, head_dim, theta)
+    if factor == 1.0 and kind in ("none", "linear"):
+        return None
+    if kind == "linear" or (kind == "none" and at + "scale_linear" in header.metadata):
+        return {"rope_type": "linear", "factor": factor}
+    raise CheckpointError(
+        f"{header.path}: rotary scaling {kind!r} with the factor {factor} is not supported in GGUF files"
+    )
+
+
+def _llama3(header: GgufHeader, head_dim: int, theta: float) -> dict[str, Any]:
+    tensor = header.tensors[ROPE_FACTORS]
+    if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
+        raise CheckpointError(
+            f"{header.path}: {ROPE_FACTORS} is {tensor.type.name} {list(tensor.shape)}, not F32 [{head_dim // 2}]"
+        )
+    with header.path.open("rb") as file:
+        file.seek(tensor.begin)
+        factors = np.frombuffer(file.read(tensor.size), "<f4").astype(np.float64)
+    scaling = {"rope_type": "llama3", "factor": round(float(factors.max(initial=1.0)), 3), **_LLAMA3}
+    if not np.allclose(factors, _factors(scaling, head_dim, theta), rtol=_TOLERANCE):
+        raise CheckpointError(
+            f"{header.path}: the values of {ROPE_FACTORS} are not those of Llama 3.1 or 3.2"
+        )
+    return scaling
+
+
+def _factors(scaling: dict[str, Any], head_dim: int, theta: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """float64[head_dim / 2]: divisors of the frequencies. Source: `_compute_llama3_parameters` of transformers."""
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
+    divisors: np.ndarray[Any, np.dtype[np.float64]] = 1 / (
+        (1 - smooth.clip(0, 1)) / factor + smooth.clip(0, 1)
+    )
+    return divisors

@@ -1,0 +1,58 @@
+"""The tensors of a checkpoint, whatever its files are. Names and shapes are those of Hugging Face checkpoints."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from services.worker.runner import LoadError
+
+Cut = tuple[slice, ...]
+"""Rows (and columns) of a tensor; `()` is all of it."""
+
+
+class Blocks(NamedTuple):
+    """Rows of a quantised tensor as the file stores them."""
+
+    kind: str
+    """Type in ggml, such as "Q4_1"; `services.checkpoint.gguf.tensor_types` has the size of its blocks."""
+    rows: torch.Tensor
+    """uint8[rows, bytes of a row]. Mapped where the file has the rows in this order; must not be written."""
+
+
+class Checkpoint(Protocol):
+    """Tensors by name. All ranks of a group read the same files."""
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
+        """Return the part `cut` of the tensor `name`, converted to `dtype`; `shape` is that of the whole tensor.
+
+        Raises: LoadError, when it is missing, has another shape, or has no floating-point numbers.
+        """
+
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> Blocks | None:
+        """Return the part `cut` of a quantised tensor in its blocks, with the rows in the order of `take`.
+
+        None: the tensor is not quantised, or `cut` divides a block.
+
+        Raises: LoadError, when it is missing or has another shape.
+        """
+
+    def integers(self, name: str) -> torch.Tensor:
+        """Return a whole one-dimensional tensor as int64. Raises: LoadError, when it is missing or has no integers."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def digest(self, config: bytes) -> str:
+        """Return the SHA-256 of config.json and of every tensor's name, shape and dtype. All ranks of a group have the
+        same one."""
+
+
+def missing_tensor(name: str) -> LoadError:
+    return LoadError(f"the checkpoint has no tensor {name}; download the model again, all of its files")
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Raises: LoadError, if the shapes differ."""
+    if found != wanted:
+        raise LoadError(
+            f"tensor {name} is {list(found)}, but config.json says {list(wanted)}; the files do not belong together"
+        )
