@@ -148,7 +148,6 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     epoch: Count
     last_step_id: StepId
     """Last step that this rank has finished."""
-    rank: Count = 0
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):

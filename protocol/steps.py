@@ -68,7 +68,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     on the device, proposed by the step before; if there are fewer, the row is shorter."""
     num_speculative_tokens: Count = 0
     """Number of drafts to propose for each row that samples, for the next step; 0: none."""
-    least_chance: Fraction = 0.0
+    min_acceptance: Fraction = 0.0
     """Minimum probability of acceptance, as estimated by the drafter, of a draft that is proposed. Drafters without an
     estimate propose all drafts."""
     report_times: bool = False

@@ -284,8 +284,8 @@ class Service:
             self._drop_frontend(frontend)
 
     def _drop_frontend(self, frontend: int) -> None:
-        if self.engine is not None:
-            self.engine.drop_frontend(frontend)
+        if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
+            log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self.subscriptions.set(frontend, subscribed=False)
         self._attach()
 

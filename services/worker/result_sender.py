@@ -237,19 +237,23 @@ class ResultSender:
 
     def _heartbeat(self) -> Heartbeat:
         with self._state:
-            return Heartbeat(self._epoch, self._last_step, self._rank)
+            return Heartbeat(self._epoch, self._last_step)
 
     def _receive(self) -> None:
-        """Read the scheduler's next message on this connection: the end of an epoch, or a shutdown."""
+        """Read the scheduler's messages on this connection: the end of an epoch, or a shutdown."""
         try:
-            with self._connection:
-                frame = self._client.receive_now()
-            message = self._group.decode(frame) if frame is not None else None
+            while (frame := self._next_frame()) is not None:
+                try:
+                    message = self._group.decode(frame)
+                except ProtocolError as error:
+                    log.warning("bad message from the scheduler: %s", error)
+                    continue
+                if isinstance(message, EndEpoch):
+                    self._ended_epoch = message.epoch
+                self._dismissed |= isinstance(message, Shutdown)
         except (PeerGone, HandshakeRefused) as error:
             self._on_lost(error)
-        except ProtocolError as error:
-            log.warning("bad message from the scheduler: %s", error)
-        else:
-            if isinstance(message, EndEpoch):
-                self._ended_epoch = message.epoch
-            self._dismissed |= isinstance(message, Shutdown)
+
+    def _next_frame(self) -> bytes | None:
+        with self._connection:
+            return self._client.receive_now()

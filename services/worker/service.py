@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -325,12 +326,24 @@ def _client(endpoint: str) -> Client:
     return client
 
 
+def hide_exits() -> None:
+    """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
+    drops it, and the worker's loop ends all the same."""
+
+    def show(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is not SystemExit:
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = show
+
+
 def _leave(_: int, __: FrameType | None) -> None:
     raise SystemExit(0)
 
 
 def run(config: WorkerConfig) -> int:
     """Run one worker process. Return its exit status, as `run_worker` does."""
+    hide_exits()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:

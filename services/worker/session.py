@@ -81,8 +81,6 @@ class Session:
         """The last step that was returned for execution."""
         self._unsampled: SchedulerOutput | None = None
         """The step that waits for its grammar; set in SAMPLING alone."""
-        self.ignored = 0
-        """Number of ignored messages: those of another epoch, and late grammars."""
 
     # -- events of the worker itself -----------------------------------------------------------------------------
 
@@ -125,18 +123,15 @@ class Session:
         if self.phase is Phase.RANKS_LOST or (
             isinstance(message, StepMessage) and message.epoch < self.epoch
         ):
-            self.ignored += 1
             return None
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
         if isinstance(message, StepMessage) and message.epoch != self.epoch:
-            self.ignored += 1
             return None
         return handle(self, message)
 
     def _on_end(self, message: EndEpoch) -> Action | None:
         if message.epoch < self.epoch:
-            self.ignored += 1
             return None
         self.phase = Phase.REGISTERED
         return message
@@ -168,8 +163,7 @@ class Session:
         if grammar.step_id < self.last_step or (
             self.phase is Phase.SERVING and grammar.step_id == self.last_step
         ):
-            self.ignored += 1  # a repetition of a grammar that was used
-            return None
+            return None  # a repetition of a grammar that was used
         if self.phase is Phase.SERVING or grammar.step_id != self.last_step:
             return self._fault(
                 grammar.step_id, f"a grammar for step {grammar.step_id}, which has not arrived"

@@ -253,7 +253,7 @@ class SimulatedCluster:
                 case Ended(epoch, reason):
                     in_effect = self.effective is not None and self.effective.epoch == epoch
                     demand(in_effect, "one epoch in effect", "an epoch ended that was not in effect")
-                    self.coverage["hangs noticed"] += "has not ended after" in reason
+                    self.coverage["hangs noticed"] += "has not ended" in reason
                     self.effective = None
                     self.ended()
                 case FailRequests():

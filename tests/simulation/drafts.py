@@ -23,7 +23,7 @@ ACCEPTANCES = (*PERIODS, "by request")
 class Drawn:
     """A `Drafting` with another number of drafts in every step."""
 
-    least_chance = 0.0
+    min_acceptance = 0.0
 
     def __init__(self, lengths: tuple[int, ...], seed: int) -> None:
         self._lengths, self._rng = lengths, Random(seed)

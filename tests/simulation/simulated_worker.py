@@ -136,8 +136,7 @@ class SimulatedWorker:
             self._lose_ranks("interrupted")
 
     def _beat(self) -> None:
-        rank = self.assignment.rank if self.assignment else 0
-        self.cluster.on_heartbeat(self, Heartbeat(self.session.epoch, self.session.last_step, rank))
+        self.cluster.on_heartbeat(self, Heartbeat(self.session.epoch, self.session.last_step))
         self._later(HEARTBEAT_INTERVAL, self._beat)
 
     # -- the executing thread ------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_rows_are_as_long_at_any_depth(worker: VllmWorker) -> None:
 class Varying:
     """A `Drafting`: another number of drafts in each step, and none now and then."""
 
-    least_chance = 0.0
+    min_acceptance = 0.0
 
     def __init__(self) -> None:
         self._numbers = cycle((K, 0, 1, 2))

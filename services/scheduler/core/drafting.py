@@ -21,8 +21,8 @@ _VARY_EVERY = 12
 """Steps after which one step proposes a draft less, to measure what a draft costs."""
 _OUTLIER = 2.0
 """A step that takes more than this multiple of the expected time was delayed by something else; the excess is cut."""
-_LEAST_CHANCE = (0.1, 0.5)
-"""`least_chance` until costs are known, and its maximum: drafts that are not verified teach nothing."""
+_MIN_ACCEPTANCE = (0.1, 0.5)
+"""`min_acceptance` until costs are known, and its maximum: drafts that are not verified teach nothing."""
 _REMEMBERED = 1.0
 """Rows of a position below which its figures do not decay while no drafts are proposed: a failure stays known."""
 _PRIOR_ACCEPTANCE = 0.7
@@ -32,7 +32,7 @@ _MARGIN = 1.02
 
 
 class Drafting(Protocol):
-    least_chance: float
+    min_acceptance: float
     """Acceptance probability below which a draft of the step that is formed is not worth verifying."""
 
     def length(self, num_rows: int) -> int:
@@ -53,7 +53,7 @@ class Drafting(Protocol):
 class FixedDrafting:
     """A `Drafting` that always proposes the same number."""
 
-    least_chance = 0.0
+    min_acceptance = 0.0
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -84,7 +84,7 @@ class AdaptiveDrafting:
         """Seconds per step, per token and per proposed draft; None until known."""
         self._best, self._num_rows = most, 0
         """The latest estimate, and the number of rows it is for."""
-        self.least_chance = _LEAST_CHANCE[0]
+        self.min_acceptance = _MIN_ACCEPTANCE[0]
         self._steps = self._since_change = 0
         self._patience = _PROBE_AFTER[0]
 
@@ -117,7 +117,7 @@ class AdaptiveDrafting:
             if rate > best_rate:
                 best, best_rate = position + 1, rate
         # A draft must yield more than its share of the step's time yields otherwise.
-        self.least_chance = min(per_token * num_rows * best_rate, _LEAST_CHANCE[1])
+        self.min_acceptance = min(per_token * num_rows * best_rate, _MIN_ACCEPTANCE[1])
         return best
 
     def _acceptance(self) -> list[float]:

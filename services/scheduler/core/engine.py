@@ -200,19 +200,25 @@ class EngineCore:
             self.observers.emit(RequestsAborted(frontend, tuple(numbers)))
         self._abort(frontend, numbers)
 
-    def _abort(self, frontend: int, numbers: list[int]) -> None:
+    def _abort(self, frontend: int, numbers: list[int]) -> int:
+        """Return how many of the requests were open."""
+        aborted = 0
         for number in numbers:
             request = self.store.requests.pop((frontend, number), None)
             if request is not None and not request.finished:
                 self.lifecycle.finish(request, None)
-                self.store.counters["aborted"] += 1
+                aborted += 1
+        self.store.counters["aborted"] += aborted
+        return aborted
 
-    def drop_frontend(self, frontend: int) -> None:
-        """Abort all requests of a frontend that is gone."""
+    def drop_frontend(self, frontend: int) -> int:
+        """Abort all requests of a frontend that is gone. Return how many were open."""
         if self.observers.listening:
             self.observers.emit(FrontendLeft(frontend))
-        self._abort(frontend, [number for owner, number in self.store.requests if owner == frontend])
+        numbers = [number for owner, number in self.store.requests if owner == frontend]
+        aborted = self._abort(frontend, numbers)
         self.store.outputs.drop_frontend(frontend)
+        return aborted
 
     def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
         """Return the outputs to publish, one message per frontend."""

@@ -239,7 +239,7 @@ class StepPlanner:
             has_structured_output_requests=bool((samples & s.constrained.take(slots)).any()),
             drafts=pack(drafts) if drafts.any() else b"",
             num_speculative_tokens=proposes,
-            least_chance=self.drafting.least_chance if self.drafting and proposes else 0.0,
+            min_acceptance=self.drafting.min_acceptance if self.drafting and proposes else 0.0,
             report_times=self.store.observers.rank_times,
         )
         epoch.next_step += 1

@@ -102,7 +102,7 @@ class FrontendConnections:
             self._sweep_at = now + SWEEP_SECONDS if again else None
 
     def _lose(self, frontend: int, error: Exception) -> None:
-        log.warning("frontend %d is gone, its requests are aborted: %s", frontend, error)
+        log.info("frontend %d is gone: %s", frontend, error)
         del self._numbers[self._peers.pop(frontend)]
         self._gone.append(frontend)
 

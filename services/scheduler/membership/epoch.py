@@ -29,7 +29,7 @@ class Epoch:
         self.model = self.model or ranks[0].register
         rendezvous = ranks[0].register.rendezvous if len(ranks) > 1 else ""
         for rank, member in enumerate(ranks):
-            member.rank, member.loaded = rank, None
+            member.rank, member.loaded, member.last_step = rank, None, 0
             self._roster.apply(member.peer, MemberEvent.ASSIGN, now)
         return [
             Send(member.peer, make_assignment(self._config, size, self.number, rank, rendezvous))

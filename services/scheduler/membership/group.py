@@ -149,12 +149,18 @@ class WorkerGroup:
                 self._member_event(member.peer, MemberEvent.GIVE_UP, late, now)
         if self.state in FORMING and (late := stalled(self.roster.ranks, now)) is not None:
             self._break(f"{late}: {self._detail}", now)
-        if self.state is GroupState.READY and (late := self._watch.overdue(now)) is not None:
-            self._break(late, now)
+        if self.state is GroupState.READY and (late_step := self._watch.overdue(now)) is not None:
+            self._break(self._hang(*late_step), now)
         since, timeout = self._recovering_since, self._config.recovery_timeout_seconds
         if since is not None and now - since > timeout:
             self._group_event(GroupEvent.TOO_LATE, WORKERS_LOST, now)
         self._form(now)
+
+    def _hang(self, step_id: int, took: float) -> str:
+        """Return which step takes too long, and on which ranks."""
+        ranks = ", ".join(map(str, self.roster.before_step(step_id)))
+        where = f" on rank {ranks}" if ranks else ""
+        return f"step {step_id} has not ended{where} after {took:.1f} s (--step-timeout-seconds)"
 
     def fail(self, reason: str, now: float) -> None:
         """The engine cannot serve with this group."""

@@ -18,7 +18,9 @@ class Member:
     rank: int = -1
     progress: LoadProgress | None = None
     loaded: Loaded | None = None
-    """What it has loaded for the current epoch."""
+    """Sizes of what it has loaded for the current epoch."""
+    last_step: int = 0
+    """The last step of the current epoch that it has finished, by its heartbeats."""
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.codec import ProtocolError
-from protocol.membership import Loaded, LoadProgress, Register, WorkerMessage
+from protocol.membership import Heartbeat, Loaded, LoadProgress, Register, WorkerMessage
 from protocol.steps import StepFault
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import (
@@ -53,6 +53,10 @@ class Roster:
         """The workers of the current epoch, in the order of their ranks."""
         return sorted((member for member in self if member.in_epoch), key=lambda member: member.rank)
 
+    def before_step(self, step_id: int) -> list[int]:
+        """Return the ranks whose heartbeats have not reported the end of a step yet."""
+        return [member.rank for member in self.ranks if member.last_step < step_id]
+
     def add(self, peer: bytes, register: Register, now: float) -> None:
         """Store what a worker registered, with the state that it had before. `apply` of REGISTER is to follow."""
         self._members[peer] = Member(peer, register, self.state_of(peer), now, now)
@@ -76,6 +80,8 @@ class Roster:
                     member.progress = message
                 case Loaded() if event is not None:
                     member.loaded = message
+                case Heartbeat() if event is not None:
+                    member.last_step = message.last_step_id
         return event
 
     def apply(self, peer: bytes, event: MemberEvent, now: float) -> tuple[MemberAction, ...]:

@@ -29,8 +29,8 @@ class StepWatch:
         """No step is in flight any more."""
         self._dispatched.clear()
 
-    def overdue(self, now: float) -> str | None:
-        """Return which step takes too long and since when, or None.
+    def overdue(self, now: float) -> tuple[int, float] | None:
+        """Return the step that takes too long and its seconds so far, or None.
 
         A step's time runs from its dispatch or from the end of the step before it, whichever is later.
         """
@@ -39,6 +39,4 @@ class StepWatch:
         step_id, began = self._dispatched[0]
         limit = max(self._least, FACTOR * max(self._recent, default=0.0))
         took = now - max(began, self._last_end)
-        if took <= limit:
-            return None
-        return f"step {step_id} has not ended after {took:.1f} s (--step-timeout-seconds)"
+        return (step_id, took) if took > limit else None

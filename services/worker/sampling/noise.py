@@ -1,11 +1,11 @@
-"""The noise of sampling: a pure function of (seed, absolute position, purpose, token id), the same in every backend.
+"""The noise of sampling: a pure function of (seed, absolute position, token id), the same in every backend.
 
 Nothing is drawn from a stream, so batch shape, chunking, preemption, run-ahead and a replaced worker cannot change
 what a request samples. The contract, in arithmetic modulo 2**32 (int32, uint32 and masked int64 give the same):
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16      (logical shifts)
     key0    = mix(mix(mix(lo ^ 0x9E3779B9) ^ hi) ^ position) with lo, hi = the seed's low and high 32 bits
-    key1    = mix(key0 + 0x85EBCA6B * (purpose + 1))
+    key1    = mix(key0 + 0x85EBCA6B)
     key0    = mix(key1 ^ 0xC2B2AE35)
     x       = token * 0x9E3779B1 + key0
     bits    = x ^= x >> 16;  x *= 0x7FEB352D;  x ^= key1;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16
@@ -16,25 +16,15 @@ what a request samples. The contract, in arithmetic modulo 2**32 (int32, uint32 
 it is `starts + counts` of the plan's row.
 """
 
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 GOLDEN, PRIME, MIX_A, MIX_B = 0x9E3779B9, 0x9E3779B1, 0x7FEB352D, 0x846CA68B
-PURPOSE_STEP, SECOND_KEY = 0x85EBCA6B, 0xC2B2AE35
+FIRST_KEY, SECOND_KEY = 0x85EBCA6B, 0xC2B2AE35
 
 U32 = NDArray[np.uint32]
-
-
-class Purpose(IntEnum):
-    SAMPLE = 0
-    """The token itself."""
-    ACCEPT = 1
-    """Speculation: the acceptance of a draft."""
-    RECOVER = 2
-    """Speculation: the token that replaces a rejected draft."""
 
 
 def mix(x: U32) -> U32:
@@ -44,12 +34,12 @@ def mix(x: U32) -> U32:
     return x ^ (x >> np.uint32(16))
 
 
-def keys(seeds: NDArray[np.uint64], positions: NDArray[Any], purpose: Purpose) -> tuple[U32, U32]:
+def keys(seeds: NDArray[np.uint64], positions: NDArray[Any]) -> tuple[U32, U32]:
     """Return two keys, uint32[rows] each. `seeds` have 64 bits; `positions` are integers below 2**32."""
     low = (seeds & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     high = (seeds >> np.uint64(32)).astype(np.uint32)
     key0 = mix(mix(mix(low ^ np.uint32(GOLDEN)) ^ high) ^ positions.astype(np.uint32))
-    key1 = mix(key0 + np.uint32(PURPOSE_STEP * (int(purpose) + 1) & 0xFFFFFFFF))
+    key1 = mix(key0 + np.uint32(FIRST_KEY))
     return mix(key1 ^ np.uint32(SECOND_KEY)), key1
 
 
@@ -75,21 +65,16 @@ def uniform(words: U32) -> NDArray[np.float32]:
     return ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
-def gumbel(
-    seeds: NDArray[np.uint64],
-    positions: NDArray[Any],
-    tokens: NDArray[Any],
-    purpose: Purpose = Purpose.SAMPLE,
-) -> NDArray[np.float32]:
+def gumbel(seeds: NDArray[np.uint64], positions: NDArray[Any], tokens: NDArray[Any]) -> NDArray[np.float32]:
     """Return float32[rows, tokens] standard Gumbel noise: argmax(logits + noise) samples from softmax(logits)."""
-    return _gumbel(bits(*keys(seeds, positions, purpose), tokens))
+    return _gumbel(bits(*keys(seeds, positions), tokens))
 
 
 def gumbel_pairs(
     seeds: NDArray[np.uint64], positions: NDArray[Any], rows: NDArray[np.int64], tokens: NDArray[Any]
 ) -> NDArray[np.float32]:
     """Return float32[pairs]: the noise of `gumbel` at (rows[i], tokens[i]) only."""
-    key0, key1 = keys(seeds, positions, Purpose.SAMPLE)
+    key0, key1 = keys(seeds, positions)
     return _gumbel(_words(key0[rows], key1[rows], tokens))
 
 

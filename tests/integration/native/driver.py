@@ -97,7 +97,7 @@ class RunnerDriver:
         self.block_size, self.speculation = block_size, speculation
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
-        self.least_chance = 0.0
+        self.min_acceptance = 0.0
         """That they must have."""
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
@@ -199,7 +199,7 @@ class RunnerDriver:
             released=i32(*released),
             drafts=i32(*drafts) if any(drafts) else b"",
             num_speculative_tokens=self.k,
-            least_chance=self.least_chance,
+            min_acceptance=self.min_acceptance,
         )
 
     def launch(self, rows: list[tuple[DrivenRequest, int]], grammar: GrammarOutput | None = None) -> Launched:

@@ -44,7 +44,7 @@ def eagle(k: int = K, threads: int = 1, **changes: int) -> RunnerDriver:
     driver = RunnerDriver(
         DEMO_MODEL, block_size=16, dtype="float32", threads=threads, speculation=speculation
     )
-    driver.least_chance = 0.2
+    driver.min_acceptance = 0.2
     return driver
 
 

@@ -197,10 +197,10 @@ def test_heartbeats_report_the_last_step_of_each_rank(pair: RankPair) -> None:
     """Only the output rank sends results; the heartbeats of the other one show its progress."""
     pair.serve()
     pair.answers(3)
-    for number, rank in enumerate(pair.ranks):
+    for rank in pair.ranks:
         while (beat := rank.scheduler.wait_heartbeat()).last_step_id != 3:
             pass
-        assert (beat.epoch, beat.rank) == (pair.epoch, number)
+        assert beat.epoch == pair.epoch
     pair.end_epoch()
 
 

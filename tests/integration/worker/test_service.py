@@ -1,6 +1,8 @@
 """The worker's service on real ipc sockets: its messages, their order, and how it leaves."""
 
 import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -313,6 +315,25 @@ def test_a_signal_during_a_finaliser_ends_the_worker(scheduler: ScriptedWorkerSe
         workers.append(thread.worker)
         scheduler.serve()  # the canary step has released its slot
         assert thread.exit_status() == 0
+
+
+def test_an_exit_in_a_finaliser_prints_nothing_and_other_errors_do() -> None:
+    code = """
+from services.worker.service import hide_exits
+
+class Mortal:
+    def __init__(self, error):
+        self.error = error
+    def __del__(self):
+        raise self.error
+
+hide_exits()
+Mortal(SystemExit(0))
+Mortal(ValueError("a bug"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ValueError: a bug" in done.stderr
+    assert "SystemExit" not in done.stderr
 
 
 def test_results_of_steps_in_flight_are_sent_before_the_worker_leaves(

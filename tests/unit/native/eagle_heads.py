@@ -118,11 +118,11 @@ class EagleSetup:
         directory: Path,
         head: HeadCheckpoint,
         dtype: torch.dtype = torch.float32,
-        least_chance: float = 0.0,
+        min_acceptance: float = 0.0,
         implementation: str = "compiled",
         **speculation: Any,
     ) -> None:
-        self.least_chance, self.implementation = least_chance, implementation
+        self.min_acceptance, self.implementation = min_acceptance, implementation
         torch.manual_seed(5)
         self.path, self.target = write_target(directory / "target")
         self.head, self.tensors = head, head.tensors()
@@ -162,7 +162,7 @@ class EagleSetup:
         columns = np.array([(slot, 1, start, end - start) for slot, _, start, end in rows], np.int32).T
         taken = [torch.cat([s[start:end] for _, _, start, end in rows]) for s in states]
         sampling = np.full(len(rows), samples)
-        advance = Advance(*(c.copy() for c in columns), sampling, taken, self.least_chance)
+        advance = Advance(*(c.copy() for c in columns), sampling, taken, self.min_acceptance)
         with torch.inference_mode():
             return self.proposer.propose(advance, k).tolist()
 

@@ -167,7 +167,7 @@ def test_unlikely_drafts_are_not_proposed(tmp_path: Path, name: str, least: floa
     """From where the chance that all of them are right is less than the least; each row by itself, with its own
     temperature."""
     lengths: list[set[int]] = [set(), set(), set()]
-    setup = EagleSetup(tmp_path, HEADS[name], least_chance=least)
+    setup = EagleSetup(tmp_path, HEADS[name], min_acceptance=least)
     heat = setup.table.temperature[:3] = [0.0, 0.8, 3.0]
     rows = [(slot, sequence(20 + slot, seed), 0, 19 + slot) for seed in range(6) for slot in range(3)]
     for three in zip(*[iter(rows)] * 3, strict=True):

@@ -27,14 +27,16 @@ class Lookup:
         kernels = make(implementation).drafting
         self.proposer = NgramProposer(kernels, range(least, most + 1), limit, slots)
 
-    def propose(self, sequences: dict[int, list[int]], k: int, least_chance: float = 0.0) -> list[list[int]]:
+    def propose(
+        self, sequences: dict[int, list[int]], k: int, min_acceptance: float = 0.0
+    ) -> list[list[int]]:
         for slot, tokens in sequences.items():
             self.history.tokens[slot, : len(tokens)] = torch.tensor(tokens)
         slots, lengths = (
             np.array(x, np.int32) for x in (list(sequences), [len(s) for s in sequences.values()])
         )
         starts, ones = np.zeros(len(slots), np.int32), np.ones(len(slots), np.bool_)
-        advance = Advance(slots, starts, starts, lengths - 1, ones, [], least_chance)
+        advance = Advance(slots, starts, starts, lengths - 1, ones, [], min_acceptance)
         return self.proposer.propose(advance, k).tolist()
 
 

@@ -100,9 +100,9 @@ def test_a_draft_needs_a_higher_probability_if_its_row_costs_more() -> None:
     for token in (0.01, 0.05, 0.5):
         policy = AdaptiveDrafting(MOST)
         run(policy, DeviceModel(token=token, noise=0.02, interrupted=0))
-        chances.append(policy.least_chance)
+        chances.append(policy.min_acceptance)
     assert 0 <= chances[0] < chances[1] < chances[2] <= 0.5
-    assert FixedDrafting(MOST).least_chance == 0, "a fixed number proposes all"
+    assert FixedDrafting(MOST).min_acceptance == 0, "a fixed number proposes all"
 
 
 def test_configured() -> None:

@@ -213,8 +213,10 @@ def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
     g = group(tensor_parallel_size=2, step_timeout_seconds=1.0)
     g.serve("a", "b")
     g.on_dispatch(9, 0.0)
+    g.send("a", Heartbeat(1, 9), 0.5)
+    g.send("b", Heartbeat(1, 8), 0.5)
     assert g.check_at(0.9) == []
-    assert Ended(1, "step 9 has not ended after 1.1 s (--step-timeout-seconds)") in g.check_at(1.1)
+    assert Ended(1, "step 9 has not ended on rank 1 after 1.1 s (--step-timeout-seconds)") in g.check_at(1.1)
     g.register("b", at=1.1)
     g.send("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
     g.check(1.2 + RETURN_TIMEOUT)

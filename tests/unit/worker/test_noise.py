@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from services.worker.sampling.noise import Purpose, bits, gumbel, keys, uniform
+from services.worker.sampling.noise import bits, gumbel, keys, uniform
 
 N = 20_000
 FIRST_BITS = [838934107, 3814150781, 487022261]
 
 
-def _reference(seed: int, position: int, purpose: int, token: int) -> int:
+def _reference(seed: int, position: int, token: int) -> int:
     """Compute the contract of the module's docstring with plain Python integers."""
     mask = 0xFFFFFFFF
 
@@ -21,7 +21,7 @@ def _reference(seed: int, position: int, purpose: int, token: int) -> int:
         return x ^ (x >> 16)
 
     key0 = mix(mix(mix((seed & mask) ^ 0x9E3779B9) ^ (seed >> 32)) ^ position)
-    key1 = mix(key0 + 0x85EBCA6B * (purpose + 1) & mask)
+    key1 = mix(key0 + 0x85EBCA6B & mask)
     key0 = mix(key1 ^ 0xC2B2AE35)
     x = token * 0x9E3779B1 + key0 & mask
     x ^= x >> 16
@@ -32,20 +32,19 @@ def _reference(seed: int, position: int, purpose: int, token: int) -> int:
     return x ^ (x >> 16)
 
 
-@pytest.mark.parametrize("purpose", list(Purpose))
-def test_the_bits_are_those_of_the_contract(purpose: Purpose) -> None:
+def test_the_bits_are_those_of_the_contract() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(0, 2**64, 20, np.uint64)
     positions = rng.integers(0, 2**31, 20).astype(np.int32)
-    got = bits(*keys(seeds, positions, purpose), np.arange(7))
+    got = bits(*keys(seeds, positions), np.arange(7))
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
-        assert got[row].tolist() == [_reference(seed, position, purpose, token) for token in range(7)]
+        assert got[row].tolist() == [_reference(seed, position, token) for token in range(7)]
 
 
 def test_the_bits_never_change() -> None:
     """A seed must give the same tokens in the next release."""
-    got = bits(*keys(np.array([42], np.uint64), np.array([17]), Purpose.SAMPLE), np.arange(3))
-    assert got[0].tolist() == [_reference(42, 17, 0, token) for token in range(3)] == FIRST_BITS
+    got = bits(*keys(np.array([42], np.uint64), np.array([17])), np.arange(3))
+    assert got[0].tolist() == [_reference(42, 17, token) for token in range(3)] == FIRST_BITS
 
 
 def test_uniform_is_inside_the_open_interval() -> None:
@@ -69,10 +68,9 @@ def test_argmax_samples_the_softmax(seeds: np.ndarray, positions: np.ndarray) ->
     assert chi2 < 23.5  # 4 degrees of freedom, p = 0.0001; the input is fixed, so the result is too
 
 
-def test_purposes_and_neighbours_are_uncorrelated() -> None:
+def test_neighbours_are_uncorrelated() -> None:
     seeds, positions = np.full(N, 7, np.uint64), np.arange(N)
-    draws = [gumbel(seeds, positions, np.arange(2), purpose) for purpose in Purpose]
-    columns = [draw[:, token] for draw in draws for token in range(2)]
+    columns = list(gumbel(seeds, positions, np.arange(4)).T)
     columns += [np.roll(columns[0], 1), np.roll(columns[1], 1)]
     correlation = np.corrcoef(np.array(columns)) - np.eye(len(columns))
     assert np.abs(correlation).max() < 0.03

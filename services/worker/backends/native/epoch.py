@@ -196,7 +196,7 @@ class NativeEpoch:
         if rows.drafts.any():
             stay = stay.copy()
             stay[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
-        states, least = self._states(rows.counts, stay), pending.step.least_chance
+        states, least = self._states(rows.counts, stay), pending.step.min_acceptance
         columns = rows.slots, rows.generations, rows.starts, stay, rows.samples
         drafts = self.proposer.propose(Advance(*columns, states, least), k)
         self.drafts.propose(pending.slots, drafts)

@@ -20,7 +20,7 @@ def logarithm(values: int, out: int) -> None:
 def test_noise_has_the_bits_of_the_contract() -> None:
     seeds = np.array([0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1], np.uint64)
     positions = np.array([0, 1, 77, 2**20, 131071, 5], np.int32)
-    key0, key1 = noise.keys(seeds, positions, noise.Purpose.SAMPLE)
+    key0, key1 = noise.keys(seeds, positions)
     expected = noise.uniform(noise.bits(key0, key1, np.arange(3200)))
     ours = np.empty_like(expected)
     for row in range(len(seeds)):

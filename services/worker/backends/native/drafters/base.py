@@ -68,7 +68,7 @@ class Advance(NamedTuple):
     was sampled, the history has the next token of the prompt there."""
     states: States = ()
     """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back; until the next step"""
-    least_chance: float = 0.0
+    min_acceptance: float = 0.0
     """A row may end at the first draft that is less likely to be accepted, together with those before it."""
 
     @property

@@ -95,5 +95,5 @@ class DeferredProposer(Proposer):
             joined,
             np.concatenate((samples, np.zeros(len(order) - len(samples), np.bool_))),
             [torch.cat(each)[tokens] for each in zip(*(each.states for each in advances), strict=True)],
-            advances[-1].least_chance,
+            advances[-1].min_acceptance,
         )

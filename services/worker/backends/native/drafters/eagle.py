@@ -93,7 +93,7 @@ class EagleProposer(Proposer):
             self._rows,
             self._buffers.draft,
             layout,
-            advance.least_chance,
+            advance.min_acceptance,
             self._model.tokens,
             proposed,
         )

@@ -39,7 +39,7 @@ class NgramProposer(Proposer):
         if not k or not len(at):
             return found
         drafts = self._kernels.lookup(
-            self._history.tokens, slots[at], lengths[at], self._sizes, k, advance.least_chance
+            self._history.tokens, slots[at], lengths[at], self._sizes, k, advance.min_acceptance
         )
         drafts[np.arange(k) >= room[at][:, None]] = NO_DRAFT
         found[at] = drafts

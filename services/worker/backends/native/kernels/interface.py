@@ -530,14 +530,14 @@ class DraftingKernels(Protocol):
     """Proposals of tokens."""
 
     def lookup(
-        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, least_chance: float
+        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
         """The tokens that follow the longest match of the sequence's end inside of the sequence, of equally long ones
         the last.
 
         A sequence that ends before there are k tokens goes on with those found. Where s tokens match, each token after
         them is taken to be right with probability s / (s + 1), and a row ends where the product falls below
-        `least_chance`.
+        `min_acceptance`.
 
         Args:
             history: int32[slots, limit]
@@ -561,14 +561,14 @@ class DraftingKernels(Protocol):
         rows: Recording[None],
         tensors: DraftTensors,
         layout: DraftLayout,
-        least_chance: float,
+        min_acceptance: float,
         tokens: torch.Tensor | None,
         proposed: I32,
     ) -> None:
         """Run the recordings in turn, over "places" and over "rows", once for each draft.
 
         Args:
-            least_chance: a row ends where the probability of all its drafts together falls below
+            min_acceptance: a row ends where the probability of all its drafts together falls below
             tokens: int32[draft vocabulary]: the token of each draft id; None: the same
             proposed: int32[any, k]: written where there are drafts
         """

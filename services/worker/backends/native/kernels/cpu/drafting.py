@@ -25,11 +25,11 @@ class CpuDrafting:
         self._ngram, self._draft = ngram_kernel(), draft_kernel()
 
     def lookup(
-        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, least_chance: float
+        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
         found = np.full((len(slots), k), NO_DRAFT, np.int32)
         columns = history.data_ptr(), history.shape[1], slots.ctypes.data, lengths.ctypes.data
-        numbers = sizes.start, sizes.stop - 1, k, least_chance
+        numbers = sizes.start, sizes.stop - 1, k, min_acceptance
         self._ngram.run(len(slots), (*columns, *numbers, found.ctypes.data))
         return found
 
@@ -49,7 +49,7 @@ class CpuDrafting:
         rows: Recording[None],
         tensors: DraftTensors,
         layout: DraftLayout,
-        least_chance: float,
+        min_acceptance: float,
         tokens: torch.Tensor | None,
         proposed: I32,
     ) -> None:
@@ -63,7 +63,7 @@ class CpuDrafting:
             *(t.room, t.owner, t.chance),
         )
         sequences = *places.single("places"), *rows.single("rows")
-        numbers = *sequences, *thread_team.shared(), proposed.shape[1], *layout, least_chance
+        numbers = *sequences, *thread_team.shared(), proposed.shape[1], *layout, min_acceptance
         addresses = (tensor.data_ptr() for tensor in columns)
         at = 0 if tokens is None else tokens.data_ptr()
         self._draft.run(1, (*numbers, *addresses, t.hidden.shape[1], at, proposed.ctypes.data))

@@ -11,7 +11,7 @@ from services.worker.backends.native.kernels.cpu.compiled.logit_rules import mas
 from services.worker.backends.native.kernels.cpu.compiled.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.cpu.logit_rules import CpuLogitRules
 from services.worker.backends.native.kernels.interface import I32, DrawColumns, LogitRules, ScoredTokens
-from services.worker.sampling.noise import Purpose, keys
+from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 
 
@@ -51,7 +51,7 @@ class CpuSampling:
 
     def _drawn(self, logits: torch.Tensor, rows: I32, columns: DrawColumns) -> I32:
         ids = np.empty(len(rows), np.int32)
-        noise = keys(columns.seed[rows], columns.position[rows], Purpose.SAMPLE)
+        noise = keys(columns.seed[rows], columns.position[rows])
         filters = columns.temperature, columns.min_p, columns.top_k, columns.top_p
         drawn: list[NDArray[Any]] = [*(column[rows] for column in filters), *noise, ids]
         addresses = logits.data_ptr(), rows.ctypes.data

@@ -18,7 +18,7 @@ class ReferenceDrafting:
     """`DraftingKernels`"""
 
     def lookup(
-        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, least_chance: float
+        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
         found = np.full((len(slots), k), NO_DRAFT, np.int32)
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
@@ -29,7 +29,7 @@ class ReferenceDrafting:
             chance = np.float32(1)
             for j in range(k):
                 chance *= np.float32(size) / np.float32(size + 1)
-                if chance < np.float32(least_chance):
+                if chance < np.float32(min_acceptance):
                     break
                 tokens.append(tokens[after + j])
                 found[row, j] = tokens[-1]
@@ -67,7 +67,7 @@ class ReferenceDrafting:
         rows: Recording[None],
         tensors: DraftTensors,
         layout: DraftLayout,
-        least_chance: float,
+        min_acceptance: float,
         tokens: torch.Tensor | None,
         proposed: I32,
     ) -> None:
@@ -78,7 +78,7 @@ class ReferenceDrafting:
                 return
             rows.run(rows=num_rows)
             chance = t.chance[:num_rows] * t.sure[:num_rows]
-            likely = chance >= least_chance
+            likely = chance >= min_acceptance
             ids = t.chosen[:num_rows] if tokens is None else tokens[t.chosen[:num_rows].long()]
             proposed[t.owner[:num_rows][likely].numpy(), number] = ids[likely].numpy()
             going = (likely & (t.room[:num_rows] > number + 1)).nonzero()[:, 0]
