@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml deploy/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -q protocol services
 	@$(BIN)/python -m services.worker.backends.native.kernels.cpu
 	@touch $@
 

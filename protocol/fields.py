@@ -14,6 +14,8 @@ MAX_TEXT = 65_536
 """Characters of a text for people, or of a text from a client."""
 MAX_ITEMS = 65_536
 """Elements of a list. Longer sequences are columns of bytes."""
+MAX_IPC_PATH = 107
+"""The kernel's limit of the path of a socket, bytes."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 """An index or a count that fits into int32."""

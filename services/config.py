@@ -450,3 +450,11 @@ class BenchConfig(_Config):
                 f"--random-id-high {self.random_id_high} must be above --random-id-low {self.random_id_low}"
             )
         return self
+
+
+SERVICES: dict[str, type[ServiceConfig]] = {
+    "frontend": FrontendConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+}
+"""In the order in which they are stopped: first the frontend, which has the open requests."""

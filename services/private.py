@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from protocol.transport import MAX_IPC_PATH
+from protocol.fields import MAX_IPC_PATH
 
 
 @contextmanager

@@ -1,11 +1,26 @@
-"""Lifetime of a child process."""
+"""Start and lifetime of a process."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Import modules without garbage collection, which takes up to a fifth of the time, and exempt them from later
+    collections: what an import allocates stays alive."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def die_with_parent(parent: int) -> None:

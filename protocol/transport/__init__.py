@@ -13,9 +13,10 @@ service makes a new one. Neither `Server` nor `Client` may be shared between thr
 `Client` of its own. `protocol.transport.aio` is the client for asyncio.
 """
 
+from protocol.fields import MAX_IPC_PATH
 from protocol.transport.client import Client
 from protocol.transport.curve import ClientKeys, ServerKeys
-from protocol.transport.endpoint import MAX_IPC_PATH, check_endpoint
+from protocol.transport.endpoint import check_endpoint
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.server import Server
 

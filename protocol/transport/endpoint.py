@@ -10,11 +10,10 @@ from pathlib import Path
 import zmq
 
 from protocol.codec import MAX_MESSAGE_BYTES
+from protocol.fields import MAX_IPC_PATH
 
 HIGH_WATER_MARK = 10_000
 """Maximum number of messages that wait for one peer, on either side."""
-MAX_IPC_PATH = 107
-"""The kernel's limit, bytes."""
 HANDSHAKE_MS = 5_000
 """Time limit of ZeroMQ's own handshake; the connection is closed afterwards."""
 PING_MS, SILENCE_MS = 5_000, 30_000

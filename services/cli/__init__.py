@@ -10,6 +10,9 @@ def main() -> int:
         from services.cli.healthcheck import main as healthcheck
 
         return healthcheck(sys.argv[2:])
-    from services.cli.app import run
+    from services.process import collection_paused
+
+    with collection_paused():
+        from services.cli.app import run
 
     return run()

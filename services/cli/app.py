@@ -9,8 +9,7 @@ from typer.exceptions import TyperException
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
-from services.cli.start import SERVICES, start
-from services.config import ENDPOINTS, BenchConfig, ServeConfig
+from services.config import ENDPOINTS, SERVICES, BenchConfig, ServeConfig, ServiceConfig
 
 USAGE_ERROR = 2
 
@@ -47,6 +46,12 @@ def _serve(settings: Settings[ServeConfig]) -> int:
     return serve(settings.config)
 
 
+def _start(settings: Settings[ServiceConfig]) -> int:
+    from services.cli.start import start
+
+    return start(settings.config)
+
+
 def _bench(settings: Settings[BenchConfig]) -> int:
     from services.cli.bench import bench
 
@@ -57,9 +62,7 @@ app.command("serve", help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
 )
 for _name, _model in SERVICES.items():
-    app.command(_name, help=f"Run one {_name} service.")(
-        command(_model, lambda settings: start(settings.config))
-    )
+    app.command(_name, help=f"Run one {_name} service.")(command(_model, _start))
 app.command("bench", help="Measure the speed of an OpenAI-compatible API.")(command(BenchConfig, _bench))
 
 

@@ -6,8 +6,11 @@ The configuration is in a private file, so that no secret appears in a list of p
 import sys
 from pathlib import Path
 
-from services.cli.start import SERVICES, start
-from services.process import die_with_parent
+from services.config import SERVICES
+from services.process import collection_paused, die_with_parent
+
+with collection_paused():
+    from services.cli.start import start
 
 
 def main(service: str, file: str, parent: str) -> int:

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from services.cli.readiness import LoadingState
 
-LINE_INTERVAL = 3.0
-"""Seconds between two lines about loading, without a terminal."""
+QUIET_SECONDS = 3.0
+"""Seconds from the start until phases of loading are shown, without a terminal."""
 
 
 class Display(Protocol):
@@ -19,18 +19,19 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Output without a terminal: a line about loading every few seconds."""
+    """Output without a terminal: one line for each phase of loading, none for a fast start."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + LINE_INTERVAL
+        self._quiet_until = time.monotonic() + QUIET_SECONDS
+        self._shown = ""
 
     def line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     def loading(self, state: LoadingState) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + LINE_INTERVAL
-            self.line(f"serve     | loading: {state.phase} ({state.progress:.0%})")
+        if state.phase != self._shown and time.monotonic() >= self._quiet_until:
+            self._shown = state.phase
+            self.line(f"serve     | loading: {state.phase}")
 
     def done(self) -> None:
         pass

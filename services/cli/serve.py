@@ -11,9 +11,8 @@ from services.cli.keys import with_keys
 from services.cli.preflight import check_model, free_port, warning
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
-from services.cli.start import SERVICES
 from services.cli.supervisor import Supervisor
-from services.config import ServeConfig
+from services.config import SERVICES, ServeConfig
 from services.private import private_directory, short_base
 
 DIRECTORY_PREFIX = "runahead-serve-"
@@ -60,7 +59,8 @@ def serve(config: ServeConfig) -> int:
             supervisor.signals(),
             private_directory(short_base(DIRECTORY_PREFIX, "clients"), DIRECTORY_PREFIX) as directory,
         ):
-            for name, arguments in _commands(config, directory):
+            # The worker first: it takes longest to start.
+            for name, arguments in reversed([*_commands(config, directory)]):
                 is_worker = name.startswith("worker")
                 supervisor.start(name, arguments, _environment(), restarts=is_worker, final=FINAL)
             status = supervisor.wait(tick)

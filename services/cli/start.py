@@ -10,15 +10,9 @@ from services.cli import logs
 from services.cli.keys import with_keys
 from services.cli.settings import ConfigurationError, flag
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
+from services.process import collection_paused
 
 log = logging.getLogger("runahead")
-
-SERVICES: dict[str, type[ServiceConfig]] = {
-    "frontend": FrontendConfig,
-    "scheduler": SchedulerConfig,
-    "worker": WorkerConfig,
-}
-"""In the order in which they are stopped: first the frontend, which has the open requests."""
 
 
 def start(config: ServiceConfig) -> int:
@@ -29,7 +23,9 @@ def start(config: ServiceConfig) -> int:
     logs.configure(config.log_level)
     try:
         check_endpoints(config)
-        return _entry_point(config)()
+        with collection_paused():
+            run = _entry_point(config)
+        return run()
     except (CheckpointError, ConfigurationError, HandshakeRefused, HandshakeTimeout, OSError) as error:
         log.error("%s", " ".join(str(error).split()))
     except Exception as error:

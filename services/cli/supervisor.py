@@ -102,13 +102,14 @@ class Child:
 class Supervisor:
     """Starts children and waits until all have ended.
 
-    SIGTERM, SIGINT or SIGHUP stops the children one after the other in the order of their start, each when the one
+    SIGTERM, SIGINT or SIGHUP stops the children one after the other, the last started one first, each when the one
     before has ended. A second signal stops all at once. When a child ends unexpectedly and is not restarted, all others
     are stopped.
     """
 
     def __init__(self, show: Callable[[str, str], None]) -> None:
         self.children: list[Child] = []
+        """In the order in which they are stopped."""
         self.failure: Child | None = None
         """The first child that ended unexpectedly, or that failed when it was stopped."""
         self._draining = False
@@ -148,7 +149,7 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        self.children.append(Child(name, spawn(), respawn=spawn if restarts else None, final=final))
+        self.children.insert(0, Child(name, spawn(), respawn=spawn if restarts else None, final=final))
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Run until all children have ended.

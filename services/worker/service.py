@@ -36,6 +36,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
+from services.process import collection_paused
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.result_sender import LaunchedStep, ResultSender, fault
@@ -347,7 +348,9 @@ def run(config: WorkerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
-        worker = Worker(config, create_runner(config))
+        with collection_paused():
+            runner = create_runner(config)
+        worker = Worker(config, runner)
     except LoadError as error:  # the backend is not installed
         log.error("%s", error)
         return EXIT_MODEL

@@ -19,9 +19,17 @@ SHAPES = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "m135": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
 }
-"""Named after the number of parameters in millions. Heads have 64 dimensions; the MLP is three times as wide as the
-model."""
+"""Named after the number of parameters in millions. Heads have 64 dimensions; unless given, the MLP is three times as
+wide as the model, and the vocabulary is `VOCAB`. m135 has the shape of SmolLM2-135M."""
 
 
 def random_llama(name: str) -> Path:
@@ -44,8 +52,8 @@ def _config(**shape: int) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB,
-        **shape,
         "intermediate_size": 3 * shape["hidden_size"],
+        **shape,
         "head_dim": 64,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
@@ -68,7 +76,7 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (0.02 * torch.randn(rows, columns, generator=generator)).bfloat16()
 
-    weights = {"model.embed_tokens.weight": matrix(VOCAB, hidden)}
+    weights = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden)}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         for part, rows, columns in (

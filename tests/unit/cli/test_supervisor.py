@@ -122,7 +122,7 @@ class SupervisedChildren:
             return 0.02
 
         with self.supervisor.signals():
-            for name, script in zip(NAMES, scripts, strict=True):
+            for name, script in reversed([*zip(NAMES, scripts, strict=True)]):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
                 restarted = restarts and name == NAMES[-1]
                 self.supervisor.start(name, command, dict(os.environ), restarts=restarted, final=final)

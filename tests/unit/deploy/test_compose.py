@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from services.cli.settings import PREFIX, merge
-from services.cli.start import SERVICES, check_endpoints
+from services.cli.start import check_endpoints
+from services.config import SERVICES
 
 ROOT = Path(__file__).resolve().parents[3]
 OVERLAYS = sorted(path.stem for path in (ROOT / "deploy" / "compose").glob("*.yml"))

@@ -13,8 +13,8 @@ import yaml
 
 from services.cli.healthcheck import main as healthcheck
 from services.cli.settings import PREFIX, merge
-from services.cli.start import SERVICES, check_endpoints
-from services.config import SchedulerConfig
+from services.cli.start import check_endpoints
+from services.config import SERVICES, SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -8,10 +8,12 @@ from llguidance import LLMatcher
 from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH, MAX_MINIMUM_SIZE, MAX_SCHEMA_NODES
 from services.scheduler.grammar.translate.recursion import has_no_finite_match
-from services.scheduler.grammar.translate.regex import check_regex
+from services.scheduler.grammar.translate.regex import check_regex, ecma_classes
 
 _DATA_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose values are data, not schemas."""
+_SCHEMAS_BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+"""Keywords whose values are objects of schemas; the names in them are no keywords."""
 _MINIMUM_SIZES = frozenset({"minLength", "minItems", "minProperties"})
 _OPTIONS: dict[str, Any] = {
     "item_separator": ",",
@@ -52,7 +54,29 @@ def check_schema(schema: Any) -> dict[str, Any]:
         )
     rest = {name: value for name, value in schema.items() if name != "x-guidance"}
     options = _whitespace_options(schema.get("x-guidance"))
-    return rest | ({"x-guidance": options} if options else {})
+    translated: dict[str, Any] = _with_ecma_patterns(rest)
+    return translated | ({"x-guidance": options} if options else {})
+
+
+def _with_ecma_patterns(schema: Any) -> Any:
+    """Return the schema with translated patterns. Its depth is bounded."""
+    if isinstance(schema, list):
+        return [_with_ecma_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _with_ecma_pattern(key, value) for key, value in schema.items()}
+
+
+def _with_ecma_pattern(key: str, value: Any) -> Any:
+    """Return the value of a keyword with translated patterns."""
+    if key in _DATA_KEYWORDS:
+        return value
+    if key == "pattern" and isinstance(value, str):
+        return ecma_classes(value)
+    if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        rename = ecma_classes if key == "patternProperties" else str
+        return {rename(name): _with_ecma_patterns(item) for name, item in value.items()}
+    return _with_ecma_patterns(value)
 
 
 def _whitespace_options(given: Any) -> dict[str, Any]:

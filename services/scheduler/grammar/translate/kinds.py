@@ -10,7 +10,7 @@ from services.scheduler.grammar.errors import GrammarError
 from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH
 from services.scheduler.grammar.translate.json_schema import check_schema, schema_to_grammar
 from services.scheduler.grammar.translate.json_text import parse_json
-from services.scheduler.grammar.translate.regex import check_lark, check_regex
+from services.scheduler.grammar.translate.regex import check_lark, check_regex, ecma_classes
 from services.scheduler.grammar.translate.structural_tags import IsSpecial, tags_to_lark
 
 KIND_NAMES = {
@@ -34,7 +34,7 @@ def translate(params: StructuredOutputParams, is_special: IsSpecial) -> str:
             return schema_to_grammar({"type": "object"})
         case GrammarKind.REGEX:
             check_regex(text)
-            return str(LLMatcher.grammar_from_regex(text))
+            return str(LLMatcher.grammar_from_regex(ecma_classes(text)))
         case GrammarKind.CHOICE:
             return str(LLMatcher.grammar_from_lark(_choices_to_lark(text)))
         case GrammarKind.GRAMMAR:

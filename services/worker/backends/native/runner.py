@@ -85,10 +85,12 @@ class NativeRunner:
         self._ranks = ranks = Ranks(assignment, listener)
         ranks.join()
         threads = self._config.threads or max(1, machine.cores() // ranks.on_this_machine)
-        torch.set_num_threads(threads)
+        # One core stays free for the services that start at the same time. OpenMP's barriers would wait for it.
+        torch.set_num_threads(max(1, threads - 1))
         model = self._weights(assignment.shard, progress)
         limit = context_limit(assignment.max_model_len, model.part.whole.max_position)
         drafter = self._drafter_of(assignment, model, limit) if ranks.is_output else None
+        torch.set_num_threads(threads)
         model.kernels.use_threads(threads)
         self._loaded.set(_Loaded(assignment, ranks, model, drafter))
         bytes_per_block = model.bytes_per_block(assignment.block_size)
