@@ -12,7 +12,7 @@ MAX_END_TOKENS = 1024
 """Maximum number of ids in `eos_token_ids`, and in `stop_token_ids`."""
 MAX_PENALTY = 2.0
 """Bound of the presence and frequency penalty, in both directions: OpenAI's range."""
-MAX_REPETITION_PENALTY = 10.0
+MAX_REPETITION_PENALTY = 1e30
 MAX_BIAS = 100.0
 """Bound of a `logit_bias`, in both directions: OpenAI's range."""
 MAX_BIASED = 1024

@@ -346,6 +346,11 @@ class FrontendConfig(ServiceConfig):
     max_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
     )
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
+        "warn",
+        description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
+        "line and a response header (warn), refused with status 400 (refuse), or ignored (ignore).",
+    )
     max_open_requests: int = Field(
         4096,
         ge=1,

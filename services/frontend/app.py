@@ -11,24 +11,26 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
 from protocol.requests import EnginePhase
+from services.config import FrontendConfig
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import RETRY_AFTER, APIError
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.endpoints import add_endpoints
+from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openai.schemas import openapi
 
 log = logging.getLogger("runahead.frontend")
 
 
-def build(model: ServedModel, engine: EngineClient) -> FastAPI:
+def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> FastAPI:
     app = FastAPI(title="Runahead", docs_url=None, redoc_url=None, openapi_url=None)
     metrics = Metrics(engine, model.names[0])
     _add_errors(app)
     _add_probes(app, engine, metrics)
     _add_models(app, engine, model)
-    _add_document(app)
-    add_endpoints(app, engine, model, metrics)
+    _add_document(app, closed=config.unknown_parameters == "refuse")
+    add_endpoints(app, engine, model, metrics, BodyParser(config.unknown_parameters))
     return app
 
 
@@ -81,8 +83,8 @@ def _add_models(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
         return JSONResponse({"object": "list", "data": data})
 
 
-def _add_document(app: FastAPI) -> None:
-    content = msgspec.json.encode(openapi.document())
+def _add_document(app: FastAPI, closed: bool) -> None:
+    content = msgspec.json.encode(openapi.document(closed))
 
     @app.get("/openapi.json")
     async def describe() -> Response:

@@ -48,7 +48,7 @@ class FrontendService:
     def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket) -> None:
         self._listener = listener
         self.engine = EngineClient(config.scheduler_endpoint, config.max_open_requests)
-        app = Guards(build(model, self.engine), config.api_key, config.max_body_bytes)
+        app = Guards(build(config, model, self.engine), config.api_key, config.max_body_bytes)
         self.server = _Server(
             uvicorn.Config(
                 app,

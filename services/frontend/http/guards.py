@@ -16,6 +16,8 @@ log = logging.getLogger("runahead.frontend")
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 """Paths that need no key, even if keys are configured."""
 MAX_HEADERS = 100
+IGNORED_HEADER = b"x-ignored-parameters"
+"""Names of the body's unknown fields, which were ignored."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Valid ids from clients: printable and without spaces, as they are written to logs."""
 
@@ -41,7 +43,9 @@ class Guards:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                names = scope["state"].get("ignored_parameters")
+                ignored = [(IGNORED_HEADER, ", ".join(names).encode())] if names else []
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id), *ignored]
             await send(message)
 
         tenant = self._tenant(headers)

@@ -29,7 +29,7 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector, AnswerWriter
 from services.frontend.openai.embeddings import Embedder, EmbeddingFormat, embeddings_json, token_ids
-from services.frontend.openai.parameters.body import checked, parse, parse_object
+from services.frontend.openai.parameters.body import BodyParser, parse_object
 from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role
@@ -52,8 +52,10 @@ from services.frontend.text.token_texts import TokenTexts
 log = logging.getLogger("runahead.frontend")
 
 
-def add_endpoints(app: FastAPI, engine: EngineClient, model: ServedModel, metrics: Metrics) -> None:
-    endpoints = Endpoints(engine, model, metrics)
+def add_endpoints(
+    app: FastAPI, engine: EngineClient, model: ServedModel, metrics: Metrics, bodies: BodyParser
+) -> None:
+    endpoints = Endpoints(engine, model, metrics, bodies)
     for path, handler in (
         ("/v1/completions", endpoints.completions),
         ("/v1/chat/completions", endpoints.chat),
@@ -67,7 +69,10 @@ def add_endpoints(app: FastAPI, engine: EngineClient, model: ServedModel, metric
 class Endpoints:
     """Handlers of the endpoints."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: EngineClient, model: ServedModel, metrics: Metrics, bodies: BodyParser
+    ) -> None:
+        self._bodies = bodies
         self._engine = engine
         self._model = model
         self._metrics = metrics
@@ -86,13 +91,13 @@ class Endpoints:
     async def tokenize(self, http: HTTPRequest) -> Response:
         content = await parse_object(http)
         kinds = TokenizeCompletionRequest, TokenizeChatRequest
-        body = checked(content, kinds[1]) if "messages" in content else checked(content, kinds[0])
+        body = self._bodies.checked(http, content, kinds["messages" in content])
         self._check_model(body.model)
         length = self._engine.state.max_model_len
         return JSONResponse(await tokenize(body, self._prompts, self._model.tokenizer, length))
 
     async def detokenize(self, http: HTTPRequest) -> Response:
-        body = await parse(http, DetokenizeRequest)
+        body = await self._bodies.parse(http, DetokenizeRequest)
         self._check_model(body.model)
         return JSONResponse(await detokenize(body, self._prompts, self._engine.state.vocab_size))
 
@@ -116,14 +121,14 @@ class Endpoints:
         )
 
     async def _complete(self, http: HTTPRequest) -> Response:
-        body = await parse(http, CompletionRequest)
+        body = await self._bodies.parse(http, CompletionRequest)
         self._check(body)
         state = self._engine.state
         prompts = await self._prompts.for_completion(body, state.vocab_size, state.max_model_len)
         return await self._answer(http, body, prompts, CompletionDialect(), structured_params(body))
 
     async def _chat(self, http: HTTPRequest) -> Response:
-        body = await parse(http, ChatRequest)
+        body = await self._bodies.parse(http, ChatRequest)
         self._check(body)
         state, output = self._engine.state, ChatOutput.from_body(body, self._model.formats)
         prompt = await self._prompts.for_chat(body, state.vocab_size, state.max_model_len)
@@ -134,7 +139,7 @@ class Endpoints:
         )
 
     async def _embed(self, http: HTTPRequest) -> Response:
-        body = await parse(http, EmbeddingRequest)
+        body = await self._bodies.parse(http, EmbeddingRequest)
         self._check(body)
         state = self._engine.state
         format = EmbeddingFormat.from_body(body, state.hidden_size)
@@ -163,7 +168,7 @@ class Endpoints:
     ) -> dict[str, Any]:
         """Return the fields that begin every response body and every event."""
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
             "object": object,
             "created": int(time.time()),
             "model": body.model or self._model.names[0],

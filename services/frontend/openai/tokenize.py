@@ -2,16 +2,14 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
-from services.frontend.openai.schemas.requests import MAX_PROMPT_IDS, ChatRequest, Text, TokenId
+from services.frontend.openai.schemas.requests import MAX_PROMPT_IDS, BaseRequest, ChatRequest, Text, TokenId
 from services.frontend.text.tokenizer import Tokenizer
 
 
-class TokenizeCompletionRequest(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    model: str | None = Field(None, max_length=512)
+class TokenizeCompletionRequest(BaseRequest):
     prompt: Text
     add_special_tokens: bool | None = True
     return_token_strs: bool | None = False
@@ -26,9 +24,7 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-    model: str | None = Field(None, max_length=512)
+class DetokenizeRequest(BaseRequest):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 
 

@@ -184,7 +184,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
     ({"input": "x", "dimensions": 0}, "dimensions"),
     ({"input": "x", "stream": True}, "stream"),
-    ({"input": "x", "colour": 1}, "colour"),
+    ({"input": "x", "padding": "max_length"}, "padding"),
 ]
 
 

@@ -203,12 +203,23 @@ def test_echo_shows_the_prompt_with_its_log_probabilities(
     for choice in choices:
         for name, column in columns.items():
             column += choice["logprobs"][name] if choice["logprobs"] else []
-    assert columns["token_logprobs"] == [None, *(value(i, 0) for i in range(1, len(ids) + len(said)))]
-    assert columns["top_logprobs"][0] is None
+    assert columns["token_logprobs"] == [value(i, 0) for i in range(1, len(ids) + len(said))]
+    assert columns["tokens"][0] == TOKENIZER.decode_all(ids[1:2])  # the text does not have ids[0], <|bos|>
     offsets = columns["text_offset"]
-    assert offsets[len(ids)] == len(prompt)
+    assert offsets[len(ids) - 1] == len(prompt)
     assert offsets == sorted(offsets)
-    assert text[offsets[len(ids)] :] == " there"
+    assert text[offsets[len(ids) - 1] :] == " there"
+
+
+def test_echo_of_token_ids_has_an_entry_for_each_of_them(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(answering("x"))
+    ids = TOKENIZER.encode("Hello")
+    body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
+    logprobs = frontend.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [TOKENIZER.decode_all([token]) for token in ids]
+    assert logprobs["token_logprobs"][0] is None
 
 
 def test_echo_waits_for_the_logprobs_of_the_prompt_from_another_choice(
@@ -243,7 +254,7 @@ def test_echo_without_output_returns_the_prompt(frontend: Frontend, scheduler: S
     ).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
-    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"] - 1  # without <|bos|>
     assert answer["usage"]["completion_tokens"] == 0
     assert scheduler.request().params.max_tokens == 1
     plain = frontend.post("/v1/completions", {"prompt": "Hello", "echo": True, "max_tokens": 0}).json()

@@ -139,14 +139,16 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "x", "logprobs": 21}, "logprobs"),
     (COMPLETIONS, {"prompt": "x", "echo": "yes"}, "echo"),
-    (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
+    (COMPLETIONS, {"prompt": "x", "temperature": 2.1}, "temperature"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": {"role": "user"}}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     (CHAT, {"messages": [{**MESSAGE, "tool_calls": [{}]}]}, "messages"),
-    (CHAT, {"messages": [{**MESSAGE, "colour": "red"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (CHAT, {"messages": [MESSAGE, {"role": "user", "content": None}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
     (CHAT, {"messages": [MESSAGE], "max_completion_tokens": CONTEXT}, "max_completion_tokens"),
     (CHAT, {"messages": [MESSAGE], "top_logprobs": 3}, "top_logprobs"),
@@ -166,6 +168,45 @@ def test_bad_field_is_400_and_named(
     assert error["param"] == param
     assert len(str(error["message"])) < 400
     assert scheduler.requests == []
+
+
+UNKNOWN: list[tuple[str, dict[str, object], str]] = [
+    (COMPLETIONS, {"prompt": "x", "nonsense": {"deep": [1]}}, "nonsense"),
+    (
+        CHAT,
+        {"messages": [{**MESSAGE, "colour": "red"}], "no_stop_trim": False},
+        "no_stop_trim, messages.colour",
+    ),
+    ("/tokenize", {"prompt": "x", "nonsense": 5}, "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "names"), UNKNOWN)
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_field_is_ignored_and_named_in_a_header(
+    frontend: Frontend,
+    scheduler: ScriptedScheduler,
+    path: str,
+    body: dict[str, object],
+    names: str,
+    stream: bool,
+) -> None:
+    scheduler.script(answering("fine"))
+    streamed = {"stream": True} if stream and path != "/tokenize" else {}
+    response = frontend.post(path, body | streamed)
+    assert response.status_code == 200
+    assert response.headers["x-ignored-parameters"] == names
+    plain = frontend.post(
+        path, {name: body[name] for name in body.keys() & {"prompt"}} | {"messages": [MESSAGE]}
+    )
+    assert "x-ignored-parameters" not in plain.headers
+
+
+def test_unknown_field_is_refused_on_request() -> None:
+    with scripted(unknown_parameters="refuse", served_model_name=["demo"]) as (frontend, scheduler):
+        for path, body, _ in UNKNOWN:
+            assert "is not known" in str(error_of(frontend.post(path, body), 400)["message"])
+        assert scheduler.requests == []
 
 
 @pytest.mark.parametrize("prompt", ["5 " * 5000, [5] * 5000])

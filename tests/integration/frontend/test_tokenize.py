@@ -56,7 +56,7 @@ def test_invalid_bodies_are_refused_by_name(frontend: Frontend, scheduler: Scrip
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": [1]}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": 5}, "messages"),
-        ("/tokenize", {"prompt": "x", "nonsense": 5}, "nonsense"),
+        ("/tokenize", {"prompt": "x", "best_of": 5}, "best_of"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "continue_final_message": True},
          "continue_final_message"),
         ("/detokenize", {}, "tokens"),

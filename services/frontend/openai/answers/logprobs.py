@@ -38,11 +38,14 @@ class LogprobFormatter:
         return ScoredPosition(first, tuple(top), offset)
 
     def prompt(self, prompt: Prompt) -> list[ScoredPosition]:
-        """Return the positions of a prompt for `echo`; the first token has no log-probability."""
+        """Return the positions of a prompt's text for `echo`; the prompt's first token has no log-probability."""
         scored = [
             self.position(logprobs, prompt.offsets[position])
             for position, logprobs in sorted(prompt.logprobs.items())
+            if position >= prompt.num_hidden
         ]
+        if prompt.num_hidden:
+            return scored
         return [ScoredPosition(self._token(prompt.token_ids[0], None), (), 0), *scored]
 
     def prompt_json(self, prompt: Prompt) -> list[dict[str, Any] | None]:

@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
-from services.frontend.openai.parameters.sampling import refuse_unserved
-from services.frontend.openai.schemas.requests import NEUTRAL_IN_MESSAGE, BaseGenerationRequest, MessageParam
+from services.frontend.openai.parameters.extra_fields import ExtraFields, Mode
+from services.frontend.openai.schemas.requests import BaseGenerationRequest
 
 BODY_SECONDS = 30.0
 """Time limit for a client to send its body."""
@@ -20,9 +20,25 @@ MAX_ERRORS = 1000
 B = TypeVar("B", bound=pydantic.BaseModel)
 
 
-async def parse(http: HTTPRequest, kind: type[B]) -> B:
-    """Read and check the body. Raises: APIError, naming the field that is wrong"""
-    return checked(await parse_object(http), kind)
+class BodyParser:
+    """Reads and checks bodies. Names of ignored fields are stored as `state.ignored_parameters` of the request."""
+
+    def __init__(self, mode: Mode) -> None:
+        """
+        Args:
+            mode: treatment of unknown fields.
+        """
+        self._extra = ExtraFields(mode)
+
+    async def parse(self, http: HTTPRequest, kind: type[B]) -> B:
+        """Raises: APIError, naming the field that is wrong"""
+        return self.checked(http, await parse_object(http), kind)
+
+    def checked(self, http: HTTPRequest, content: dict[str, Any], kind: type[B]) -> B:
+        """Raises: APIError, naming the field that is wrong"""
+        body = validated(content, kind)
+        http.state.ignored_parameters = self._extra.check(body, http.state.request_id)
+        return body
 
 
 async def parse_object(http: HTTPRequest) -> dict[str, Any]:
@@ -33,16 +49,12 @@ async def parse_object(http: HTTPRequest) -> dict[str, Any]:
     return content
 
 
-def checked(content: dict[str, Any], kind: type[B]) -> B:
+def validated(content: dict[str, Any], kind: type[B]) -> B:
     """Raises: APIError, naming the field that is wrong"""
     try:
         body = kind.model_validate(content)
     except pydantic.ValidationError as error:
         raise _named(error) from None
-    refuse_unserved(body.model_extra or {})
-    messages: list[MessageParam] = getattr(body, "messages", [])
-    for index, message in enumerate(messages):
-        refuse_unserved(message.model_extra or {}, NEUTRAL_IN_MESSAGE, f"messages.{index}.")
     if isinstance(body, BaseGenerationRequest) and body.stream_options is not None and not body.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     return body

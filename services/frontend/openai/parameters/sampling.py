@@ -10,7 +10,7 @@ from protocol.codec import pack
 from protocol.sampling import MAX_BAD_WORD_TOKENS, MAX_BIAS, BadWords, SamplingParams
 from services.checkpoint import CheckpointError, named_eos, read_json
 from services.frontend.errors import APIError, invalid
-from services.frontend.openai.schemas.requests import HINTS, NEUTRAL, ChatRequest, CompletionRequest, Neutral
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions; the default for chat is the rest of the context."""
@@ -62,17 +62,6 @@ def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
         "min_p": float(given.get("min_p", 0.0)),
         "repetition_penalty": float(given.get("repetition_penalty", 1.0)),
     }
-
-
-def refuse_unserved(extra: Mapping[str, Any], neutral: Neutral = NEUTRAL, within: str = "") -> None:
-    """Raises: APIError, naming the first parameter that is not supported or not known"""
-    for name, value in extra.items():
-        allowed = neutral.get(name, ())
-        if value is None or any(value == other and type(value) is type(other) for other in allowed):
-            continue
-        problem = f"is not supported with the value {value!r:.80}" if name in neutral else "is not known"
-        hint = f" ({HINTS[name]})" if not within and name in HINTS else ""
-        raise invalid(f"{within}{name:.80} {problem}; leave it out{hint}", (within or name).partition(".")[0])
 
 
 def sampling_params(

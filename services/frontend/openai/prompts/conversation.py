@@ -16,8 +16,16 @@ def conversation(body: ChatRequest) -> Conversation:
         [tool.plain() for tool in body.tools] if body.tools else None,
         body.add_generation_prompt is not False,
         bool(body.continue_final_message),
-        body.chat_template_kwargs or {},
+        _variables(body),
     )
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """Return `chat_template_kwargs` and what `reasoning_effort` sets, by vLLM's rule."""
+    given, effort = body.chat_template_kwargs or {}, body.reasoning_effort
+    if effort is None:
+        return given
+    return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 
 def num_chars(body: ChatRequest) -> int:
@@ -32,6 +40,9 @@ def num_chars(body: ChatRequest) -> int:
 
 
 def _plain(message: MessageParam, index: int) -> dict[str, Any]:
+    """Raises: APIError"""
+    if message.role == "user" and (message.content is None or message.content == []):
+        raise invalid(f"messages.{index}.content is missing; the message of a user needs one", "messages")
     plain = message.plain()
     if message.tool_calls:
         plain["tool_calls"] = [

@@ -115,11 +115,21 @@ class PromptEncoder:
                 at += len(text.push(token))
             return found
 
-        prompt.offsets = await self._run(len(ids) * 100, offsets)
+        if whole:
+            bare = await self.encode(prompt.text, add_special_tokens=False)
+            prompt.num_hidden = _num_before(bare, ids)
+        found = await self._run(len(ids) * 100, offsets)
+        prompt.offsets = [max(at - found[prompt.num_hidden], 0) for at in found]
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
         pool = self._large if size >= LARGE else self._small
         return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _num_before(text: list[int], ids: list[int]) -> int:
+    """Return the number of tokens before the text's in `ids`; 0 if it is not there."""
+    extra = len(ids) - len(text)
+    return next((n for n in range(extra + 1) if text and ids[n : n + len(text)] == text), 0)
 
 
 def least_tokens(text: str, tokenizer: Tokenizer) -> int:

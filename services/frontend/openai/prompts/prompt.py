@@ -12,6 +12,8 @@ class Prompt:
     """The text that `echo` shows; "" without `echo`."""
     offsets: list[int] = field(default_factory=list)
     """Characters before each token in `text`; filled if log-probabilities are echoed."""
+    num_hidden: int = 0
+    """Special tokens at the beginning that `text` does not have; filled if log-probabilities are echoed."""
     logprobs: dict[int, RawLogprobs] = field(default_factory=dict)
     """By position, if the body requests them. The first position has none."""
     _waiting: list[RequestStream] = field(default_factory=list)

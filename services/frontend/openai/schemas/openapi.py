@@ -10,13 +10,16 @@ from pydantic.json_schema import models_json_schema
 
 from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.requests import (
-    NEUTRAL,
     NEUTRAL_IN_MESSAGE,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    FunctionCall,
     MessageParam,
     Neutral,
+    TextPart,
+    ToolCall,
+    unserved_in,
 )
 from services.frontend.openai.tokenize import (
     DetokenizeRequest,
@@ -76,8 +79,12 @@ ROUTES = (
 )  # fmt: skip
 
 
-def document() -> JSON:
-    """OpenAPI 3.1."""
+def document(closed: bool) -> JSON:
+    """OpenAPI 3.1.
+
+    Args:
+        closed: unknown properties of bodies are refused.
+    """
     models = [
         model
         for route in ROUTES
@@ -88,8 +95,10 @@ def document() -> JSON:
     _, definitions = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
     schemas: JSON = definitions["$defs"]
     for model in {body for route in ROUTES for body in route.bodies}:
-        _close(schemas[model.__name__], NEUTRAL)
-    _close(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE)
+        _add_unserved(schemas[model.__name__], unserved_in(model), closed)
+    _add_unserved(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE, closed)
+    for part in (TextPart, ToolCall, FunctionCall):
+        _add_unserved(schemas[part.__name__], {}, closed)
     paths: JSON = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -111,12 +120,12 @@ def document() -> JSON:
     }
 
 
-def _close(schema: JSON, neutral: Neutral) -> None:
-    """Forbid unknown properties; add unsupported ones with the values that change nothing."""
+def _add_unserved(schema: JSON, neutral: Neutral, closed: bool) -> None:
+    """Add known properties that are not served, with the values that change nothing."""
     properties = schema["properties"]
     for name, values in neutral.items():
-        properties.setdefault(name, {"enum": [None, *_distinct(values)], "description": "Not supported."})
-    schema["additionalProperties"] = False
+        properties.setdefault(name, {"enum": _distinct((None, *values)), "description": "Not supported."})
+    schema["additionalProperties"] = not closed
 
 
 def _distinct(values: tuple[Any, ...]) -> list[Any]:

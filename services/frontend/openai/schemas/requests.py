@@ -1,10 +1,12 @@
-"""Request bodies. Every field has a bound; a field that is not supported is refused by name."""
+"""Request bodies. Every field has a bound. OpenAI's and vLLM's fields that are not served are in tables."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
+
+from protocol.sampling import MAX_REPETITION_PENALTY
 
 MAX_BIASES = 1024
 MAX_STOPS = 16
@@ -39,6 +41,8 @@ def _bounded(given: object) -> object:
     return given
 
 
+JSON = dict[str, Any]
+"""The size is bounded by the body's, the depth when a schema is compiled."""
 Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_bounded)]
 
 
@@ -47,10 +51,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Put the usage into every event, not only into the last one."""
-
-
-JSON = dict[str, Any]
-"""The size is bounded by the body's, the depth when the schema is compiled."""
+    include_obfuscation: bool = False
+    """Not used; events have no padding."""
 
 
 class JSONSchema(BaseModel):
@@ -89,16 +91,41 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = Field(None, max_length=1024)
 
 
-class BaseGenerationRequest(BaseModel):
-    """Fields of both completions and chat."""
+class BaseRequest(BaseModel):
+    """Fields of every body. Most change no answer: they are accepted and not used."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = Field(None, max_length=512)
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    """Part of the answer's id. The header `x-request-id` names the request in logs."""
+    user: str | None = Field(None, max_length=512)
+    """Not used; the client's name for its user. OpenAI has replaced it with `safety_identifier`."""
+    safety_identifier: str | None = Field(None, max_length=512)
+    """Not used."""
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    """Not used. OpenAI routes by it to a server that may hold the prompt's beginning in its cache."""
+    prompt_cache_retention: str | None = Field(None, max_length=64)
+    """Not used. Blocks stay in the prefix cache until their memory is needed."""
+    prompt_cache_options: JSON | None = None
+    """Not used."""
+    session_id: str | None = Field(None, max_length=512)
+    """Not used. Routers in front of several servers read it."""
+    metadata: JSON | None = None
+    """Not used; answers are not stored."""
+    store: bool | None = False
+    """Not used; answers are not stored."""
+    service_tier: str | None = Field(None, max_length=64)
+    """Not used; `priority` orders requests."""
+
+
+class BaseGenerationRequest(BaseRequest):
+    """Fields of both completions and chat."""
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -112,7 +139,7 @@ class BaseGenerationRequest(BaseModel):
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
     logit_bias: Biases | None = None
     bad_words: Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
     allowed_token_ids: (
@@ -131,12 +158,6 @@ class BaseGenerationRequest(BaseModel):
     response_format: ResponseFormat | None = None
     """The answer matches it, unless the length limit cuts it off. A complete answer ends even before `min_tokens`."""
     structured_outputs: StructuredOutputs | None = None
-    user: str | None = Field(None, max_length=512)
-    """Not used; the client's name for its user. OpenAI has replaced it with `safety_identifier`."""
-    safety_identifier: str | None = Field(None, max_length=512)
-    """Not used."""
-    prompt_cache_key: str | None = Field(None, max_length=512)
-    """Not used. OpenAI routes by it to a server that may hold the prompt's beginning in its cache."""
 
     def stops(self) -> list[str]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -155,20 +176,20 @@ class CompletionRequest(BaseGenerationRequest):
 
 
 class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["text"]
     text: Text
 
 
 class FunctionCall(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
     name: str = Field(max_length=128)
     arguments: Text = ""
     """The text of a JSON object."""
 
 
 class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -235,20 +256,23 @@ class ChatRequest(BaseGenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable of the chat template. As in vLLM it also sets `enable_thinking`, unless `chat_template_kwargs` does."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Not used."""
+    prediction: JSON | None = None
+    """Not used; `--speculative-config` makes drafts."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
 
 
-class EmbeddingRequest(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class EmbeddingRequest(BaseRequest):
     input: (
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
     )  # fmt: skip
-    model: str | None = Field(None, max_length=512)
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     """Number of values to keep at the beginning of the embedding, which is normalised afterwards."""
-    user: str | None = Field(None, max_length=512)
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
     """Lower values run earlier under the `priority` scheduling policy."""
     cache_salt: str | None = Field(None, max_length=256)
@@ -258,7 +282,7 @@ class EmbeddingRequest(BaseModel):
 
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Parameters that are not supported, each with the values that change nothing; null is always one of them."""
+"""Known parameters that are not served, each with the values that change nothing; null is always one of them."""
 
 NEUTRAL: Neutral = {
     "best_of": (1,),
@@ -281,17 +305,28 @@ NEUTRAL: Neutral = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
-    "request_id": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
     "audio": (),
-    "prediction": (),
-    "store": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
+    "moderation": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors", "none"),
+    "return_mm_kwargs": (False, True),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "padding": ("do_not_pad",),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "use_activation": (True,),
 }
 HINTS: Mapping[str, str] = {
     "best_of": "use n and choose among the answers",
@@ -304,8 +339,6 @@ HINTS: Mapping[str, str] = {
     "function_call": "use tool_choice",
     "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
     "chat_template": "start with --chat-template",
-    "reasoning_effort": "use chat_template_kwargs if the model's template knows it",
-    "request_id": "use the header x-request-id",
 }
 """Replacements for parameters that are not supported."""
 NEUTRAL_IN_MESSAGE: Neutral = {
@@ -315,3 +348,14 @@ NEUTRAL_IN_MESSAGE: Neutral = {
     "annotations": ([],),
 }
 """Fields of an answer that the official client sends back as part of the next conversation."""
+
+
+def unserved_in(kind: type[BaseModel]) -> Neutral:
+    """Return the known parameters that a kind of body does not serve: also those that other kinds serve."""
+    served = kind.model_fields.keys()
+    others = {
+        name: () if info.is_required() else (info.get_default(),)
+        for other in (CompletionRequest, ChatRequest, EmbeddingRequest)
+        for name, info in other.model_fields.items()
+    }
+    return {name: values for name, values in {**others, **NEUTRAL}.items() if name not in served}

@@ -13,13 +13,21 @@ from services.frontend.engine.client import EngineClient
 from services.frontend.model import ServedModel
 from services.frontend.openai.schemas.openapi import document
 
-FREE = {"parameters", "schema", "format", "json", "structures", "chat_template_kwargs"}
+FREE = {
+    "parameters", "schema", "format", "json", "structures", "chat_template_kwargs", "metadata", "prediction",
+    "prompt_cache_options",
+}  # fmt: skip
 """Fields that hold any JSON object; the body's size bounds it."""
+OPEN = {
+    "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeCompletionRequest", "TokenizeChatRequest",
+    "DetokenizeRequest", "MessageParam", "TextPart", "ToolCall", "FunctionCall",
+}  # fmt: skip
+"""Objects whose unknown fields are ignored."""
 
 
 @pytest.fixture(scope="module")
 def doc() -> dict[str, Any]:
-    return document()
+    return document(closed=False)
 
 
 def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
@@ -27,7 +35,7 @@ def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
 
 
 def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
-    app = build(ServedModel.load(FrontendConfig()), EngineClient("ipc:///nowhere", 1))
+    app = build(FrontendConfig(), ServedModel.load(FrontendConfig()), EngineClient("ipc:///nowhere", 1))
     served = {
         (route.path, method.lower())
         for route in app.routes
@@ -80,7 +88,11 @@ def test_every_list_string_and_number_of_a_body_has_a_bound(doc: dict[str, Any])
             (kind == "string" and not keys & {"maxLength", "enum", "const", "pattern"})
             or (kind == "array" and "maxItems" not in keys)
             or (kind in ("integer", "number") and not (least and most))
-            or (kind == "object" and schema.get("additionalProperties", True) is True and name not in FREE)
+            or (
+                kind == "object"
+                and schema.get("additionalProperties", True) is True
+                and name not in FREE | OPEN
+            )
             or (isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in keys)
         ):
             unbounded.append((name, schema))
@@ -88,14 +100,22 @@ def test_every_list_string_and_number_of_a_body_has_a_bound(doc: dict[str, Any])
     assert counted > 100
 
 
-def test_bodies_are_closed_and_streams_and_errors_are_described(doc: dict[str, Any]) -> None:
+def test_streams_and_errors_are_described(doc: dict[str, Any]) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         operation = doc["paths"][path]["post"]
         assert {"application/json", "text/event-stream"} == set(operation["responses"]["200"]["content"])
         for status in ("400", "401", "413", "429", "500", "503"):
             schema = operation["responses"][status]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
-    schemas = doc["components"]["schemas"]
-    for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest"):
-        assert schemas[name]["additionalProperties"] is False
-    assert schemas["CompletionRequest"]["properties"]["best_of"]["enum"] == [None, 1]
+
+
+def test_bodies_name_what_is_not_served_and_are_closed_if_unknown_fields_are_refused(
+    doc: dict[str, Any],
+) -> None:
+    closed, schemas = document(closed=True)["components"]["schemas"], doc["components"]["schemas"]
+    for name in OPEN:
+        assert schemas[name]["additionalProperties"] is True
+        assert closed[name]["additionalProperties"] is False
+    properties = schemas["CompletionRequest"]["properties"]
+    assert properties["best_of"]["enum"] == [None, 1]
+    assert properties["max_completion_tokens"]["enum"] == [None]

@@ -181,3 +181,26 @@ def test_template_for_tools_is_found_and_used(tmp_path: Path) -> None:
     assert find_tool_template(tmp_path, None) == "F"
     assert [render("D", BODIES[name], "T") for name in ("tools", "no tools")] == ["T", "D"]
     assert render("D", BODIES["tools"]) == "D"
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "a": 1}},
+            {"reasoning_effort": "high", "enable_thinking": False, "a": 1},
+        ),
+        ({}, {}),
+    ],
+)
+def test_reasoning_effort_is_a_variable_of_the_template(
+    fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    body = ChatRequest.model_validate({"messages": [USER], **fields})
+    assert conversation(body).variables == variables
+    template = ChatTemplate("{{ reasoning_effort }} {{ enable_thinking }}", {})
+    if variables:
+        expected = f"{variables['reasoning_effort']} {variables['enable_thinking']}"
+        assert template.render(conversation(body)) == expected

@@ -1,0 +1,141 @@
+"""Fields of a body that are not served: known ones are refused by name, unknown ones are ignored or refused."""
+
+import logging
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from services.frontend.errors import APIError
+from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, Mode
+from services.frontend.openai.schemas.requests import (
+    NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    unserved_in,
+)
+
+ROUTER = {
+    "no_stop_trim": False, "skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True,
+    "return_hidden_states": False, "ignore_eos": False, "continue_final_message": False, "logprobs": False,
+}  # fmt: skip
+"""Fields that sglang-router adds to each chat request."""
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "x", **fields})
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate(
+        {"messages": list(messages) or [{"role": "user", "content": "x"}], **fields}
+    )
+
+
+def ignored(body: BaseModel, mode: Mode = "warn") -> list[str]:
+    return ExtraFields(mode).check(body, "r-1")
+
+
+def test_fields_of_a_router_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    rule = ExtraFields("warn")
+    with caplog.at_level(logging.WARNING, "runahead.frontend"):
+        for _ in range(3):
+            names = rule.check(chat(**ROUTER), "r-1")
+    assert names == ["no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states"]
+    (line,) = caplog.messages
+    assert "request_id=r-1" in line
+    assert all(name in line for name in names)
+
+
+def test_names_of_messages_parts_and_calls_are_listed_once() -> None:
+    call = {"function": {"name": "f", "arguments": "{}", "b": 1}, "c": 2}
+    message = {
+        "role": "assistant", "content": [{"type": "text", "text": "x", "cache_control": {}}], "tool_calls": [call],
+        "colour": "red",
+    }  # fmt: skip
+    assert ignored(chat(message, message)) == [
+        "messages.colour", "messages.content.cache_control", "messages.tool_calls.c", "messages.tool_calls.function.b",
+    ]  # fmt: skip
+
+
+def test_header_lists_few_harmless_names(caplog: pytest.LogCaptureFixture) -> None:
+    hostile = {"a\r\nset-cookie: x": 1, "": 1, "x" * 65: 1, "é": 1}
+    with caplog.at_level(logging.WARNING, "runahead.frontend"):
+        names = ignored(completion(**hostile, **{f"field{i}": i for i in range(40)}))
+    assert names == [f"field{i}" for i in range(MAX_NAMED)]
+    (line,) = caplog.messages
+    assert "28 more" in line
+    assert "cookie" not in line
+
+
+def test_null_is_not_worth_a_notice() -> None:
+    assert ignored(completion(nonsense=None)) == []
+
+
+def test_modes(caplog: pytest.LogCaptureFixture) -> None:
+    assert ignored(completion(nonsense=1), "ignore") == []
+    assert caplog.messages == []
+    for body, name, param in (
+        (completion(nonsense=1), "nonsense", "nonsense"),
+        (chat({"role": "user", "content": "x", "colour": "red"}), "messages.0.colour", "messages"),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}),
+            "messages.0.content.a",
+            "messages",
+        ),
+    ):
+        with pytest.raises(APIError, match=f"{name} is not known") as refused:
+            ignored(body, "refuse")
+        assert refused.value.param == param
+
+
+@pytest.mark.parametrize("mode", ["warn", "ignore", "refuse"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("best_of", 2), ("suffix", "!"), ("length_penalty", 0.5), ("use_beam_search", True), ("guided_json", {}),
+        ("guided_regex", "x"), ("guided_choice", ["x"]), ("guided_grammar", "x"), ("functions", [{}]),
+        ("function_call", {"name": "f"}), ("logits_processors", ["x"]), ("chat_template", "x"), ("top_logprobs", 1),
+        ("spaces_between_special_tokens", False), ("best_of", True), ("watermarking", True),
+        ("thinking_token_budget", 5), ("logprob_token_ids", [5]), ("truncation_side", "right"),
+        ("repetition_detection", {}), ("moderation", {"model": "x"}), ("tools", [{}]), ("max_completion_tokens", 4),
+        ("reasoning_effort", "low"),
+    ],
+)  # fmt: skip
+def test_known_parameter_that_is_not_served_is_refused_by_name(name: str, value: object, mode: Mode) -> None:
+    with pytest.raises(APIError, match=name) as refused:
+        ignored(completion(**{name: value}), mode)
+    assert refused.value.param == name
+
+
+def test_refusal_names_the_replacement() -> None:
+    with pytest.raises(APIError, match=r"structured_outputs\.json"):
+        ignored(completion(guided_json={}))
+
+
+def test_neutral_values_of_parameters_that_are_not_served_are_accepted() -> None:
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            assert ignored(completion(**{name: value}), "refuse") == []
+    for name, values in unserved_in(EmbeddingRequest).items():
+        for value in values:
+            assert ignored(EmbeddingRequest.model_validate({"input": "x", name: value}), "refuse") == []
+
+
+def test_parameters_that_change_no_answer_are_accepted() -> None:
+    fields = {
+        "metadata": {"a": "b"}, "store": True, "user": "u", "service_tier": "flex", "prompt_cache_key": "k",
+        "safety_identifier": "s", "session_id": "s", "prompt_cache_retention": "24h",
+    }  # fmt: skip
+    for body in (completion(**fields), chat(**fields, verbosity="low", prediction={"type": "content"})):
+        assert ignored(body, "refuse") == []
+    assert ignored(EmbeddingRequest.model_validate({"input": "x", **fields}), "refuse") == []
+
+
+def test_message_of_the_official_client_is_accepted_in_the_next_request_but_not_with_audio() -> None:
+    said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}
+    assert ignored(chat(said), "refuse") == []
+    with pytest.raises(APIError, match=r"messages\.0\.audio") as refused:
+        ignored(chat({**said, "audio": {"id": "1"}}))
+    assert refused.value.param == "messages"
