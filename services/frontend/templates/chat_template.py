@@ -4,19 +4,25 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
-from jinja2 import meta
 
 from services.checkpoint import CheckpointError, read_json, read_text
 from services.frontend.errors import invalid
 from services.frontend.templates import trial as template_trial
-from services.frontend.templates.sandbox import Refusal, Sandbox, TemplateLimit
+from services.frontend.templates.jobs import (
+    LimitReached,
+    Refused,
+    Rendered,
+    RenderJob,
+    TemplateSources,
+)
+from services.frontend.templates.renderer import Renderer
 
 RENDER_SECONDS = 1.0
 """Time limit for rendering the messages of one request."""
@@ -105,14 +111,11 @@ class Conversation:
     """`chat_template_kwargs`: values for other variables of the template."""
 
 
-class _CompiledTemplate:
-    def __init__(self, sandbox: Sandbox, text: str) -> None:
-        self.template = sandbox.from_string(text)
-        self.variables = meta.find_undeclared_variables(sandbox.parse(text))
-
-
 class ChatTemplate:
-    """A compiled template. Its variables are the same as in transformers: messages, tools, special tokens, helpers."""
+    """The template of a model. Its variables are the same as in transformers: messages, tools, special tokens, helpers.
+
+    It is compiled and rendered in another process; see `render_process`.
+    """
 
     def __init__(self, text: str | None, special: dict[str, str], tool_use: str | None = None) -> None:
         """
@@ -122,42 +125,33 @@ class ChatTemplate:
         Raises: CheckpointError, if one is not a template
         """
         self._special = special
-        self._sandbox = Sandbox()
-        try:
-            self._default = _CompiledTemplate(self._sandbox, text) if text is not None else None
-            self._tool_use = _CompiledTemplate(self._sandbox, tool_use) if tool_use is not None else None
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"the chat template is broken: {error}") from None
+        self._has_default, self._has_tool_use = text is not None, tool_use is not None
+        self._renderer: Renderer | None = None
+        if self._has_default or self._has_tool_use:
+            self._renderer = Renderer(TemplateSources(text, tool_use, special))
 
     def render(self, given: Conversation) -> str:
         """Return the prompt. Raises: APIError, if there is no template, or it refuses this conversation"""
-        compiled = self._tool_use if given.tools is not None and self._tool_use is not None else self._default
-        if compiled is None:
+        has_template = self._has_default or (self._has_tool_use and given.tools is not None)
+        if self._renderer is None or not has_template:
             raise invalid(
                 "this model has no chat template; use /v1/completions or start with --chat-template"
             )
         messages = _with_marker(given.messages) if given.continue_final_message else given.messages
-        variables = {
-            **self._special,
-            **_allowed(given.variables, compiled.variables, self._special),
-            "messages": messages,
-            "tools": given.tools,
-            "documents": None,
-            "add_generation_prompt": given.add_generation_prompt,
-        }
-        try:
-            text = self._sandbox.render(compiled.template, variables, RENDER_SECONDS)
-        except Refusal as error:
-            raise invalid(f"the chat template refuses these messages: {error}", "messages") from None
-        except TemplateLimit as error:
-            raise invalid(f"the conversation is too long: {error}", "messages") from None
-        except Exception:  # expressions of the template fail on unexpected messages
-            raise invalid("the chat template cannot be applied to these messages", "messages") from None
-        return _cut(text) if given.continue_final_message else text
+        variables = _allowed(given.variables, self._special)
+        job = RenderJob(messages, given.tools, given.add_generation_prompt, variables, RENDER_SECONDS)
+        match self._renderer.render(job):
+            case Rendered(text):
+                return _cut(text) if given.continue_final_message else text
+            case Refused(reason):
+                raise invalid(f"the chat template refuses these messages: {reason}", "messages")
+            case LimitReached(reason):
+                raise invalid(f"the conversation is too long: {reason}", "messages")
+        raise invalid("the chat template cannot be applied to these messages", "messages")
 
 
-def _allowed(given: Mapping[str, Any], variables: Set[str], special: Mapping[str, str]) -> dict[str, Any]:
-    """Return the given values for the template's variables; the others change nothing. Raises: APIError"""
+def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, Any]:
+    """Return the given values. Raises: APIError"""
     for name, value in given.items():
         if name in _RESERVED or name in special or name in jinja2.defaults.DEFAULT_NAMESPACE:
             raise invalid(f"chat_template_kwargs may not set {name:.80}", "chat_template_kwargs")
@@ -165,7 +159,7 @@ def _allowed(given: Mapping[str, Any], variables: Set[str], special: Mapping[str
             raise invalid(f"chat_template_kwargs: {name!r:.80} is not a name", "chat_template_kwargs")
         if not _is_small(value):
             raise invalid(f"chat_template_kwargs.{name} is too large", "chat_template_kwargs")
-    return {name: value for name, value in given.items() if name in variables}
+    return dict(given)
 
 
 def _is_small(value: Any) -> bool:

@@ -1,6 +1,10 @@
 """Prompts equal those of transformers; a template cannot leave the sandbox or exceed its limits."""
 
 import json
+import os
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from services.checkpoint import DEMO_MODEL, CheckpointError
 from services.frontend.errors import APIError
 from services.frontend.templates.chat_template import ChatTemplate, Conversation, find_template, try_out
+from services.frontend.templates.jobs import LimitReached, Rendered, RenderJob, TemplateSources
+from services.frontend.templates.renderer import Renderer
 from services.frontend.templates.sandbox import Sandbox, TemplateLimit
 from services.frontend.text.tokenizer import Tokenizer
 
@@ -179,6 +185,61 @@ def test_template_that_fails_over_these_messages_is_a_400(text: str) -> None:
 def test_template_that_would_hang_the_server_fails_its_trial(text: str) -> None:
     with pytest.raises(CheckpointError, match="broken"):
         try_out(text, {})
+
+
+HUGE = {
+    "format": "{{ '%1500000000d' | format(1) }}",
+    "behind an if": "{% if messages | length > 1 %}{{ '%1500000000d' | format(1) }}{% endif %}",
+    "method": "{{ messages[0].role.center(1500000000) }}",
+    "filter": "{{ 'x' | center(1500000000) }}",
+    "ljust": "{{ 'x'.ljust(1500000000) | length }}",
+    "product": "{{ (['a' * 8000000] * 200) | join | length }}",
+    "replace": "{{ ('a' * 80000).replace('a', 'b' * 80000) | length }}",
+    "list": "{{ range(99999) | batch(100000000, 1) | list | length }}",
+    "doubling": "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_expression_that_takes_memory_is_a_400_and_the_next_conversation_is_rendered(name: str) -> None:
+    """The template may do so only for some messages, as here; the limit holds for the process that renders."""
+    text = f"{{% if messages[0].role == 'system' %}}{HUGE[name]}{{% else %}}fine{{% endif %}}"
+    template = ChatTemplate(text, {})
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(APIError, match="too long") as refused:
+            template.render(Conversation(MESSAGES))
+        assert refused.value.status == 400
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+        assert template.render(Conversation(MESSAGES[1:])) == "fine"
+
+
+def test_expression_that_takes_memory_while_compiled_does_not_take_it_here() -> None:
+    """jinja evaluates constant expressions when it compiles a template, also behind an `if`."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    template = ChatTemplate(
+        "{% if messages | length > 9 %}{{ '%1500000000d' | format(1) }}{% endif %}fine", {}
+    )
+    assert template.render(Conversation(MESSAGES)) == "fine"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_killed_renderer_is_replaced() -> None:
+    renderer = Renderer(TemplateSources("{{ messages[0].role }}", None, {}))
+    job = RenderJob(MESSAGES, None, True, {}, 1.0)
+    assert renderer.render(job) == Rendered("system")
+    assert renderer.pid is not None
+    os.kill(renderer.pid, signal.SIGKILL)
+    assert isinstance(renderer.render(job), LimitReached)
+    assert renderer.render(job) == Rendered("system")
+
+
+def test_conversations_of_many_threads_do_not_mix() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    conversations = [Conversation([{"role": "user", "content": f"{i} " * 1000}]) for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        prompts = list(pool.map(template.render, conversations))
+    assert prompts == [given.messages[0]["content"] for given in conversations]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -1,0 +1,125 @@
+"""The process that renders chat templates: `python -m services.frontend.templates.render_process FD PARENT_PID`.
+
+A template is a program of the checkpoint. jinja's sandbox denies access to Python's internals, but one expression can
+still take any amount of memory (`'%9000000000d' | format(1)`), even while the template is compiled. Therefore templates
+are compiled and rendered here, under limits of the kernel, and never in the frontend.
+"""
+
+import gc
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2 import meta
+
+from services.frontend.templates.jobs import (
+    Broken,
+    Closed,
+    LimitReached,
+    Outcome,
+    Refused,
+    Rendered,
+    RenderJob,
+    TemplateSources,
+    receive,
+    send,
+)
+from services.frontend.templates.sandbox import Refusal, Sandbox, TemplateLimit
+from services.process import die_with_parent
+
+MEGABYTES = 512
+"""Limit of address space. A prompt of the maximum size takes about 200."""
+COMPILE_SECONDS = 30
+"""Limit of processor time to compile the templates."""
+_NO_MEMORY = LimitReached("rendering it takes too much memory")
+
+
+class _CompiledTemplate:
+    def __init__(self, sandbox: Sandbox, text: str) -> None:
+        self.template = sandbox.from_string(text)
+        self.variables = meta.find_undeclared_variables(sandbox.parse(text))
+
+
+class CompiledTemplates:
+    """Raises: jinja2.TemplateError, MemoryError or RecursionError, if a template cannot be compiled"""
+
+    def __init__(self, sources: TemplateSources) -> None:
+        self._special = sources.special
+        self._sandbox = Sandbox()
+        self._default, self._tool_use = (
+            _CompiledTemplate(self._sandbox, text) if text is not None else None
+            for text in (sources.default, sources.tool_use)
+        )
+
+    def render(self, job: RenderJob) -> Outcome:
+        compiled = self._tool_use if job.tools is not None and self._tool_use is not None else self._default
+        if compiled is None:
+            return Broken("there is no template for a conversation without tools")
+        given = {name: value for name, value in job.variables.items() if name in compiled.variables}
+        variables: dict[str, Any] = {
+            **self._special,
+            **given,
+            "messages": job.messages,
+            "tools": job.tools,
+            "documents": None,
+            "add_generation_prompt": job.add_generation_prompt,
+        }
+        try:
+            return Rendered(self._sandbox.render(compiled.template, variables, job.seconds))
+        except Refusal as error:
+            return Refused(str(error)[:1000])
+        except TemplateLimit as error:
+            return LimitReached(str(error))
+        except MemoryError:
+            return _NO_MEMORY
+        except Exception as error:  # expressions of the template fail on unexpected messages
+            return Broken(type(error).__name__)
+
+
+def _limit_seconds(seconds: float) -> None:
+    """Let the kernel end this process after `seconds` more of processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, most))
+
+
+def _compile(data: bytearray) -> tuple[CompiledTemplates | None, Outcome]:
+    _limit_seconds(COMPILE_SECONDS)
+    try:
+        return CompiledTemplates(msgspec.msgpack.decode(data, type=TemplateSources)), Rendered("")
+    except (jinja2.TemplateError, MemoryError, RecursionError) as error:
+        return None, Broken(" ".join(str(error).split())[:1000] or type(error).__name__)
+
+
+def _outcome(templates: CompiledTemplates, data: bytearray) -> Outcome:
+    try:
+        job = msgspec.msgpack.decode(data, type=RenderJob)
+        _limit_seconds(job.seconds)
+        return templates.render(job)
+    except MemoryError:
+        return _NO_MEMORY
+
+
+def main(descriptor: str, parent: str) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group; open requests still finish
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(int(parent))
+    resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as connection:
+        try:
+            templates, outcome = _compile(receive(connection))
+            send(connection, outcome)
+            while templates is not None:
+                send(connection, _outcome(templates, receive(connection)))
+        except Closed:
+            pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
