@@ -90,8 +90,9 @@ class Endpoints:
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         content = await parse_object(http)
-        kinds = TokenizeCompletionRequest, TokenizeChatRequest
-        body = self._bodies.checked(http, content, kinds["messages" in content])
+        kind: type[TokenizeCompletionRequest] | type[TokenizeChatRequest]
+        kind = TokenizeChatRequest if "messages" in content else TokenizeCompletionRequest
+        body = self._bodies.checked(http, content, kind)
         self._check_model(body.model)
         length = self._engine.state.max_model_len
         return JSONResponse(await tokenize(body, self._prompts, self._model.tokenizer, length))

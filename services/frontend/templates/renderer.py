@@ -20,7 +20,7 @@ START_SECONDS = 60.0
 """Time limit for a renderer to start and compile the templates."""
 PATIENCE_SECONDS = 5.0
 """Time beyond a job's own limit after which the renderer is killed."""
-_DECODER = msgspec.msgpack.Decoder(Outcome)
+_DECODER: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
 
 
 class _Process:
