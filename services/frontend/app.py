@@ -22,6 +22,16 @@ from services.frontend.openai.schemas import openapi
 
 log = logging.getLogger("runahead.frontend")
 
+_DETAILS = {
+    EnginePhase.WAITING_FOR_WORKERS: "waiting for workers",
+    EnginePhase.LOADING: "loading the model",
+    EnginePhase.READY: "ready",
+    EnginePhase.DRAINING: "stopping; open requests finish",
+    EnginePhase.FAILED: "failed; the log has the reason",
+    EnginePhase.RECOVERING: "replacing lost workers",
+}
+"""Texts for clients without an API key. The engine's own may have paths, and errors of workers."""
+
 
 def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> FastAPI:
     app = FastAPI(title="Runahead", docs_url=None, redoc_url=None, openapi_url=None)
@@ -53,15 +63,19 @@ def _add_errors(app: FastAPI) -> None:
 
 def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     @app.get("/livez")
+    @app.head("/livez")
     async def livez() -> Response:
         return JSONResponse({"status": "alive"})
 
     @app.get("/readyz")
+    @app.head("/readyz")
     @app.get("/health")
-    async def readyz() -> Response:
+    @app.head("/health")
+    async def readyz(http: HTTPRequest) -> Response:
         state = engine.state
         phase = EnginePhase.DRAINING if engine.draining else state.phase
-        body = {"phase": phase.name.lower(), "detail": state.detail, "progress": state.progress}
+        detail = state.detail if http.state.tenant else _DETAILS[phase]
+        body = {"phase": phase.name.lower(), "detail": detail, "progress": state.progress}
         return JSONResponse(body, 200 if engine.ready else 503, None if engine.ready else RETRY_AFTER)
 
     @app.get("/version")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
@@ -89,18 +89,20 @@ class Endpoints:
         return await self._recorded(http, self._embed(http))
 
     async def tokenize(self, http: HTTPRequest) -> Response:
-        content = await parse_object(http)
+        given = await parse_object(http)
         kind: type[TokenizeCompletionRequest] | type[TokenizeChatRequest]
-        kind = TokenizeChatRequest if "messages" in content else TokenizeCompletionRequest
-        body = self._bodies.checked(http, content, kind)
+        kind = TokenizeChatRequest if "messages" in given else TokenizeCompletionRequest
+        body = self._bodies.checked(http, given, kind)
         self._check_model(body.model)
         length = self._engine.state.max_model_len
-        return JSONResponse(await tokenize(body, self._prompts, self._model.tokenizer, length))
+        content = await tokenize(body, self._prompts, self._model.tokenizer, length)
+        return Response(content, media_type="application/json")
 
     async def detokenize(self, http: HTTPRequest) -> Response:
         body = await self._bodies.parse(http, DetokenizeRequest)
         self._check_model(body.model)
-        return JSONResponse(await detokenize(body, self._prompts, self._engine.state.vocab_size))
+        content = await detokenize(body, self._prompts, self._engine.state.vocab_size)
+        return Response(content, media_type="application/json")
 
     async def _recorded(self, http: HTTPRequest, answer: Awaitable[Response]) -> Response:
         """Record the end of the request in the metrics and the log. A stream records its own end."""

@@ -1,12 +1,16 @@
 """/tokenize and /detokenize: vLLM's request and response bodies. They work without the engine."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 from pydantic import Field
 
 from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
-from services.frontend.openai.schemas.requests import MAX_PROMPT_IDS, BaseRequest, ChatRequest, Text, TokenId
+from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, Text, TokenId
 from services.frontend.text.tokenizer import Tokenizer
+
+MAX_IDS = 262_144
+"""Token ids of one /detokenize. The event loop checks them, which takes milliseconds."""
 
 
 class TokenizeCompletionRequest(BaseRequest):
@@ -25,7 +29,7 @@ class TokenizeChatRequest(ChatRequest):
 
 
 class DetokenizeRequest(BaseRequest):
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 async def tokenize(
@@ -33,8 +37,9 @@ async def tokenize(
     encoder: PromptEncoder,
     tokenizer: Tokenizer,
     max_model_len: int,
-) -> dict[str, Any]:
-    """
+) -> bytes:
+    """Return the JSON of the answer.
+
     Args:
         max_model_len: 0 if the engine has not reported it.
 
@@ -45,12 +50,22 @@ async def tokenize(
         ids = await encoder.encode(await encoder.rendered(body), bool(body.add_special_tokens))
     else:
         ids = await encoder.encode(body.prompt, body.add_special_tokens is not False)
-    names = [tokenizer.name(token) for token in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": max_model_len or None, "tokens": ids, "token_strs": names}
+
+    def content() -> bytes:
+        names = [tokenizer.name(token) for token in ids] if body.return_token_strs else None
+        answer = {
+            "count": len(ids),
+            "max_model_len": max_model_len or None,
+            "tokens": ids,
+            "token_strs": names,
+        }
+        return msgspec.json.encode(answer)
+
+    return await encoder.run(len(ids), content)
 
 
-async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size: int) -> dict[str, Any]:
-    """Special tokens are shown.
+async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size: int) -> bytes:
+    """Return the JSON of the answer. Special tokens are shown.
 
     Args:
         vocab_size: 0 if the engine has not reported it.
@@ -59,4 +74,4 @@ async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size
     """
     if vocab_size:
         checked_ids(body.tokens, vocab_size, "tokens")
-    return {"prompt": await encoder.decode(body.tokens, show_special=True)}
+    return msgspec.json.encode({"prompt": await encoder.decode(body.tokens, show_special=True)})

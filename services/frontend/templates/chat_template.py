@@ -17,9 +17,9 @@ from services.frontend.errors import invalid
 from services.frontend.templates import trial as template_trial
 from services.frontend.templates.jobs import (
     LimitReached,
-    Refused,
     Rendered,
     RenderJob,
+    TemplateRefused,
     TemplateSources,
 )
 from services.frontend.templates.renderer import Renderer
@@ -143,7 +143,7 @@ class ChatTemplate:
         match self._renderer.render(job):
             case Rendered(text):
                 return _cut(text) if given.continue_final_message else text
-            case Refused(reason):
+            case TemplateRefused(reason):
                 raise invalid(f"the chat template refuses these messages: {reason}", "messages")
             case LimitReached(reason):
                 raise invalid(f"the conversation is too long: {reason}", "messages")

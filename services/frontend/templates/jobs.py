@@ -38,7 +38,7 @@ class Rendered(msgspec.Struct, array_like=True, tag=True):
     text: str
 
 
-class Refused(msgspec.Struct, array_like=True, tag=True):
+class TemplateRefused(msgspec.Struct, array_like=True, tag=True):
     """The template called `raise_exception`."""
 
     reason: str
@@ -54,7 +54,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-Outcome = Rendered | Refused | LimitReached | Broken
+Outcome = Rendered | TemplateRefused | LimitReached | Broken
 
 
 class Closed(Exception):

@@ -21,9 +21,9 @@ from services.frontend.templates.jobs import (
     Closed,
     LimitReached,
     Outcome,
-    Refused,
     Rendered,
     RenderJob,
+    TemplateRefused,
     TemplateSources,
     receive,
     send,
@@ -71,7 +71,7 @@ class CompiledTemplates:
         try:
             return Rendered(self._sandbox.render(compiled.template, variables, job.seconds))
         except Refusal as error:
-            return Refused(str(error)[:1000])
+            return TemplateRefused(str(error)[:1000])
         except TemplateLimit as error:
             return LimitReached(str(error))
         except MemoryError:

@@ -18,6 +18,8 @@ from services.frontend.text.detokenizer import (
     is_word_level,
 )
 
+MANY = 4096
+"""Tokens from which decoding takes so long that it must not hold the GIL."""
 _HARMLESS_NORMALIZERS = {"NFC", "NFKC", "Prepend", "Replace", "Sequence"}
 
 
@@ -73,19 +75,30 @@ class Tokenizer:
 
         As in transformers, tokenizer.json takes precedence over `add_bos_token` in the configuration.
         """
-        return list(self._tokenizer.encode(text).ids)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Encode the output of a chat template, which has written its special tokens itself."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The library releases the GIL only for batches. This form also skips offsets, which nothing reads."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Return the text with special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        if len(token_ids) < MANY:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens))
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens)  # releases the GIL
+        return str(text)
 
     def name(self, token_id: int) -> str:
         """Return the vocabulary's form of the token; "" for an unknown id."""

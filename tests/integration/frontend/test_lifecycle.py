@@ -31,15 +31,16 @@ COMPLETIONS = "/v1/completions"
 
 def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
     loading = EngineState(EnginePhase.LOADING, "reading weights", 0.25)
-    with scripted(state=loading) as (frontend, scheduler):
+    key = {"authorization": "Bearer key"}
+    with scripted(state=loading, api_key=["key"]) as (frontend, scheduler):
         readyz = f"{frontend.url}/readyz"
         wait_until(lambda: httpx.get(readyz).json()["phase"] == "loading", "the state has arrived")
-        response = httpx.get(readyz)
+        response = httpx.get(readyz, headers=key)
         assert response.status_code == 503
         assert response.json() == {"phase": "loading", "detail": "reading weights", "progress": 0.25}
         assert httpx.get(f"{frontend.url}/livez").status_code == 200
         for prompt in ("x", [5]):
-            refused = frontend.post(COMPLETIONS, {"prompt": prompt})
+            refused = frontend.post(COMPLETIONS, {"prompt": prompt}, headers=key)
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
             assert "reading weights" in refused.json()["error"]["message"]
@@ -48,7 +49,28 @@ def test_readiness_follows_the_engine_and_shows_its_progress() -> None:
         assert httpx.get(f"{frontend.url}/health").status_code == 200
         scheduler.send(EngineState(EnginePhase.FAILED, "the worker was killed"))
         wait_until(lambda: not frontend.ready(), "the failure is seen")
-        assert httpx.get(readyz).json()["detail"] == "the worker was killed"
+        assert httpx.get(readyz, headers=key).json()["detail"] == "the worker was killed"
+
+
+def test_probes_without_a_key_show_fixed_texts() -> None:
+    secret = EngineState(EnginePhase.FAILED, "OSError: /home/me/secret")
+    for keys in ([], ["key"]):
+        with scripted(state=secret, api_key=keys) as (frontend, _):
+            for path in ("/readyz", "/health"):
+                wait_until(
+                    lambda url=frontend.url + path: "failed" in httpx.get(url).text, "the state has arrived"
+                )
+                for headers in ({}, {"authorization": "Bearer wrong"}):
+                    answer = httpx.get(frontend.url + path, headers=headers)
+                    assert answer.status_code == 503
+                    assert answer.json()["detail"] == "failed; the log has the reason"
+
+
+def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    for path in ("/livez", "/readyz", "/health"):
+        got, headed = httpx.get(frontend.url + path), httpx.head(frontend.url + path)
+        assert (headed.status_code, headed.content) == (200, b"")
+        assert headed.headers["content-length"] == got.headers["content-length"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,8 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState
+from services.frontend.openai.tokenize import MAX_IDS
+from services.frontend.text.tokenizer import MANY
 from tests.integration.frontend.scripted import (
     CONTEXT,
     TOKENIZER,
@@ -46,6 +48,14 @@ def test_tokens_of_a_conversation_are_those_of_a_chat_request(
     assert answer["count"] == len(answer["tokens"])
 
 
+def test_many_tokens_and_back(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    """More tokens than are decoded one text at a time."""
+    text = "a b c d " * 4096
+    ids = frontend.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert len(ids) > MANY
+    assert frontend.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+
+
 def test_text_longer_than_the_context_is_tokenized(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     answer = frontend.post("/tokenize", {"prompt": "a b c d " * CONTEXT}).json()
     assert answer["count"] > answer["max_model_len"]
@@ -63,6 +73,7 @@ def test_invalid_bodies_are_refused_by_name(frontend: Frontend, scheduler: Scrip
         ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [5] * (MAX_IDS + 1)}, "tokens"),
     ]  # fmt: skip
     for path, body, param in cases:
         response = frontend.post(path, body)

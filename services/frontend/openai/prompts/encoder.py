@@ -53,26 +53,26 @@ class PromptEncoder:
 
     async def rendered(self, body: ChatRequest) -> str:
         """Raises: APIError"""
-        return await self._run(num_chars(body), lambda: self._model.template.render(conversation(body)))
+        return await self.run(num_chars(body), lambda: self._model.template.render(conversation(body)))
 
     async def bad_words(self, words: list[str]) -> BadWords:
         """Raises: APIError"""
         if not words:
             return ()
         encode = self._model.tokenizer.encode_rendered
-        return await self._run(sum(map(len, words)), lambda: bad_words(words, encode))
+        return await self.run(sum(map(len, words)), lambda: bad_words(words, encode))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode a text of any length."""
         tokenizer = self._model.tokenizer
         encode = tokenizer.encode if add_special_tokens else tokenizer.encode_rendered
-        return await self._run(len(text), lambda: encode(text))
+        return await self.run(len(text), lambda: encode(text))
 
     async def decode(self, ids: list[int], show_special: bool) -> str:
         """Return the text, with the special tokens' texts if `show_special`."""
         tokenizer = self._model.tokenizer
         decode = tokenizer.decode_all if show_special else tokenizer.decode
-        return await self._run(len(ids), lambda: decode(ids))
+        return await self.run(len(ids), lambda: decode(ids))
 
     async def _encode(
         self, text: str, body: BaseGenerationRequest, vocab_size: int, max_model_len: int, param: str
@@ -118,10 +118,11 @@ class PromptEncoder:
         if whole:
             bare = await self.encode(prompt.text, add_special_tokens=False)
             prompt.num_hidden = _num_before(bare, ids)
-        found = await self._run(len(ids) * 100, offsets)
+        found = await self.run(len(ids) * 100, offsets)
         prompt.offsets = [max(at - found[prompt.num_hidden], 0) for at in found]
 
-    async def _run(self, size: int, work: Callable[[], T]) -> T:
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Do the work on a text of this many characters on the thread for its size."""
         pool = self._large if size >= LARGE else self._small
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
