@@ -1,7 +1,7 @@
 """The scheduler process: sockets, signals and the clock around `EngineCore` and `WorkerGroup`. It holds no rules.
 
 One thread, one poll: client messages first (an abort that arrived with a result is applied before it), then worker
-messages, then what the group wants done, then everything there is to send.
+messages, then the actions of the group, then everything there is to send.
 """
 
 import contextlib
@@ -58,9 +58,9 @@ log = logging.getLogger("runahead.scheduler")
 
 EXIT_WORKER_LOST = 5
 LINGER_MS = 1000
-"""What was said last, to frontends and workers, may take so long to leave."""
+"""Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
-"""Milliseconds between two looks at connections while one is known to be broken."""
+"""Milliseconds between two checks of the connections while one is known to be broken."""
 STATE_INTERVAL = 1.0
 """Seconds between two reports of the engine's figures while it is busy."""
 
@@ -88,7 +88,7 @@ class Service:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Serves until told to stop. Returns the exit status."""
+        """Serve until a signal arrives. Return the exit status."""
         try:
             with _signals() as wakeup:
                 poller = zmq.Poller()
@@ -121,7 +121,7 @@ class Service:
             self.subscriptions.close()
 
     def _poll_ms(self) -> int:
-        """Idle it sleeps for long: only the workers' silence needs a look."""
+        """Return the milliseconds to wait for messages. When idle, the loop wakes only to check heartbeats."""
         if self.workers.probing or self.subscriptions.pending:
             return PROBE_MS
         return 200 if self.group.settling or (self.engine is not None and self.engine.has_requests) else 1000
@@ -180,7 +180,7 @@ class Service:
                     self._worker_seconds["busy"] += message.times.sampled - message.times.forward_began
                 try:
                     self.engine.on_result(message)
-                except UnknownResult as error:  # scheduler and worker have lost each other
+                except UnknownResult as error:  # worker and scheduler disagree about the batch
                     self.group.on_impossible_result(worker, str(error), now)
             case StepReport():
                 self._add_times(worker, message)
@@ -340,7 +340,7 @@ class Service:
         return self.engine.stats() | seconds | self.group.stats() | grammars
 
     def _status(self) -> GroupStatus:
-        """What frontends are sent at once when it changes."""
+        """Return the status of the group, or of the drain; a change is sent to all frontends at once."""
         status = self.group.status
         if self._draining and status.phase is EnginePhase.READY:
             return status._replace(phase=EnginePhase.DRAINING)
@@ -373,7 +373,7 @@ class Service:
 
 
 def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:
-    """None where there is no tokenizer to be had: then structured output is refused, and everything else is served."""
+    """Return the compiler, or None without a tokenizer: structured output is refused, everything else is served."""
     try:
         return GrammarCompiler(GrammarVocabulary.load(config.model, config.revision, config.tokenizer))
     except CheckpointError as error:
@@ -383,7 +383,7 @@ def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable when SIGTERM or SIGINT arrives."""
+    """Yield a socket that becomes readable when SIGTERM or SIGINT arrives."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -36,7 +36,7 @@ from services.scheduler.core.request import RequestKey
 MAX_RECORDS = 1024
 """Records and events kept between two calls of `take`; the oldest are dropped."""
 REPORT_SECONDS = 1.0
-"""How long a record waits for the reports of ranks that return no result."""
+"""Seconds that a record waits for the reports of ranks that return no result."""
 
 MAX_LOG = 8 * MAX_RECORDS
 """Events between two calls of `take` after which the log is read."""
@@ -62,7 +62,7 @@ class _Step:
 
 
 class _Report(NamedTuple):
-    """What a rank measured."""
+    """Times of one rank for one step."""
 
     key: StepKey
     rank: int
@@ -72,7 +72,7 @@ class _Report(NamedTuple):
 
 
 class _SlotOwners:
-    """Which request is in each slot, followed from the events."""
+    """Owner of each slot, followed from the events."""
 
     def __init__(self) -> None:
         self._frontends = np.zeros(0, np.int32)
@@ -134,7 +134,7 @@ class StepRecorder:
             self._append(event)
 
     def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
-        """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
+        """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
         self._append(_Report((epoch, step_id), rank, times, clock_offset))
 
     def _append(self, entry: Event | _Report) -> None:

@@ -1,4 +1,4 @@
-"""Who receives step records: frontends that subscribed, and the file of `--step-trace`.
+"""Receivers of step records: frontends that subscribed, and the file of `--step-trace`.
 
 While nobody does, no recorder is attached to the core and plans do not ask ranks for their times.
 """
@@ -54,12 +54,12 @@ class Subscriptions:
             self._recorder = None
 
     def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
-        """What a rank measured. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
+        """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
         if self._recorder is not None:
             self._recorder.add_times(epoch, step_id, rank, times, clock_offset)
 
     def ping_due(self, now: float) -> bool:
-        """Whether the workers' clocks are to be measured now. `now`: seconds, monotonic."""
+        """Return whether the workers' clocks must be measured now. `now`: seconds, monotonic."""
         if self._recorder is None or now < self._next_ping:
             return False
         self._next_ping = now + PING_SECONDS

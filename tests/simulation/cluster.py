@@ -58,7 +58,7 @@ class SimulatedCluster:
         self.starting = 0
         """Processes that will be started."""
         self.restarts = True
-        """Whether a process that ended is started again."""
+        """True: a process that ended is started again."""
         self.started: Callable[[Started], None] = lambda started: None
         self.ended: Callable[[], None] = lambda: None
         self.result: Callable[[bytes], None] = lambda frame: None
@@ -343,13 +343,13 @@ class SimulatedCluster:
             demand(world or spares < tp * pp, "spares", f"{spares} spares wait, and no epoch begins")
 
     def complete(self) -> bool:
-        """Whether every process that lives and was not refused is registered, but for those that hang."""
+        """Return whether every process that lives, does not hang and was not refused is registered."""
         known = [m.peer for m in self.group.roster if m.state is not MemberState.RETURNING]
         alive = [w for w in self.workers.values() if w.alive and not w.refused]
         return not self.starting and all(w.stuck or (w.healthy and w.peer in known) for w in alive)
 
     def sound(self) -> bool:
-        """Whether the epoch in effect consists of healthy ranks that serve."""
+        """Return whether the epoch in effect consists of healthy ranks that serve."""
         if self.effective is None:
             return False
         workers = [self.workers[peer] for peer in self.effective.peers]

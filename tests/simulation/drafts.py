@@ -41,7 +41,7 @@ class Speculating:
     lengths: tuple[int, ...] = (3,)
     """Numbers of drafts that a step may request; one of them is drawn."""
     looks_ahead: bool = False
-    """Whether the drafter writes KV of its own at the positions of its drafts."""
+    """True: the drafter writes KV of its own at the positions of its drafts."""
     longest: int = 0
     """Longest sequence that gets drafts (drafter limit), in tokens; 0: no limit."""
 

@@ -525,7 +525,7 @@ class StagePipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has a result that has not left the last stage."""
+        """Return whether a step has a result that has not left the last stage."""
         return bool(self._results)
 
     def tick(self, running: Collection[int] | None = None) -> bytes | None:

@@ -47,7 +47,7 @@ class Costs:
     dispatch: float = 0.0
     """From the engine to the first stage."""
     blocking: bool = False
-    """Whether a stage cannot compute while it sends."""
+    """True: a stage cannot compute while it sends."""
 
     def stage(self, tokens: int, context: int) -> float:
         """Return one stage's time for a step."""

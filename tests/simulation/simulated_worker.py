@@ -39,7 +39,7 @@ Meeting = tuple[int, str, int]
 
 @dataclass(frozen=True)
 class WorkerTraits:
-    """What a worker registers, and how it behaves."""
+    """Registration and behaviour of a worker."""
 
     num_blocks: int = 64
     load_seconds: float = 1.0
@@ -51,7 +51,7 @@ class WorkerTraits:
 
 
 class Surroundings(Protocol):
-    """What a worker needs of the cluster."""
+    """The part of the cluster that a worker uses."""
 
     now: float
     rng: Random
@@ -87,7 +87,7 @@ class SimulatedWorker:
         """The last epoch whose end arrived on the second connection."""
         self._inbox: deque[bytes] = deque()
         self._held: deque[Callable[[], None]] = deque()
-        """What would have happened while it was stopped."""
+        """Events that wait for the end of the stop."""
         self._register()
         self._beat()
 

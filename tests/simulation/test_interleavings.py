@@ -30,7 +30,7 @@ class InterleavingCase:
     """Key of `World.coverage` that must have happened on some path."""
     reset: bool = False
     loss: bool = False
-    """Whether the workers are lost once and replaced."""
+    """True: the workers are lost once and replaced."""
 
 
 ONCE = ("add", "abort", "reset", "loss")

@@ -134,7 +134,7 @@ def recovery(cluster: SimulatedCluster) -> float:
 
 
 def formed_well(cluster: SimulatedCluster) -> bool:
-    """Whether the ranks in effect are sound, all workers are registered, and under `auto` the size is the largest."""
+    """Return whether the ranks in effect are sound, all workers registered, and under `auto` the size the largest."""
     config, size = cluster.config, cluster.group.size
     if not (cluster.sound() and cluster.complete()) or size is None:
         return False

@@ -41,11 +41,11 @@ class Workload:
     noise: float
     """Probabilities per round of an abort, of a reset, of a late or repeated result."""
     shuffle: bool
-    """Whether results may overtake one another."""
+    """True: results may overtake one another."""
     epochs: float
     """Probability per round that the workers are lost and others take over."""
     uneven: bool
-    """Whether pipeline stages take different times."""
+    """True: pipeline stages take different times."""
     speculating: Speculating | None = None
 
     @property

@@ -90,7 +90,7 @@ class SimulatedStream:
     voids: int = 0
     """Epochs that ended while it was running."""
     doomed: bool = False
-    """Whether it must end with an error: it does not fit, or no workers are left."""
+    """True: it must end with an error, because it does not fit or no workers are left."""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
     scored: set[int] = field(default_factory=set)
@@ -109,7 +109,7 @@ class SimulatedStream:
 
     @property
     def refused(self) -> bool:
-        """Whether its grammar cannot be compiled."""
+        """Return whether its grammar cannot be compiled."""
         return self.structured is not None and self.structured.text == REFUSED
 
     def grammar(self, vocab: int) -> Automaton | None:
@@ -170,11 +170,11 @@ class World:
         self.pipeline = StagePipeline(limits.stages)
         self.checker = Checker(self.engine)
         self.lost = False
-        """Whether the epoch has ended and no other has begun."""
+        """True: the epoch has ended and no other has begun."""
         self.admitting = True
-        """Whether no request was preempted since the last step was dispatched; else the next step admits nobody."""
+        """True: no request was preempted since the last step was dispatched; False: the next step admits nobody."""
         self.even = True
-        """Whether all stages took the same time for every step so far."""
+        """True: all stages took the same time for every step so far."""
         self.coverage: Counter[str] = Counter()
         self.streams: list[SimulatedStream] = []
         self.pending: dict[int, bytes] = {}

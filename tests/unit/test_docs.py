@@ -143,6 +143,17 @@ def test_no_text_installs_another_project() -> None:
     assert [str(path) for path in SOURCES + PAGES if pattern.search(path.read_text())] == []
 
 
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    words = "Of|What|Where|Who|Whoever|Whether|That|Those|How|Kept|Asked|Told"
+    found = re.compile(rf'"""(?:{words})\b.*')
+    assert {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in SOURCES
+        if path.suffix == ".py"
+        for match in found.finditer(path.read_text())
+    } == set()
+
+
 def test_a_class_name_stands_once() -> None:
     found = [
         name

@@ -20,7 +20,7 @@ from tests.vllm.reference import VllmAnswers, VllmRequest, generate
 
 DEMO = "demo"
 AMX = bool(torch.cpu.get_capabilities().get("amx_tile"))
-"""Whether this processor has the matrix instructions that vLLM's kernels for eight bits prefer."""
+"""True: this processor has the matrix instructions that vLLM's kernels for eight bits prefer."""
 
 
 class ArchitectureCase(NamedTuple):

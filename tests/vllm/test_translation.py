@@ -457,7 +457,7 @@ def test_result_is_unchanged_by_the_next_step() -> None:
 
 
 def test_rows_have_the_accepted_drafts_and_one_token() -> None:
-    """Of three drafts two were accepted; in slot 0 the grammar allowed one of two drafts."""
+    """Two of three drafts were accepted; in slot 0 the grammar allowed one of two drafts."""
     vllm_output = output(["2.1", "1.1", "0.1"], [[20], [11, 12, 13], [7, 8]], logprobs=RaggedLists())
     world = drafting(0, 1, 2)
     plan = [(0, 1, 2, 3, True), (1, 1, 2, 4, True), (2, 1, 2, 1, True)]

@@ -1,4 +1,4 @@
-"""How far a peer's monotonic clock is ahead of ours, measured on the connection.
+"""Offset of a peer's monotonic clock from ours, measured on the connection.
 
 Each exchange of a `Ping` and its `Pong` gives an estimate whose error is at most half its round trip. Of the last
 exchanges the one with the shortest round trip counts (NTP's clock filter, RFC 5905 section 10). On one machine all

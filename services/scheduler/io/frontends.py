@@ -56,7 +56,7 @@ class FrontendConnections:
 
     @property
     def sweep_due(self) -> bool:
-        """Whether `send_state_to_all` is due, to find which connection broke."""
+        """Return whether `send_state_to_all` is due, to find which connection broke."""
         return self._sweep_at is not None and time.monotonic() >= self._sweep_at
 
     def take_gone(self) -> list[int]:

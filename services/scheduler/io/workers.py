@@ -35,7 +35,7 @@ class WorkerConnections:
         self._gone: list[bytes] = []
         self._probe_until = 0.0
         self._sweep = False
-        """Whether all connections are to be tried once, when the probe has ended."""
+        """Return whether the probe has ended and all connections must be tried once."""
 
     def __len__(self) -> int:
         """Number of workers that are not known to be gone."""
@@ -48,7 +48,7 @@ class WorkerConnections:
 
     @property
     def probing(self) -> bool:
-        """Whether `take_gone` is to be called again soon."""
+        """Return whether `take_gone` must be called again soon."""
         return self._sweep
 
     def receive(self) -> Iterator[tuple[bytes, WorkerMessage | StepResult]]:

@@ -1,4 +1,4 @@
-"""What the group makes its service do, in the order of `WorkerGroup.take_actions`."""
+"""Actions that the group requests of its service, in the order of `WorkerGroup.take_actions`."""
 
 from dataclasses import dataclass
 

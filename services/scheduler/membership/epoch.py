@@ -20,7 +20,7 @@ class Epoch:
         self.size: GroupSize | None = None
         """None: there is no epoch."""
         self.model: Register | None = None
-        """What rank 0 of the first epoch registered; the frontends' tokenizer belongs to its model."""
+        """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""
@@ -37,7 +37,7 @@ class Epoch:
         ]
 
     def all_are(self, state: MemberState) -> bool:
-        """Whether there is an epoch all of whose ranks are in this state."""
+        """Return whether there is an epoch and all of its ranks are in this state."""
         return self.size is not None and all(member.state is state for member in self._roster.ranks)
 
     def limits(self) -> Limits:

@@ -28,7 +28,7 @@ class Formation:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the size follows the number of workers."""
+        """Return whether the size follows the number of workers."""
         return self._tensor_parallel == "auto"
 
     def on_change(self, now: float) -> None:
@@ -36,7 +36,7 @@ class Formation:
         self._changed_at = now
 
     def settled(self, now: float) -> bool:
-        """Whether a group may form: under `auto` when no worker has come or gone for some time, else at once."""
+        """Return whether a group may form: under `auto` when no worker has come or gone for some time, else at once."""
         return not self.is_auto or now - self._changed_at >= self._settle_seconds
 
     def best_size(self, members: Collection[Member]) -> GroupSize | None:

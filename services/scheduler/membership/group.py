@@ -36,7 +36,7 @@ WORKERS_LOST = "the model workers were lost; the request was not completed"
 
 
 class GroupStatus(NamedTuple):
-    """What frontends are sent at once when it changes."""
+    """Status of the group; a change is sent to all frontends at once."""
 
     phase: EnginePhase
     detail: str
@@ -72,12 +72,12 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether the group has given up; `status.detail` has the reason."""
+        """Return whether the group has given up; `status.detail` has the reason."""
         return self.state is GroupState.FAILED
 
     @property
     def settling(self) -> bool:
-        """Whether an epoch may begin by the passing of time alone, so that `check` must be called again soon."""
+        """Return whether time alone may begin an epoch, so that `check` must be called again soon."""
         return self._formation.is_auto and self._best_size() not in (None, self.size)
 
     @property

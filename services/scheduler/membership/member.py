@@ -29,5 +29,5 @@ class Member:
 
     @property
     def in_epoch(self) -> bool:
-        """Whether it is a rank of the current epoch."""
+        """Return whether it is a rank of the current epoch."""
         return self.state in IN_EPOCH

@@ -1,4 +1,4 @@
-"""How long a worker may be silent, load and return."""
+"""Time limits for a worker's silence, loading and return."""
 
 from collections.abc import Iterable
 

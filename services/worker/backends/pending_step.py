@@ -6,7 +6,7 @@ from protocol.steps import GrammarOutput, SchedulerOutput
 
 
 class ExecutedStep(Protocol):
-    """What a runner keeps from `execute_model` to `sample_tokens`."""
+    """The step between `execute_model` and `sample_tokens`."""
 
     @property
     def step(self) -> SchedulerOutput: ...

@@ -23,9 +23,9 @@ class PooledRows:
     ends: NDArray[np.int32]
     """Number of tokens of the request up to this row."""
     means: NDArray[np.bool_]
-    """Whether the embedding is an average; else it is the last token's state."""
+    """True: the embedding is an average; False: the last token's state."""
     samples: NDArray[np.bool_]
-    """Whether the row completes its embedding."""
+    """True: the row completes its embedding."""
     sums: torch.Tensor
     """float32[num_slots, hidden]: sums over the tokens of every slot, shared by all steps"""
     embeddings: list[torch.Tensor] = field(default_factory=list)

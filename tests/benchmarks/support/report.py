@@ -1,4 +1,4 @@
-"""How every benchmark reports: a table for people, and build/bench/NAME.json with all it takes to judge the figures."""
+"""Report of a benchmark: a table for people, and build/bench/NAME.json with all it takes to judge the figures."""
 
 import json
 import os

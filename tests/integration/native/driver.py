@@ -98,7 +98,7 @@ class RunnerDriver:
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
         self.min_acceptance = 0.0
-        """That they must have."""
+        """Minimum probability of acceptance of these drafts."""
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
         self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
@@ -121,7 +121,7 @@ class RunnerDriver:
 
     @property
     def epoch(self) -> NativeEpoch:
-        """Of a `NativeRunner`."""
+        """The present epoch of a `NativeRunner`."""
         return self.runner.epoch
 
     def add(

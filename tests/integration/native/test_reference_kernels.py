@@ -43,7 +43,7 @@ def test_equal_tokens_and_close_logits(make_family: Callable[[str], Family], nam
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
 def test_drafts_change_no_token(method: str) -> None:
-    """Of the demo model, which has a head of its own."""
+    """The demo model has an EAGLE head of its own."""
     draft_model = str(DEMO_MODEL) if method == "draft_model" else ""
     answers = {}
     wanted = Speculation(method, 3, draft_model, prompt_lookup_min=1, prompt_lookup_max=4)

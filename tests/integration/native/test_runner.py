@@ -247,7 +247,7 @@ def test_dtype_auto_is_the_checkpoints_own(llama: Family, tmp_path: Path) -> Non
 
 
 def test_old_rope_keys_mean_the_same(make_family: Callable[[str], Family], tmp_path: Path) -> None:
-    """What transformers 5 writes as `rope_parameters` was `rope_theta` and `rope_scaling` before."""
+    """transformers 5 writes `rope_parameters`; versions before it wrote `rope_theta` and `rope_scaling`."""
     for name in ("llama-rope-llama3", "llama-rope-linear"):
         family = make_family(name)
         old = tmp_path / name

@@ -72,7 +72,7 @@ def test_chunks_depth_preemption_and_neighbours_change_nothing(
 
 
 def test_logprobs_equal_transformers(family: Family) -> None:
-    """Of the prompt, from its second token on, and of the output; ranks and order too."""
+    """Log-probabilities of the prompt, from its second token on, and of the output; ranks and order too."""
     driver = RunnerDriver(family.path)
     both = wanted(logprobs=4, prompt_logprobs=4, frequency_penalty=1.0)
     requests = [driver.add(PROMPT[i:], both) for i in (0, 9)]

@@ -393,7 +393,7 @@ def test_drafts_without_speculation_are_refused(llama: Family) -> None:
 
 
 class Waits(TorchDispatchMode):
-    """What would wait for a device, by name."""
+    """Names of the operations that would wait for a device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_to_host")
 

@@ -208,7 +208,7 @@ class Reference:
         return self.product("fc", torch.cat(states, 1)) if self.three else states[0]
 
     def layer(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Of all places, [places, hidden]."""
+        """Return the hidden states of all places, [places, hidden]."""
         embedded = self.embedding[ids]
         if self.three:
             normed = self.norm("layers.0.hidden_norm", hidden)

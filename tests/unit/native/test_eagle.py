@@ -191,7 +191,7 @@ def test_hidden_states_that_are_read(tmp_path: Path) -> None:
 
 
 def test_states_of_another_pipeline_stage_cannot_be_read(tmp_path: Path) -> None:
-    """Of five layers the last of two stages has 3 and 4."""
+    """With five layers, the last of two stages has layers 3 and 4."""
     last = Shard(pp_rank=1, pipeline_parallel_size=2)
     for name, served in (("eagle", True), ("eagle3", False), ("eagle3-two-states", False)):
         setup = EagleSetup(tmp_path, HEADS[name])

@@ -1,4 +1,4 @@
-"""What each rank gets: everything once, but for KV heads where there are more ranks than these."""
+"""Shares of the ranks: everything once, but for KV heads where there are more ranks than these."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the device knows about every slot and the host does not: the request's true position, and its drafts.
+"""Columns by slot that only the device has: the request's true position, and its drafts.
 
 The host plans as if every draft were accepted (true position, docs/invariants.md). A step's rows are brought to their
 true positions here, once, before anything is computed from them (settle once). Ranks that neither take tokens in nor

@@ -60,7 +60,7 @@ class NativeEpoch:
         self.table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
         self.history = TokenHistory(slots, init.max_model_len, vocab_size)
         self.drafts = DraftTable(slots, most, vocab_size, model.kernels.rows)
-        """Kept where tokens are input, and where they are sampled."""
+        """Used by the stages that embed tokens and that sample them."""
         self._feedback = TokenFeedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
         self._sampler = Sampler(self.table, self.history, vocab_size, model.kernels)
         self._pooler = Pooler(slots, model.part.whole.hidden_size)

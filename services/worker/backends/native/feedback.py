@@ -2,8 +2,8 @@
 
 The last stage sends one message per step with a sampling row, in the order of steps. Both sides know from the plan
 which steps these are and how large their messages are (plan agreement, docs/invariants.md). The first stage takes a
-message when a step needs it, and not before: until then the pipeline holds steps of other requests. A message that no
-step needs is taken when its step must have ended long ago, so that messages do not pile up.
+message only when a step needs it; until then the pipeline computes steps of other requests. A message that no step
+needs is taken when its step must have ended long ago, so that messages do not accumulate.
 """
 
 from collections import deque
@@ -20,21 +20,21 @@ class FeedbackMessage(NamedTuple):
     """The outcome of one step; int32[rows]."""
 
     number: int
-    """1, 2, 3 ... of the messages in an epoch."""
+    """Number of the message in its epoch, from 1."""
     slots: I32
     firsts: I32
     """Position of the first token that each row samples."""
     drafts: int
-    """Proposed for each row."""
+    """Drafts proposed for each row."""
     body: torch.Tensor
-    """Of an `Outcome`, to be filled."""
+    """An `Outcome.empty_message`, which the transfer fills."""
 
 
 class TokenFeedback:
-    """The messages that are still to be taken.
+    """The messages that were not taken yet.
 
     Args:
-        most: messages of steps that can be in flight; older messages have arrived.
+        most: maximum number of messages in flight; older ones have arrived.
     """
 
     def __init__(self, num_slots: int, most: int) -> None:
@@ -42,22 +42,22 @@ class TokenFeedback:
         self._awaited: deque[FeedbackMessage] = deque()
         self._sent = 0
         self._newest = np.zeros(num_slots, np.int64)
-        """Last message with a token of the slot's request; 0: none."""
+        """Number of the last message with a token of the slot's request; 0: none."""
         self._since = np.zeros(num_slots, np.int64)
-        """Messages that were sent before the slot's request came."""
+        """Number of messages sent before the slot's request entered it."""
 
     def assign(self, slot: int) -> None:
-        """Another request gets the slot, with all its tokens; messages under way are about the one before."""
+        """Another request gets the slot, with all its tokens. Messages in flight belong to the one before."""
         self._newest[slot], self._since[slot] = 0, self._sent
 
     def expect(self, slots: I32, firsts: I32, drafts: int, body: torch.Tensor) -> None:
-        """A step was launched whose rows (at least one) sample tokens from `firsts` on."""
+        """Expect the message of a launched step whose rows (at least one) sample tokens from `firsts` on."""
         self._sent += 1
         self._awaited.append(FeedbackMessage(self._sent, slots, firsts, drafts, body))
         self._newest[slots] = self._sent
 
     def due(self, slots: I32) -> list[FeedbackMessage]:
-        """The messages to take before a step computes rows of `slots`, in order; they count as taken."""
+        """Take and return, in order, the messages that a step with rows of `slots` needs."""
         needed = max(int(self._newest[slots].max(initial=0)), self._sent - self._most)
         messages = []
         while self._awaited and self._awaited[0].number <= needed:

@@ -1,4 +1,4 @@
-"""The outcome of a step's sampling as other ranks get it: one message of tokens, counts and drafts."""
+"""The outcome of a step's sampling as one message to other ranks: tokens, counts and drafts."""
 
 from typing import NamedTuple, Self
 
@@ -10,22 +10,26 @@ I32 = NDArray[np.int32]
 
 
 class Outcome(NamedTuple):
-    """Of the rows that sample, in the plan's order."""
+    """Tokens and drafts of the sampling rows, in the plan's order."""
 
     ids: torch.Tensor
     """int32[sum(counts)], rows back to back"""
     counts: I32
     """int32[rows]"""
     drafts: I32
-    """int32[rows, k]: for the next step"""
+    """int32[rows, k]: drafts for the next step"""
 
     @staticmethod
     def empty_message(rows: int, most: int, k: int) -> torch.Tensor:
-        """int32[rows, 1 + most + k], to be filled; `most` tokens of a row. Every rank knows the shape from the plan."""
+        """Return int32[rows, 1 + most + k] to fill. Every rank derives this shape from the plan.
+
+        Args:
+            most: maximum number of tokens of a row.
+        """
         return torch.zeros(rows, 1 + most + k, dtype=torch.int32)
 
     def select(self, stays: NDArray[np.bool_]) -> Self:
-        """The outcome of some of the rows; bool[rows]."""
+        """Return the outcome of the rows in `stays`, bool[rows]."""
         tokens = torch.from_numpy(np.repeat(stays, self.counts))
         return type(self)(self.ids[tokens], self.counts[stays], self.drafts[stays])
 

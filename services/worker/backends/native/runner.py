@@ -30,7 +30,7 @@ log = logging.getLogger("runahead.worker")
 
 
 class _Loaded(NamedTuple):
-    """What an epoch's cache is made for, from `load` to `leave`."""
+    """Result of `load`, until `leave`; the cache of an epoch is created from it."""
 
     assignment: Assignment
     ranks: Ranks

@@ -17,7 +17,7 @@ DTYPE_CHOICES = DTYPES[:2]
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a worker registers with."""
+    """Identity of the model, for the registration."""
 
     digest: str
     """Digest of config.json and of every tensor's name, shape and dtype; equal on the native backend."""

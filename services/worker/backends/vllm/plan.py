@@ -34,7 +34,7 @@ class TranslatedPlan(NamedTuple):
 
 
 class PlanTranslator:
-    """What vLLM has received of each slot, so that a step contains only changes.
+    """State of each slot as vLLM has received it, so that a step contains only changes.
 
     Args:
         requests: vLLM's own states by request id; states of requests that enter are added

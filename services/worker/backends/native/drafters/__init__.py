@@ -1,4 +1,4 @@
-"""What proposes drafts: one module per method."""
+"""Drafters: one module per method."""
 
 from services.worker.backends.native.drafters.base import Drafter, Target
 from services.worker.backends.native.drafters.deferred import DeferredDrafter

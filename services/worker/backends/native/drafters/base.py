@@ -1,9 +1,9 @@
-"""The seam between the model that answers and what proposes drafts to it.
+"""The interface between the target model and the drafter.
 
-A drafter runs on the output rank alone, after each step's sampling, and proposes single tokens: its proposals can only
-make a request faster or slower, never change a token of it. It reads tokens from the history on the device, where
-sampled ones stand by then, so no step waits for the host because of it. Its own keys and values, if it has any, lie in
-tensors of its own under the target's block tables.
+A drafter runs on the output rank alone, after each step's sampling, and proposes one token at a time. Its proposals
+make a request faster or slower; they never change a token of it. It reads tokens from the history on the device, which
+already contains the sampled ones, so no step waits for the host. If it has keys and values, they are in tensors of its
+own, addressed by the target's block tables.
 """
 
 from abc import ABC, abstractmethod
@@ -29,15 +29,15 @@ States = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Target:
-    """The model that answers, for loading a drafter."""
+    """The target model, for loading a drafter."""
 
     speculation: Speculation
     model: Model
-    """This rank's part; with tensor parallelism its embedding and head are those of some token ids only."""
+    """This rank's part. With tensor parallelism its embedding and head cover only some token ids."""
     path: Path
     """Directory or GGUF file of its checkpoint."""
     checkpoint: Checkpoint
-    """All of its tensors."""
+    """All tensors of the target."""
     block_size: int
     max_model_len: int
 
@@ -50,26 +50,26 @@ class Slots:
     """`block_table` and `num_blocks` of each slot; its positions are upper bounds."""
     history: TokenHistory
     num_blocks: int
-    """Of the cache."""
+    """Number of blocks in the cache."""
 
 
 class Advance(NamedTuple):
-    """How far a step took its requests, rejected drafts left out: one row each, in the plan's order."""
+    """Progress of each request in a step, without rejected drafts: one row each, in the plan's order."""
 
     slots: I32
     generations: I32
-    """Of the slots. The slot of a request that left has another one by then."""
+    """Generation of each slot. When the request leaves, its slot gets another one."""
     starts: I32
     """First position that the step computed."""
     counts: I32
-    """Positions that it computed and that stay, at least 1."""
+    """Positions that it computed, without rejected drafts; at least 1."""
     samples: NDArray[np.bool_]
-    """Rows whose next token was sampled: the history has it at `ends`, unless that is beyond the context. Where nothing
-    was sampled, the history has the next token of the prompt there."""
+    """Rows whose next token was sampled: the history has it at `ends`, unless `ends` is beyond the context. For other
+    rows, the history has the next token of the prompt there."""
     states: States = ()
-    """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back; until the next step"""
+    """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back; valid until the next step"""
     min_acceptance: float = 0.0
-    """A row may end at the first draft that is less likely to be accepted, together with those before it."""
+    """A row may end at the first draft whose probability, times those of the drafts before it, is lower."""
 
     @property
     def ends(self) -> I32:
@@ -80,29 +80,29 @@ class Drafter(ABC):
     """The weights of a drafter, kept from epoch to epoch."""
 
     reads: tuple[int, ...] = ()
-    """Hidden states of the target that `propose` gets: `forward.FINAL`, or the number of a layer whose input it is."""
+    """Hidden states of the target that `propose` reads: `forward.FINAL`, or the number of a layer for its input."""
     bytes_per_block: int = 0
-    """Of its own cache, beside the target's."""
+    """Bytes per block of its own cache, in addition to the target's."""
 
     @abstractmethod
     def start(self, slots: Slots) -> "Proposer":
-        """Draft for one epoch, with an empty cache."""
+        """Return a proposer for one epoch, with an empty cache."""
 
 
 class Proposer(ABC):
     """A drafter in one epoch. For one calling thread."""
 
     def assign(self, slot: int) -> None:  # noqa: B027 - most keep nothing of a slot
-        """The slot has another request; nothing stays of the one before."""
+        """Another request gets the slot; drop the state of the one before."""
 
     @abstractmethod
     def propose(self, advance: Advance, k: int) -> I32:
         """Propose up to `k` drafts for each sampling row.
 
-        Called once after every step, for chunks of prompts and for `k` = 0 as well, so that the drafter's own state of
-        each request follows the target's (prompt chunks, docs/invariants.md).
+        Must be called once after every step, also for chunks of prompts and with `k` = 0, so that the drafter's state
+        of each request follows the target's (prompt chunks, docs/invariants.md).
 
         Returns:
-            int32[sampling rows, k]: NO_DRAFT from where a row has no more drafts. Tokens are in the vocabulary, and
-            each stands inside the context; there may be fewer where the blocks of a slot end.
+            int32[sampling rows, k], padded with NO_DRAFT. Tokens are in the vocabulary and their positions inside the
+            context. A row may have fewer drafts if its slot lacks blocks.
         """

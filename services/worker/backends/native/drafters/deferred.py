@@ -37,7 +37,7 @@ class DeferredProposer(Proposer):
         self._kept: list[Advance] = []
         """In the order of the steps; states in memory of their own."""
         self._tokens = 0
-        """Of all that is kept."""
+        """Return the bytes of all states that are kept."""
         self._most = 0
         """Tokens that may be kept; 0 until the size of their states is known."""
 
@@ -56,7 +56,8 @@ class DeferredProposer(Proposer):
         return self._proposer.propose(advance, k)
 
     def _has_room(self, tokens: int, states: States) -> bool:
-        """Where there is none, states of requests that left are dropped first, if that frees at least half."""
+        """Return whether the states of `tokens` fit. If not, drop those of requests that left; then they fit if at
+        least half is free."""
         if not self._most:
             self._most = min(MOST_TOKENS, MOST_BYTES // sum(each[:1].nbytes for each in states))
         if self._tokens + tokens <= self._most:

@@ -51,7 +51,7 @@ class EagleModel(ABC):
 
     @abstractmethod
     def fuse(self, states: States) -> torch.Tensor:
-        """What the first round of a draft reads, from the target's hidden states: float32[places, hidden]."""
+        """Return the input of a draft's first round from the target's hidden states, float32[places, hidden]."""
 
     @abstractmethod
     def _enter(self, b: EagleBuffers) -> None:

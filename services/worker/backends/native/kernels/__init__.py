@@ -1,1 +1,1 @@
-"""What computes: one interface, a readable reference implementation in torch, and compiled kernels for processors."""
+"""Kernels: one interface, a readable reference implementation in torch, and compiled kernels for processors."""

@@ -1,20 +1,20 @@
-"""The seam between the native runner and what computes: the operations of a step, over torch tensors.
+"""The interface between the native runner and the kernels: the operations of a step, over torch tensors.
 
-Model, sampler and drafters are written once, against these protocols. Behind them stand
+Model, sampler and drafters are written once, against these protocols. Two packages implement them:
 
-- `kernels.reference`: plain torch and NumPy, run eagerly; the meaning of every operation in readable code,
+- `kernels.reference`: plain torch and NumPy, run eagerly; readable code that defines every operation,
 - `kernels.cpu`: kernels that numba compiles for this machine's processor, recorded and replayed.
 
-Only `kernels.selection` chooses between them. A device of another kind needs one more package with these four groups of
+Only `kernels.selection` chooses between them. Another kind of device needs one more package with these four groups of
 operations, and nothing else.
 
-Columns of a step's plan are NumPy arrays on the host. What is computed, and what it is computed from, are tensors on
-the device. The number of rows of an operation is the first dimension of the operand that its docstring names first.
+Columns of a step's plan are NumPy arrays on the host. Operands and results of the model are tensors on the device. The
+number of rows of an operation is the first dimension of the operand that its docstring names first.
 
 **Recording.** The steps of an epoch run the same operations on the same memory; only the numbers of rows differ. So a
-sequence of operations can be recorded once (`NetworkKernels.record`) and run as a whole from then on: the compiled
+sequence of operations can be recorded once (`NetworkKernels.record`) and then run as a whole: the compiled
 implementation replays the recorded kernels in one call, an implementation for CUDA can capture a graph, the reference
-calls the function again each time. Recorded operations read and write `Buffers`, whose addresses stay.
+calls the function again. Recorded operations read and write `Buffers`, whose addresses do not change.
 """
 
 import copy
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 class Buffers:
-    """Tensors that stay at their addresses. Each has a number of rows of one kind, such as "tokens".
+    """Tensors whose addresses do not change. The rows of each are of one kind, such as "tokens".
 
-    A subclass makes them with `_rows`, as attributes or in tuples.
+    A subclass creates them with `_rows`, as attributes or in tuples.
 
     Args:
-        capacity: for each kind how many rows there is room for, at least 1.
+        capacity: maximum number of rows of each kind, at least 1.
     """
 
     def __init__(self, **capacity: int) -> None:
@@ -51,24 +51,24 @@ class Buffers:
         self._kinds: dict[int, str] = {}
 
     def _rows(self, kind: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor [capacity of `kind`, *shape], not initialised."""
+        """Return a tensor [capacity of `kind`, *shape], not initialised."""
         tensor = torch.empty(self.capacity[kind], *shape, dtype=dtype)
         self._kinds[tensor.data_ptr()] = kind
         return tensor
 
     def kind_of(self, tensor: torch.Tensor) -> str:
-        """The kind of rows of one of these tensors, or of a view that begins where the tensor begins.
+        """Return the kind of rows of one of these tensors, or of a view that begins where the tensor begins.
 
         Raises: KeyError, for any other tensor.
         """
         return self._kinds[tensor.data_ptr()]
 
     def holds(self, **counts: int) -> bool:
-        """Whether there is room for so many rows of each kind."""
+        """Return whether there is room for these numbers of rows."""
         return all(count <= self.capacity[kind] for kind, count in counts.items())
 
     def first(self, **counts: int) -> Self:
-        """Views of the first rows; tensors of kinds that are not named are the same."""
+        """Return views of the first rows; tensors of kinds that are not named stay whole."""
 
         def cut(value: object) -> object:
             if isinstance(value, tuple):
@@ -89,9 +89,9 @@ class Recording(Protocol[T_co]):
     """A sequence of operations over buffers."""
 
     def run(self, **counts: int) -> T_co:
-        """Run it over so many rows of each kind.
+        """Run the operations over these numbers of rows.
 
-        Returns: what the recorded function returned; tensors of it are buffers, of which the first rows count.
+        Returns: the result of the recorded function. Tensors in it are buffers, of which the first rows count.
         """
         ...
 
@@ -135,19 +135,19 @@ class AttentionShape(NamedTuple):
     heads: int
     head_dim: int
     windows: tuple[int, ...]
-    """By layer: keys that a query sees, its own included; 0: all."""
+    """Number of keys that a query reads in each layer, its own included; 0: all."""
     norm_eps: float
     frequencies: torch.Tensor
-    """float32[head_dim / 2]: of the rotary position embedding, radians per position."""
+    """float32[head_dim / 2]: frequencies of the rotary position embedding, radians per position."""
 
 
 class Linear(Protocol):
     """A product y = x W^T + b with prepared weights."""
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """activations[rows, in] to activations[rows, out].
+        """Map activations[rows, in] to activations[rows, out].
 
-        Returns: the result. With float32 activations it is `out`; with others a library may have allocated its own.
+        Returns: the result: `out` with float32 activations; otherwise a library may have allocated it.
         """
         ...
 
@@ -156,7 +156,7 @@ class Attention(Protocol):
     """Rotary positions, writes to the cache and attention, layer after layer of one step."""
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Prepare what the layers of a step share; int32[tokens] each: where tokens stand, and whose they are."""
+        """Prepare data that the layers of a step share, from the tokens' positions and slots, int32[tokens] each."""
         ...
 
     def write(
@@ -171,7 +171,7 @@ class Attention(Protocol):
         ...
 
     def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
-        """Attention of the queries that were written last.
+        """Compute the attention of the queries that were written last.
 
         Args:
             tiles: int32[tiles, 4]: slot, first position, first token, tokens
@@ -184,10 +184,10 @@ class NetworkKernels(Protocol):
     """The forward pass of a model or a drafter. For one calling thread."""
 
     activations: torch.dtype
-    """What products read and write."""
+    """dtype that products read and write."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Prepare a product; weight [out, in] and bias [out] are taken over."""
+        """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
         ...
 
     def bytes_per_block(self, shape: CacheShape) -> int: ...
@@ -237,11 +237,11 @@ class NetworkKernels(Protocol):
     def most_likely(
         self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
     ) -> None:
-        """The most likely token of each row, of equal ones the lowest, and its probability.
+        """Find the most likely token of each row, the lowest id among equals, and its probability.
 
         Args:
             logits: float32[rows, vocab]
-            sharpness: float32[rows], by which logits are multiplied first
+            sharpness: float32[rows], factor of the logits
             ids, chances: int32[rows] and float32[rows], written
         """
         ...
@@ -256,7 +256,7 @@ class NetworkKernels(Protocol):
         ...
 
     def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
-        """`body` calls these operations on `buffers` and nothing that depends on values."""
+        """Record the operations that `body` calls on `buffers`. `body` must not depend on values."""
         ...
 
 
@@ -264,7 +264,7 @@ class NetworkKernels(Protocol):
 
 
 class BatchTensors(NamedTuple):
-    """The tokens of a step, those of a row back to back, with room for at least as many."""
+    """The tokens of a step, row after row; the tensors may be longer."""
 
     ids: torch.Tensor
     """int32[tokens]"""
@@ -273,18 +273,18 @@ class BatchTensors(NamedTuple):
     positions: torch.Tensor
     """int32[tokens]"""
     tiles: torch.Tensor
-    """int32[tiles, 4]: slot, first position, first token, tokens: queries of a row that share their keys"""
+    """int32[tiles, 4]: slot, first position, first token, tokens. The queries of a tile share their keys."""
     sampled: torch.Tensor
-    """int32[sampled]: of each row that samples its last token, and those before its drafts"""
+    """int32[sampled]: indices of the tokens whose logits are needed: one per sampling row and one per draft"""
 
 
 class SlotDrafts(NamedTuple):
     """Drafts and true positions of all slots."""
 
     frontier: torch.Tensor
-    """int32[slots]: where the next row starts; EMPTY before the first"""
+    """int32[slots]: start of the next row; EMPTY before the first"""
     proposed: torch.Tensor
-    """int32[slots]: drafts for the next row"""
+    """int32[slots]: number of drafts for the next row"""
     tokens: torch.Tensor
     """int32[slots, most]: these drafts"""
 
@@ -309,31 +309,31 @@ class Verified(NamedTuple):
 
 
 class RowKernels(Protocol):
-    """The rows of a step: where they stand, and which drafts hold."""
+    """The rows of a step: their positions, and the drafts that are accepted."""
 
     tile: int
-    """Most tokens of a tile."""
+    """Maximum number of tokens in a tile."""
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
-        """The row of each token and its number there, for rows of int32[rows] `counts` tokens; int32[tokens] each."""
+        """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""
         ...
 
     def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
-        """Bring rows to their true positions, each with as many drafts as there are; these are written to
-        int32[slots, limit] `history`. The drafts of the slots are used up, their frontiers move to the rows' ends.
+        """Bring rows to their true positions, each with the drafts that its slot has, and write these drafts to
+        `history`, int32[slots, limit]. The slots have no drafts afterwards, and their frontiers are the rows' ends.
 
-        Returns: the rows, and -1; or None and the first row that is planned before its frontier: then nothing changes.
+        Returns: the rows and -1; or None and the first row that is planned before its frontier, with nothing changed.
         """
         ...
 
     def lay_out(
         self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
     ) -> tuple[int, int]:
-        """Write the tokens of all rows; their ids are read from int32[slots, limit] `history` if there is one.
+        """Write the tokens of all rows. Their ids are read from `history`, int32[slots, limit], if there is one.
 
-        Returns: how many tiles and how many sampled tokens.
+        Returns: number of tiles and number of sampled tokens.
 
-        Raises: RuntimeError, when the history has no token of the vocabulary at a position (valid ids).
+        Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids).
         """
         ...
 
@@ -350,8 +350,8 @@ class RowKernels(Protocol):
 
         Args:
             slots, firsts, drafts, acceptable: int32[rows]; at most `acceptable` drafts are accepted
-            ids: int32[sum(drafts + 1)], what was sampled
-            history: int32[slots, limit] with the drafts from position `firsts` on
+            ids: int32[sum(drafts + 1)], sampled tokens
+            history: int32[slots, limit], with the drafts from position `firsts` on
         """
         ...
 
@@ -361,7 +361,7 @@ class RowKernels(Protocol):
 
 @dataclass(frozen=True)
 class LogitRule:
-    """How one request's parameters change its logits; ids are in the vocabulary. Applied in this order."""
+    """Changes of one request's logits by its parameters, in this order; ids are in the vocabulary."""
 
     num_prompt: int
     allowed: I32 | None = None
@@ -373,7 +373,7 @@ class LogitRule:
     biased: I32 | None = None
     biases: F32 | None = None
     penalizes: bool = False
-    """Whether the next three have an effect."""
+    """True: the next three have an effect."""
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
@@ -383,18 +383,18 @@ class LogitRules(Protocol):
     """The rule of every slot. Tokens are counted in the history when a row is sampled (penalty history)."""
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:
-        """The slot has another request; None: without a rule."""
+        """Set the rule of a slot's new request; None: no rule."""
         ...
 
     def changes(self, slots: I32) -> NDArray[np.bool_]:
-        """bool[rows]: whose logits `apply` may change."""
+        """Return the rows whose logits `apply` may change, bool[rows]."""
         ...
 
     def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
-        """Change float32[rows, vocab] in place; `positions` are those that the sampled tokens will have. The rows of
-        a slot follow one another, and so do their positions: all but the first stand after drafts.
+        """Change float32[rows, vocab] in place. `positions` are those of the tokens to sample. The rows of a slot are
+        adjacent and their positions consecutive: all but the first follow drafts.
 
-        Raises: RuntimeError, when a position before them has no token (valid ids).
+        Raises: RuntimeError, if a position before them has no token (valid ids).
         """
         ...
 
@@ -403,18 +403,19 @@ class DrawColumns(NamedTuple):
     """Parameters of each row."""
 
     temperature: F32
-    """Below GREEDY_BELOW: the greatest logit is taken."""
+    """Below GREEDY_BELOW, the greatest logit is chosen."""
     min_p: F32
     top_k: I32
     """0: all"""
     top_p: F32
     seed: NDArray[np.uint64]
     position: I32
-    """Of the token to be sampled. With the seed it gives the noise (services.worker.sampling.noise)."""
+    """Position of the token to sample. Seed and position determine the noise (services.worker.sampling.noise)."""
 
 
 class ScoredTokens(NamedTuple):
-    """Log-probabilities of rows: of the row's token, then of the most likely ones, the most likely and lowest first."""
+    """Log-probabilities of each row: its token first, then the most likely tokens in descending order, the lowest id
+    first among equals."""
 
     counts: I32
     """int32[rows]: entries of each row"""
@@ -423,35 +424,36 @@ class ScoredTokens(NamedTuple):
     values: F32
     """float32[entries], natural logarithms"""
     token_ranks: I32
-    """int32[rows]: 1 plus the number of greater logits than the token's"""
+    """int32[rows]: 1 plus the number of logits greater than the token's"""
 
 
 class SamplingKernels(Protocol):
-    """From logits to tokens, each row by itself."""
+    """Sampling from logits. Rows are independent of one another."""
 
     def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
         """`history`: int32[slots, limit]"""
         ...
 
     def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
-        """Forbid in rows `rows` of float32[any, vocab] all tokens without a bit in int32[rows, ceil(vocab / 32)],
-        least significant first. Where none of those with a bit is left, the lowest becomes the only one."""
+        """Forbid in rows `rows` of float32[any, vocab] all tokens without a bit in `words`, int32[rows, words], least
+        significant bit first. If every token with a bit is forbidden already, allow the lowest of them."""
         ...
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """int32[rows]: the greatest of each row of float32[rows, vocab], of equal ones the lowest id."""
+        """Return the greatest of each row of float32[rows, vocab] as int32[rows]; the lowest id among equals."""
         ...
 
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
-        """int32[rows]: the greatest logit, or temperature, min-p, top-k, top-p and a draw by the row's noise. Tokens
-        that tie with the last one kept are kept; of equal maxima the lowest id wins. The logits stay."""
+        """Return a token of each row, int32[rows]: the greatest logit, or a draw by the row's noise after temperature,
+        min-p, top-k and top-p. Tokens that tie with the last one kept are kept; among equal maxima the lowest id wins.
+        The logits do not change."""
         ...
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: I32, tops: I32) -> ScoredTokens:
         """Score tokens by rows `rows` of float32[any, vocab].
 
         Args:
-            tokens, tops: int32[rows]: the row's token, and how many of the most likely ones, at most vocab
+            tokens, tops: int32[rows]: the row's token, and the number of most likely tokens, at most vocab
         """
         ...
 
@@ -460,7 +462,7 @@ class SamplingKernels(Protocol):
 
 
 class DraftTensors(NamedTuple):
-    """What a head that drafts token after token reads and writes; for all of its rounds."""
+    """Operands and results of a head that drafts one token per round, for all of its rounds."""
 
     # places: a token with the hidden state of the token before it
     slots: torch.Tensor
@@ -471,7 +473,7 @@ class DraftTensors(NamedTuple):
     """int32[places]"""
     hidden: torch.Tensor
     """float32[places, width]"""
-    # rows that are drafted for
+    # rows that get drafts
     tiles: torch.Tensor
     """int32[rows, 4], as `BatchTensors` has them; one place each"""
     last: torch.Tensor
@@ -484,13 +486,13 @@ class DraftTensors(NamedTuple):
     """float32[rows]: its probability"""
     sharpness: torch.Tensor
     """float32[rows]: for `most_likely`"""
-    # of rows, kept from round to round
+    # per row, kept from round to round
     room: torch.Tensor
-    """int32[rows]: drafts that the row may have"""
+    """int32[rows]: maximum number of drafts"""
     owner: torch.Tensor
     """int32[rows]: row of the result"""
     chance: torch.Tensor
-    """float32[rows]: of all of the row's drafts together"""
+    """float32[rows]: probability of all of the row's drafts together"""
 
 
 class DraftRows(NamedTuple):
@@ -508,12 +510,12 @@ class DraftRows(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """How much is drafted."""
+    """Limits of the drafts of a step."""
 
     k: int
-    """Drafts of a row."""
+    """Maximum number of drafts of a row."""
     position: int
-    """Drafts stand below this position, and places are computed below it."""
+    """Drafts and computed places have positions below this one."""
     error: float
     """The head's own error, as a temperature."""
 
@@ -523,7 +525,7 @@ class DraftLayout(NamedTuple):
 
     places: int
     rows: int
-    """Rows that are drafted for."""
+    """Rows that get drafts."""
 
 
 class DraftingKernels(Protocol):
@@ -532,26 +534,26 @@ class DraftingKernels(Protocol):
     def lookup(
         self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
     ) -> I32:
-        """The tokens that follow the longest match of the sequence's end inside of the sequence, of equally long ones
-        the last.
+        """Return the tokens that follow the longest earlier match of the sequence's end; among equally long matches the
+        last one.
 
-        A sequence that ends before there are k tokens goes on with those found. Where s tokens match, each token after
-        them is taken to be right with probability s / (s + 1), and a row ends where the product falls below
+        If the sequence ends before k tokens are copied, the copy continues with the drafts. After a match of s
+        tokens, each draft counts as accepted with probability s / (s + 1); a row ends where the product falls below
         `min_acceptance`.
 
         Args:
             history: int32[slots, limit]
             lengths: int32[rows], tokens of each sequence
-            sizes: of matches, ascending
+            sizes: lengths of matches, ascending
 
-        Returns: int32[rows, k], NO_DRAFT from where there are no more.
+        Returns: int32[rows, k], padded with NO_DRAFT.
         """
         ...
 
     def lay_out(
         self, rows: DraftRows, history: torch.Tensor, limits: DraftLimits, tensors: DraftTensors
     ) -> DraftLayout:
-        """Write the places of a step's tokens, all but their hidden states, each with the token after it, and the rows
+        """Write the places of a step's tokens without their hidden states, each with the token after it, and the rows
         that have room for drafts."""
         ...
 
@@ -565,10 +567,10 @@ class DraftingKernels(Protocol):
         tokens: torch.Tensor | None,
         proposed: I32,
     ) -> None:
-        """Run the recordings in turn, over "places" and over "rows", once for each draft.
+        """Run the recordings alternately, over "places" and over "rows", once for each draft.
 
         Args:
-            min_acceptance: a row ends where the probability of all its drafts together falls below
+            min_acceptance: a row ends where the probability of all its drafts together falls below this
             tokens: int32[draft vocabulary]: the token of each draft id; None: the same
             proposed: int32[any, k]: written where there are drafts
         """
@@ -579,18 +581,18 @@ class DraftingKernels(Protocol):
 
 
 class Kernels(Protocol):
-    """One implementation, for a model in one dtype. Its groups are for one calling thread."""
+    """One implementation, for a model in one dtype. Each group is for one calling thread."""
 
     network: NetworkKernels
-    """In the activations that the selection gives the model's dtype."""
+    """The network with the activations that the selection chose for the model's dtype."""
     rows: RowKernels
     sampling: SamplingKernels
     drafting: DraftingKernels
 
     def float32_network(self) -> NetworkKernels:
-        """Another network, with float32 activations over a cache in the model's dtype."""
+        """Return another network, with float32 activations over a cache in the model's dtype."""
         ...
 
     def use_threads(self, number: int) -> None:
-        """From now on this process computes with so many threads, the calling one included."""
+        """Compute with so many threads in this process, the calling one included."""
         ...

@@ -1,7 +1,7 @@
-"""Which kernels compute, by device, dtype and processor: one table. The worker logs its row when it loads.
+"""Choice of kernels by device, dtype and processor features: one table. The worker logs its row when it loads.
 
-A row is taken when the implementation is the one wanted (`--kernels`, "auto" takes any), the device and the dtype are
-its own, and the processor has all the features that it needs. The first such row counts.
+The first row counts that has the requested implementation (`--kernels`; "auto" accepts any), the device and the dtype,
+and whose features the processor has.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from services.worker.runner import LoadError
 
 Implementation = Literal["compiled", "reference"]
 ONEDNN_BFLOAT16 = "onednn_bfloat16"
-"""oneDNN computes bfloat16 products, and orders weights for them."""
+"""oneDNN computes bfloat16 products and packs weights for them."""
 NAMED = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
 """Processor features that the log names, and that a row may need."""
 
@@ -27,18 +27,18 @@ class KernelChoice:
     implementation: Implementation
     device: str
     dtype: torch.dtype
-    """Of weights and KV cache."""
+    """dtype of weights and KV cache."""
     needs: tuple[str, ...]
-    """Features of the processor."""
+    """Required features of the processor."""
     activations: torch.dtype
-    """What products read and write."""
+    """dtype that products read and write."""
     products: str
-    """For the log."""
+    """Text for the log."""
     threads: str
-    """For the log."""
+    """Text for the log."""
 
     def describe(self, features: Collection[str]) -> str:
-        """One line, for the log."""
+        """Return one line for the log."""
         here = ", ".join(name for name in NAMED if name in features) or "baseline"
         return (
             f"kernels: {self.implementation} ({self.device}: {here}); products: {self.products}; "
@@ -64,9 +64,9 @@ TABLE = (
 
 
 def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[str]) -> KernelChoice:
-    """The first row of the table that fits; `wanted` is "auto" or an implementation.
+    """Return the first row of the table that fits; `wanted` is "auto" or an implementation.
 
-    Raises: LoadError, when there is none.
+    Raises: LoadError, if there is none.
     """
     for choice in TABLE:
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
@@ -76,7 +76,7 @@ def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[st
 
 
 def create(choice: KernelChoice) -> Kernels:
-    """The implementation, imported only when it is chosen."""
+    """Return the implementation. It is imported only when it is chosen."""
     match choice.implementation:
         case "compiled":
             from services.worker.backends.native.kernels.cpu.kernels import CpuKernels
@@ -89,7 +89,7 @@ def create(choice: KernelChoice) -> Kernels:
 
 
 def processor_features() -> frozenset[str]:
-    """Features of this machine's processor: `NAMED` ones and what torch's libraries can do with it."""
+    """Return the features of this machine's processor: those in `NAMED`, and those of torch's libraries."""
     found = {name for name, has in torch.cpu.get_capabilities().items() if has is True and name in NAMED}
     if torch.backends.mkldnn.is_available():
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query

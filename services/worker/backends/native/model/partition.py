@@ -30,17 +30,17 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage has the embedding."""
+        """Return whether this stage has the embedding."""
         return self.shard.pp_rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the final norm and the head."""
+        """Return whether this stage has the final norm and the head."""
         return self.shard.pp_rank == self.shard.pipeline_parallel_size - 1
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the biases of products that are summed over ranks, so that they are added once."""
+        """Return whether this rank adds the biases of products that are summed over ranks: one rank does."""
         return self.shard.tp_rank == 0
 
     @classmethod

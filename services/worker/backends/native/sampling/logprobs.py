@@ -68,11 +68,11 @@ class PromptScores:
         return cls(rows, table, kernels, history) if has.any() else None
 
     def slices(self, vocab_size: int) -> Iterator[torch.Tensor]:
-        """int64[some]: which of the step's tokens; `take` their logits before the next ones are made."""
+        """Yield indices of the step's tokens, int64[some]. `take` their logits before the next ones are computed."""
         yield from self._tokens.split(max(1, SLICE // vocab_size))
 
     def take(self, logits: torch.Tensor) -> None:
-        """float32[some, vocab] after the tokens of the last slice."""
+        """Score the tokens of the last slice; `logits`: float32[some, vocab]."""
         part = slice(self._taken, self._taken + len(logits))
         slots, positions = self._slots[part], self._positions[part]
         tokens = self._history.gather(slots, positions)
@@ -82,5 +82,5 @@ class PromptScores:
 
     @property
     def logprobs(self) -> LogprobRows:
-        """Of all slices, once they were taken."""
+        """Log-probabilities of all slices; complete when every slice was taken."""
         return LogprobRows.concatenate(self._parts)

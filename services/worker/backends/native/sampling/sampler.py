@@ -26,7 +26,7 @@ I32 = NDArray[np.int32]
 
 
 class SampledTokens(NamedTuple):
-    """For each row the drafts that were accepted and one token more."""
+    """The accepted drafts of each row, and one more token."""
 
     ids: torch.Tensor
     """int32[sum(counts)], rows back to back"""
@@ -35,20 +35,20 @@ class SampledTokens(NamedTuple):
     drafted: I32
     """int32[rows]: drafts that were verified"""
     logprobs: LogprobRows | None
-    """Of the rows that ask for them; owners are slots."""
+    """Log-probabilities of the rows that request them; owners are slots."""
 
 
 class Sampler:
-    """For one calling thread, on the rank that samples."""
+    """Sampling on the output rank. For one calling thread."""
 
     def __init__(self, table: SlotTable, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
         self._table, self._history, self._vocab_size, self._kernels = table, history, vocab_size, kernels
         self.rules = kernels.sampling.logit_rules(table.num_slots, vocab_size, history.tokens)
         self._copy = torch.empty(0, vocab_size)
-        """Raw logits of one step; kept, as fresh memory costs more than the copy."""
+        """Raw logits of one step; reused, because allocating memory costs more than the copy."""
 
     def assign(self, slot: int) -> None:
-        """The slot has another request; the table has its parameters, the history its tokens."""
+        """Another request gets the slot. The table already has its parameters, and the history its tokens."""
         self.rules.assign(slot, rule_of_slot(self._table, slot, self._vocab_size))
 
     def sample(
@@ -59,14 +59,14 @@ class Sampler:
         grammar: GrammarOutput | None = None,
         drafts: I32 | None = None,
     ) -> SampledTokens:
-        """Sample a token after each row, and one after each of its drafts as long as they are accepted.
+        """Sample a token after each row, and after each of its drafts as long as these are accepted.
 
         Args:
             logits: float32[rows + drafts, vocab], changed in place
-            slots: int32[rows], where each row's parameters are
-            positions: int32[rows], the absolute position of each row's first sampled token; its drafts stand in the
-                history from there on
-            drafts: int32[rows], how many there are; None: none
+            slots: int32[rows], slots with the parameters of each row
+            positions: int32[rows], the absolute position of each row's first sampled token; the history has the row's
+                drafts from this position on
+            drafts: int32[rows], number of drafts; None: none
         """
         none, kernels = np.zeros(len(slots), np.int32), self._kernels
         drafts = none if drafts is None else drafts
@@ -100,7 +100,8 @@ class Sampler:
     def _raw(
         self, logits: torch.Tensor, slots: I32, scored: I32, mask: GrammarMask | None
     ) -> tuple[torch.Tensor, I32]:
-        """Where the logits of `scored` rows will still be after sampling, and in which rows; copied if one changes."""
+        """Return a tensor that still has the raw logits of `scored` rows after sampling, and the rows in it. Copies if
+        sampling changes one of them."""
         changes = self.rules.changes(slots)
         if mask is not None:
             changes[mask.rows] = True

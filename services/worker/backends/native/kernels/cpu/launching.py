@@ -1,4 +1,4 @@
-"""How a kernel is started: at once, or as the next one of a recording."""
+"""Launch of a kernel: at once, or as the next one of a recording."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -187,7 +187,7 @@ class KernelRecorder:
         self.parts.append(part)
 
     def in_place_of(self, result: object) -> object:
-        """What a recorded function returned, or the placeholder that it is."""
+        """Return the result of a recorded function, or its placeholder."""
         if isinstance(result, torch.Tensor):
             return self._placeholders.get(result.data_ptr(), result)
         return result
@@ -213,7 +213,7 @@ class CpuRecording(Generic[T]):
         return self._result
 
     def single(self, kind: str) -> tuple[int, int, int]:
-        """What a kernel needs to run this recording: address and number of its calls, and of the cell of `kind`.
+        """Return the arguments of the kernel that runs this recording: address and number of its calls, cell of `kind`.
 
         Raises: ValueError, when the recording calls functions of the host.
         """

@@ -88,7 +88,7 @@ class ReferenceDrafting:
 
 
 def _longest_match(tokens: list[int], sizes: range) -> tuple[int, int] | None:
-    """Where the longest earlier occurrence of the last tokens ends, of equally long ones the last, and its size."""
+    """Return the end and the size of the longest earlier occurrence of the last tokens; among equals the last one."""
     for size in reversed(sizes):
         for first in range(len(tokens) - size - 1, -1, -1):
             if tokens[first : first + size] == tokens[-size:]:
