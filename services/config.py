@@ -212,7 +212,9 @@ class SchedulerConfig(ServiceConfig):
 
 class WorkerConfig(ServiceConfig):
     model: str = Field(
-        "", description="Directory or Hugging Face name of the checkpoint. Default: the demo model."
+        "",
+        description="Directory, GGUF file or Hugging Face name of the checkpoint; NAME:Q4_K_M is one of several GGUF "
+        "files there. Default: SmolLM2-135M-Instruct, if it is installed.",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit on the hub, for every file. Default: the main branch."
@@ -313,7 +315,9 @@ class WorkerConfig(ServiceConfig):
 
 class FrontendConfig(ServiceConfig):
     model: str = Field(
-        "", description="Directory or Hugging Face name of the checkpoint. Default: the demo model."
+        "",
+        description="Directory, GGUF file or Hugging Face name of the checkpoint; NAME:Q4_K_M is one of several GGUF "
+        "files there. Default: SmolLM2-135M-Instruct, if it is installed.",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit on the hub, for every file. Default: the main branch."
@@ -412,6 +416,25 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
+
+
+class ConvertConfig(_Config):
+    """Settings of `runahead convert`."""
+
+    model: str = Field(
+        "",
+        description="GGUF file, or a directory or Hugging Face repository with one. Default: SmolLM2-135M-Instruct.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit on the hub. Default: the main branch."
+    )
+    out: str = Field(
+        "",
+        description="Directory to write, empty or new. Default: one per file in the user's cache directory.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Data type of the weights. auto: the file's; bfloat16 for quantised weights."
+    )
 
 
 class BenchConfig(_Config):

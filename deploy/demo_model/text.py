@@ -335,16 +335,22 @@ def render(turns: list[Exchange], system: str | None) -> str:
 
 
 CHAT_TEMPLATE = """{{- bos_token -}}
+{%- set markers = {
+  'system': 'system', 'developer': 'system', 'user': 'user', 'tool': 'user', 'assistant': 'assistant'
+} -%}
 {%- for message in messages -%}
-  {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-    {{- raise_exception('Unknown role: ' + message['role'] + '; use system, user or assistant.') -}}
+  {%- if message['role'] not in markers -%}
+    {{- raise_exception('Unknown role: ' + message['role'] + '; use system, developer, user, assistant or tool.') -}}
   {%- endif -%}
-  {{- '<|' + message['role'] + '|>' -}}
+  {{- '<|' + markers[message['role']] + '|>' -}}
   {%- if message['content'] is string -%}
     {{- message['content'] -}}
-  {%- else -%}
+  {%- elif message['content'] -%}
     {%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}
   {%- endif -%}
+  {%- for call in message['tool_calls'] or [] -%}
+    {{- '<tool_call>' + (call['function'] | tojson) + '</tool_call>' -}}
+  {%- endfor -%}
   {{- eos_token -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}

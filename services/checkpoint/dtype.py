@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from services.checkpoint.default_model import packaged_model
 from services.checkpoint.location import DEMO_MODEL
 
 
@@ -10,4 +11,5 @@ def default_dtype(model: str) -> str | None:
 
     The demo model is served in float32, so that equal requests get equal outputs in any batch.
     """
-    return "float32" if not model or Path(model).expanduser().resolve() == DEMO_MODEL else None
+    is_demo = packaged_model() is None if not model else Path(model).expanduser().resolve() == DEMO_MODEL
+    return "float32" if is_demo else None

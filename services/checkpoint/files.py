@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from services.checkpoint.default_model import overlaid_text
 from services.checkpoint.errors import CheckpointError
 from services.checkpoint.gguf import read_gguf_text, read_header
 from services.checkpoint.location import is_gguf
@@ -21,7 +22,8 @@ def read_text(checkpoint: Path, name: str) -> str | None:
     Raises: CheckpointError
     """
     if is_gguf(checkpoint):
-        return read_gguf_text(read_header(checkpoint), name)
+        overlaid = overlaid_text(checkpoint, name)
+        return overlaid if overlaid is not None else read_gguf_text(read_header(checkpoint), name)
     path = checkpoint / name
     if not path.is_file():
         return None

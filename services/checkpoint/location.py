@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from services.checkpoint.default_model import NAME, packaged_model
 from services.checkpoint.errors import CheckpointError
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
@@ -35,6 +36,8 @@ def is_local(model: str) -> bool:
 
 def model_name(path: Path) -> str:
     """Return the name of a directory, or that of a GGUF file without its suffix."""
+    if path == packaged_model():
+        return NAME
     return path.stem if is_gguf(path) else path.resolve().name
 
 
@@ -43,7 +46,8 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
 
     Args:
         model: a directory, a GGUF file, `organisation/name` on the hub, `organisation/name:Q4_K_M` for one of several
-            GGUF files there, or "" for the demo model.
+            GGUF files there, or "" for the default model (the demo model where it is not
+            installed).
         revision: branch, tag or commit on the hub, for every file; unused for a path.
         patterns: globs of the files to download; unused for a path.
 
@@ -52,9 +56,7 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
             never downloaded and the hub cannot be reached.
     """
     if not model:
-        if not DEMO_MODEL.is_dir():
-            raise CheckpointError(f"the demo model is missing at {DEMO_MODEL}; name another model")
-        return DEMO_MODEL
+        return _default_model()
     if not is_local(model):
         return _download(model, revision, patterns)
     path = Path(model).expanduser()
@@ -67,6 +69,17 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
         )
     files = [] if _is_complete(path) else _language_models(file.name for file in path.glob(f"*{GGUF}"))
     return path / _only(files, f"{path}; name the file itself", str(path)) if files else path
+
+
+def _default_model() -> Path:
+    if (packaged := packaged_model()) is not None:
+        return packaged
+    if not DEMO_MODEL.is_dir():
+        raise CheckpointError(
+            f"the default model is not installed, and the demo model is missing at {DEMO_MODEL}; run `make setup`, or "
+            "name a model"
+        )
+    return DEMO_MODEL
 
 
 def _is_complete(directory: Path) -> bool:

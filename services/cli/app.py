@@ -9,7 +9,7 @@ from typer.exceptions import TyperException
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
-from services.config import ENDPOINTS, SERVICES, BenchConfig, ServeConfig, ServiceConfig
+from services.config import ENDPOINTS, SERVICES, BenchConfig, ConvertConfig, ServeConfig, ServiceConfig
 
 USAGE_ERROR = 2
 
@@ -58,11 +58,20 @@ def _bench(settings: Settings[BenchConfig]) -> int:
     return bench(settings.config)
 
 
+def _convert(settings: Settings[ConvertConfig]) -> int:
+    from services.cli.convert import convert
+
+    return convert(settings.config)
+
+
 app.command("serve", help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
 )
 for _name, _model in SERVICES.items():
     app.command(_name, help=f"Run one {_name} service.")(command(_model, _start))
+app.command("convert", help="Write the GGUF file MODEL as a checkpoint in Hugging Face format.")(
+    command(ConvertConfig, _convert, positional="model")
+)
 app.command("bench", help="Measure the speed of an OpenAI-compatible API.")(command(BenchConfig, _bench))
 
 

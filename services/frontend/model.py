@@ -1,14 +1,17 @@
 """The model as the frontend sees it: names, tokenizer, chat template, defaults."""
 
+import logging
 from dataclasses import dataclass, field
 
 from protocol.sampling import Pooling
-from services.checkpoint import is_local, model_name, resolve
+from services.checkpoint import DEMO_MODEL, is_local, model_name, resolve
 from services.config import FrontendConfig
 from services.frontend.openai.parameters.sampling import SamplingDefaults
 from services.frontend.output_formats import OutputFormats
 from services.frontend.templates.chat_template import ChatTemplate, find_template, find_tool_template, try_out
 from services.frontend.text.tokenizer import Tokenizer
+
+log = logging.getLogger("runahead.frontend")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class ServedModel:
     def load(cls, config: FrontendConfig) -> "ServedModel":
         """Raises: CheckpointError"""
         directory = resolve(config.model, config.revision)
+        if not config.model and directory == DEMO_MODEL:
+            log.warning(
+                "the default model is not installed, so the demo model is served, which is only good for tests; "
+                "run `make setup`, or name a model"
+            )
         source = resolve(config.tokenizer, None) if config.tokenizer else directory
         tokenizer = Tokenizer(source)
         text = find_template(source, config.chat_template)

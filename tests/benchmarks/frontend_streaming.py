@@ -269,7 +269,7 @@ def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Pr
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
         engine = UniformEngine(endpoint)
-        config = FrontendConfig(scheduler_endpoint=endpoint, port=0)
+        config = FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0)
         with log.open("w") as stderr:
             process = psutil.Popen(
                 [sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr

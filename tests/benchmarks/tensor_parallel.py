@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
 
@@ -43,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     paths = {
-        name: "" if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
+        name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
         for name in args.models
     }
     repeats: dict[str, dict[int, list[dict[str, float]]]] = {

@@ -79,6 +79,7 @@ class Stack:
         self.environment = {
             **clean,
             "RUNAHEAD_VERSION": VERSION,
+            "RUNAHEAD_MODEL": "/app/deploy/demo_model",
             "RUNAHEAD_USER": USER,
             "RUNAHEAD_PORT": str(free_ports(1)),
             "RUNAHEAD_THREADS": "1",

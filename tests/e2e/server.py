@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 from openai import AsyncOpenAI, OpenAI
 
+from services.checkpoint import DEMO_MODEL
+
 PATIENCE = 120.0
 """Seconds after which a condition that does not hold is a failure."""
 
@@ -29,7 +31,10 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
 
 class ServeProcess:
-    """A running `serve`. Its sockets are under `runtime`, its log is the file `log`."""
+    """A running `serve`, of the demo model unless another one is named.
+
+    Its sockets are under `runtime`, its log is the file `log`.
+    """
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="ra-"))
@@ -38,7 +43,12 @@ class ServeProcess:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "services.cli", "serve", *arguments],
-                env={**clean, "XDG_RUNTIME_DIR": str(self.runtime), **environment},
+                env={
+                    **clean,
+                    "RUNAHEAD_MODEL": str(DEMO_MODEL),
+                    "XDG_RUNTIME_DIR": str(self.runtime),
+                    **environment,
+                },
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -13,6 +13,7 @@ from protocol.requests import Finish, GenerateRequest
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.steps import ModelRunnerOutput, StepMessage
+from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.core.drafting import Drafting, FixedDrafting
 from services.scheduler.core.engine import EngineCore
@@ -55,7 +56,10 @@ class VllmWorker:
     """One `VllmRunner`, and the epochs that it enters."""
 
     def __init__(self, speculation: Speculation | None = None, **config: Any) -> None:
-        settings = {"backend": "vllm", "threads": 1, "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+        settings = {
+            "model": str(DEMO_MODEL), "backend": "vllm", "threads": 1, "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+        }  # fmt: skip
         self.runner = VllmRunner(WorkerConfig.model_validate(settings | config))
         self.speculation = speculation
         self.epoch = 0

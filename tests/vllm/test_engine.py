@@ -12,6 +12,7 @@ import torch
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from protocol.sampling import Pooling, SamplingParams
+from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
@@ -285,20 +286,20 @@ def _fail(grammar: object) -> None:
 
 
 def test_block_size_that_does_not_fit_attention_is_refused() -> None:
-    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
     with pytest.raises(LoadError, match=r"--block-size 48 is not a multiple of 32.*--block-size 64"):
         runner.load(Assignment(1, 0, 1, 48, 8, 64), lambda phase, fraction: None)
 
 
 def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
     with pytest.raises(LoadError, match=r"there is no no-such-compiler: install it or use --enforce-eager"):
         runner.load(Assignment(1, 0, 1, BLOCK, 8, 64), lambda phase, fraction: None)
 
 
 def test_context_longer_than_the_models_is_refused() -> None:
-    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
     with pytest.raises(LoadError, match="vLLM cannot serve this model"):
         runner.load(Assignment(1, 0, 1, BLOCK, 8, 64, 10**6), lambda phase, fraction: None)
 

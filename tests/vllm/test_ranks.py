@@ -27,8 +27,16 @@ from tests.integration.scheduler.engine import FrontendConnection, spawn
 
 PATIENCE = 200.0
 """Seconds for a process to end."""
-SCHEDULER = {"block_size": 32, "max_model_len": 256, "max_num_batched_tokens": 64, "settle_seconds": 0}
-WORKER = {"backend": "vllm", "threads": 1, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+SCHEDULER = {
+    "model": str(DEMO_MODEL),
+    "block_size": 32,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 64,
+    "settle_seconds": 0,
+}
+WORKER = {
+    "model": str(DEMO_MODEL), "backend": "vllm", "threads": 1, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True,
+}  # fmt: skip
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 DATE = StructuredOutputParams(GrammarKind.REGEX, "[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9]{2}:[0-9]{2}){8}")
 NUMBERS = range(12)

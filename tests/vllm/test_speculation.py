@@ -12,6 +12,7 @@ import pytest
 from protocol.codec import pack
 from protocol.membership import Assignment, Speculation
 from protocol.requests import FinishReason
+from services.checkpoint import DEMO_MODEL
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
@@ -251,7 +252,7 @@ def test_no_drafts_beyond_the_limit_of_the_drafter(worker: VllmWorker) -> None:
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
 def test_other_drafters_are_refused_by_name(method: str) -> None:
-    runner = VllmRunner(WorkerConfig(backend="vllm"))
+    runner = VllmRunner(WorkerConfig(model=str(DEMO_MODEL), backend="vllm"))
     assignment = Assignment(1, 0, 1, BLOCK, 8, CHUNK, speculation=Speculation(method, 2, "some/head"))
     with pytest.raises(LoadError, match=f'"method": "{method}" is not supported with --backend vllm'):
         runner.load(assignment, lambda phase, fraction: None)

@@ -16,6 +16,7 @@ from protocol.records import StepRecords, Subscribe
 from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, GenerateRequest, RequestOutputs
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
+from services.checkpoint import DEMO_MODEL
 
 PATIENCE = 60.0
 """Seconds without a message after which the engine counts as failed."""
@@ -25,13 +26,15 @@ PATIENCE = 60.0
 def engine(
     scheduler: Mapping[str, object], worker: Mapping[str, object], num_workers: int = 1
 ) -> Iterator["BenchmarkClient"]:
-    """Start an engine and yield its client. The mappings are settings by field name."""
+    """Start an engine and yield its client. The mappings are settings by field name; the demo model is the default."""
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))
+        demo: dict[str, object] = {"model": str(DEMO_MODEL)}
+        worker_model = {} if worker.get("sim_vocab_size") else demo  # such a simulator reads no files
         for service, settings in (
-            ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **scheduler}),
-            *[("worker", {"scheduler_endpoint": workers, **worker})] * num_workers,
+            ("scheduler", {"client_endpoint": clients, "worker_endpoint": workers, **demo, **scheduler}),
+            *[("worker", {"scheduler_endpoint": workers, **worker_model, **worker})] * num_workers,
         ):
             flags = [_flag(name.replace("_", "-"), value) for name, value in settings.items()]
             process = subprocess.Popen(

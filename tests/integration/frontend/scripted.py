@@ -257,7 +257,12 @@ def scripted(
     """Run a frontend with its scripted scheduler; both are ended."""
     with endpoint() as address:
         scheduler = ScriptedScheduler(address, state)
-        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0, **config), patch)
+        frontend = Frontend(
+            FrontendConfig.model_validate(
+                {"model": str(DEMO_MODEL), "scheduler_endpoint": address, "port": 0, **config}
+            ),
+            patch,
+        )
         try:
             if state.phase is EnginePhase.READY:
                 frontend.wait_ready()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from protocol.requests import EnginePhase, EngineState
+from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from tests.integration.frontend.scripted import (
     PATIENCE,
@@ -77,7 +78,7 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
 def test_lost_scheduler_ends_open_requests_and_is_connected_again(stream: bool) -> None:
     with endpoint() as address:
         scheduler = ScriptedScheduler(address)
-        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0))
+        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0))
         try:
             frontend.wait_ready()
             scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
@@ -155,7 +156,7 @@ def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
 def test_taken_port_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, endpoint() as address:
         port = taken.getsockname()[1]
-        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=port))
+        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=port))
         try:
             assert frontend.wait() == 1
             assert f"cannot listen on 127.0.0.1 port {port}" in frontend.log
@@ -178,7 +179,9 @@ def test_evil_template_is_refused_at_start(tmp_path: Path, template: str) -> Non
     file = tmp_path / "evil.jinja"
     file.write_text(template)
     with endpoint() as address:
-        frontend = Frontend(FrontendConfig(scheduler_endpoint=address, port=0, chat_template=str(file)))
+        frontend = Frontend(
+            FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, chat_template=str(file))
+        )
         try:
             assert frontend.wait() == 3
             assert "the chat template is broken" in frontend.log

@@ -24,6 +24,7 @@ from protocol.requests import (
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import Client
+from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
 
 PATIENCE = 240.0
@@ -221,14 +222,21 @@ class EngineProcesses:
 def engine(
     directory: Path, scheduler: dict[str, object], worker: dict[str, object], num_workers: int = 1
 ) -> Iterator[EngineProcesses]:
-    """Start a scheduler and workers. No process is left at the end."""
+    """Start a scheduler and workers, with the demo model unless another one is named. No process is left at the end."""
     endpoints = {name: f"ipc://{directory}/{name}" for name in ("w", "c")}
+    # A simulator with a vocabulary of its own reads no files.
+    model = {} if worker.get("sim_vocab_size") else {"model": str(DEMO_MODEL)}
     running = EngineProcesses(
         directory,
         SchedulerConfig.model_validate(
-            {"worker_endpoint": endpoints["w"], "client_endpoint": endpoints["c"], **scheduler}
+            {
+                "model": str(DEMO_MODEL),
+                "worker_endpoint": endpoints["w"],
+                "client_endpoint": endpoints["c"],
+                **scheduler,
+            }
         ),
-        WorkerConfig.model_validate({"scheduler_endpoint": endpoints["w"], **worker}),
+        WorkerConfig.model_validate({**model, "scheduler_endpoint": endpoints["w"], **worker}),
         num_workers,
     )
     try:

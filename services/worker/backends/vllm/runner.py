@@ -5,12 +5,14 @@ was planned ahead finds them there at any depth, and vLLM receives the tokens of
 """
 
 import socket
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
+from services.checkpoint import is_gguf
 from services.config import WorkerConfig
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
@@ -23,6 +25,7 @@ from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
 from services.worker.runner import Identity, LoadError, Output, Progress
 from services.worker.weights import checkpoint_path
+from services.worker.weights.conversion import cached_conversion
 
 
 class VllmRunner:
@@ -39,7 +42,7 @@ class VllmRunner:
     def identify(self) -> Identity:
         """Return the properties of the checkpoint, read at the first call: those of the weights in memory."""
         if self._checkpoint is None:
-            self._checkpoint = CheckpointInfo.read(checkpoint_path(self._config), self._config)
+            self._checkpoint = CheckpointInfo.read(_directory(self._config), self._config)
         return Identity(
             self._checkpoint.digest, self._checkpoint.dtype, self._checkpoint.tensor_parallel_sizes
         )
@@ -73,7 +76,7 @@ class VllmRunner:
         )
 
     def _options(self, assignment: Assignment) -> EngineOptions:
-        directory = checkpoint_path(self._config)
+        directory = _directory(self._config)
         if CheckpointInfo.read(directory, self._config) != self._checkpoint:
             raise LoadError(f"the files in {directory} have changed; start this worker again")
         return EngineOptions.from_config(directory, self.identify().dtype, self._config, assignment)
@@ -131,3 +134,9 @@ class VllmRunner:
     def shutdown(self) -> None:
         self._epoch.end()
         self._close()
+
+
+def _directory(config: WorkerConfig) -> Path:
+    """Return the model's directory; a GGUF file is converted once, because vLLM reads none. Raises: LoadError"""
+    path = checkpoint_path(config)
+    return cached_conversion(path) if is_gguf(path) else path

@@ -7,6 +7,7 @@ import pytest
 import schemathesis
 from fastapi.routing import APIRoute
 
+from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.app import build
 from services.frontend.engine.client import EngineClient
@@ -35,7 +36,8 @@ def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
 
 
 def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
-    app = build(FrontendConfig(), ServedModel.load(FrontendConfig()), EngineClient("ipc:///nowhere", 1))
+    config = FrontendConfig(model=str(DEMO_MODEL))
+    app = build(config, ServedModel.load(config), EngineClient("ipc:///nowhere", 1))
     served = {
         (route.path, method.lower())
         for route in app.routes

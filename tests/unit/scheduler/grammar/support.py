@@ -13,7 +13,7 @@ from services.scheduler.grammar import Grammar
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 
-VOCABULARY = GrammarVocabulary.load("")
+VOCABULARY = GrammarVocabulary.load(str(DEMO_MODEL))
 N_VOCAB = VOCABULARY.num_tokens
 WORDS = -(-N_VOCAB // 32)
 (EOS,) = VOCABULARY.eos_token_ids

@@ -1,0 +1,93 @@
+"""GGUF files give the logits and the tokens of `transformers` with the dequantised weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.checkpoint.gguf.tensor_types import TENSOR_TYPES
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.runner import LoadError
+from services.worker.weights import model_digest, open_checkpoint
+from tests.integration.native import gguf_models
+from tests.integration.native.driver import RunnerDriver
+
+PROMPT = [5, 9, 250, 17, 3, 3, 88, 101, 42, 7]
+STEPS = 8
+CASES = [
+    (kind, "llama-wide" if kind.endswith("_K") else "llama")
+    for kind in (t.name for t in TENSOR_TYPES.values())
+]
+CASES += [
+    ("Q8_0", name) for name in gguf_models.MODELS if name not in ("llama", "llama-wide", "llama-biased")
+]
+CASES += [("F16", "llama-biased")]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: value)
+def test_logits_and_greedy_tokens(kind: str, name: str, tmp_path: Path) -> None:
+    family = gguf_models.write(tmp_path / "model.gguf", name, kind)
+    driver = RunnerDriver(family.path, dtype="float32")
+    request = driver.add(PROMPT)
+    driver.generate([request], STEPS)
+    tokens, logits = family.reference(PROMPT, STEPS)
+    assert request.output == tokens
+    torch.testing.assert_close(torch.cat(driver.logits), logits, atol=2e-3, rtol=1e-4)
+    driver.runner.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
+def test_part_of_a_tensor_is_that_part_of_the_whole(kind: str, tmp_path: Path) -> None:
+    family = gguf_models.write(tmp_path / "model.gguf", "llama", kind)
+    checkpoint = open_checkpoint(family.path)
+    for name, parameter in family.model.named_parameters():
+        shape = tuple(parameter.shape)
+        assert torch.equal(checkpoint.take(name, shape, torch.float32), parameter)
+        rows = slice(shape[0] // 4, shape[0] // 2)
+        assert torch.equal(checkpoint.take(name, shape, torch.float32, (rows,)), parameter[rows])
+        if len(shape) == 2:
+            columns = slice(9, 50)  # divides blocks
+            part = checkpoint.take(name, shape, torch.bfloat16, (rows, columns))
+            assert torch.equal(part, parameter[rows, columns].bfloat16())
+            assert checkpoint.blocks(name, shape, (rows, columns)) is None
+
+
+def test_blocks_are_rows_of_the_file_in_the_order_of_the_tensor(tmp_path: Path) -> None:
+    family = gguf_models.write(tmp_path / "model.gguf", "llama", "Q4_0")
+    checkpoint = open_checkpoint(family.path)
+    name, shape = "model.layers.1.self_attn.q_proj.weight", (64, 64)
+    blocks = checkpoint.blocks(name, shape, (slice(4, 12), slice(32, 64)))
+    assert blocks is not None
+    assert (blocks.kind, blocks.rows.shape, blocks.rows.dtype) == ("Q4_0", (8, 18), torch.uint8)
+    factors = blocks.rows[:, :2].contiguous().view(torch.float16).float()
+    nibbles = torch.cat([blocks.rows[:, 2:] & 15, blocks.rows[:, 2:] >> 4], dim=1).float() - 8
+    whole = dict(family.model.named_parameters())[name]
+    assert torch.equal(factors * nibbles, whole[4:12, 32:])
+    assert checkpoint.blocks("model.norm.weight", (64,)) is None
+
+
+def test_digest_depends_on_types_and_configuration(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{kind}.gguf" for kind in ("Q8_0", "Q4_0")]
+    for path in paths:
+        gguf_models.write(path, "llama", path.stem)
+    first, second = (model_digest(path, open_checkpoint(path)) for path in paths)
+    assert first != second
+    gguf_models.write(paths[0], "llama", "Q8_0")
+    assert model_digest(paths[0], open_checkpoint(paths[0])) == first
+
+
+def test_missing_tensor_and_other_shape_are_refused(tmp_path: Path) -> None:
+    family = gguf_models.write(tmp_path / "model.gguf", "llama", "Q8_0")
+    checkpoint = open_checkpoint(family.path)
+    with pytest.raises(LoadError, match=r"no tensor lm_head.weight"):
+        checkpoint.take("lm_head.weight", (260, 64), torch.float32)
+    with pytest.raises(LoadError, match=r"model.norm.weight is \[64\], but config.json says \[65\]"):
+        checkpoint.blocks("model.norm.weight", (65,))
+
+
+def test_configuration_is_that_of_the_model(tmp_path: Path) -> None:
+    family = gguf_models.write(tmp_path / "model.gguf", "llama-rope-llama3", "Q8_0")
+    family.model.save_pretrained(tmp_path / "original")
+    ours, theirs = (ModelConfig.from_checkpoint(tmp_path / name) for name in ("model.gguf", "original"))
+    assert (ours.rope, ours.num_heads, ours.norm_eps) == (theirs.rope, theirs.num_heads, theirs.norm_eps)
+    assert ours.tied is theirs.tied is False
