@@ -53,9 +53,12 @@ def test_directory_is_returned_as_it_is(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_default_model_is_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_is_the_demo_model_where_no_package_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (location, dtype):
         monkeypatch.setattr(module, "DEMO_MODEL", tmp_path)
+        monkeypatch.setattr(module, "packaged_model", lambda: None)
     assert resolve("") == tmp_path
     assert default_dtype("") == default_dtype(str(tmp_path)) == "float32"
     assert default_dtype("some/model") is None
