@@ -71,8 +71,14 @@ check: $(STAMP)
 	$(BIN)/mypy
 	PYTHONPATH=.ci $(BIN)/lint-imports
 
+# Optional: without it, `make bench NAME=peers` reports why it is absent.
+LLAMA_CPP := build/llama.cpp/bin/llama-server
+
+$(LLAMA_CPP): | $(STAMP)
+	-@PYTHON=$(abspath $(BIN)/python) tests/benchmarks/support/build_llama_cpp
+
 # Prints a table and writes build/bench/NAME.json.
-bench: $(STAMP) $(if $(filter vllm_%,$(NAME)),$(VLLM)/.installed)
+bench: $(STAMP) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(filter peers,$(NAME)),$(LLAMA_CPP))
 	$(if $(NAME),,$(error NAME is missing: make bench NAME=..., one of: $(notdir $(basename $(wildcard tests/benchmarks/*.py)))))
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 DIRECTORY = Path("build/bench")
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
 def report(
@@ -53,6 +54,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "features": processor_features(),
         "load_average": os.getloadavg(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -61,6 +63,14 @@ def machine() -> dict[str, object]:
             for package in ("runahead-engine", "numpy", "torch", "pyzmq", "msgspec")
         },
     }
+
+
+def processor_features() -> list[str]:
+    """Return those instruction sets of the processor that matter for matrix products, by their names in Linux."""
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
+    )
+    return [name for name in FEATURES if name in flags.split()]
 
 
 def _cpu_model() -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.cli.bench.load import run_load
 from services.cli.bench.metrics import summarize
@@ -26,6 +26,30 @@ VLLM_ENVIRONMENT = Path(".venv-vllm")
 """Environment with vLLM, made by `make setup-vllm`."""
 PATIENCE = 900.0
 """Seconds to wait for the start or end of a server. vLLM compiles the model first."""
+
+
+class ServerProcess(NamedTuple):
+    url: str
+    session: int
+    """Session of the server's processes."""
+
+    def resident_bytes(self) -> int:
+        """Return the resident memory of all processes; a page that several of them share counts once."""
+        return sum(_proportional_bytes(path) for path in Path("/proc").glob("[0-9]*") if self._owns(path))
+
+    def _owns(self, path: Path) -> bool:
+        try:
+            return int((path / "stat").read_text().rsplit(")", 1)[1].split()[3]) == self.session
+        except OSError:  # it has ended
+            return False
+
+
+def _proportional_bytes(path: Path) -> int:
+    try:
+        lines = (path / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def vllm_python() -> str:
@@ -39,6 +63,13 @@ def vllm_python() -> str:
 @contextmanager
 def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[str]:
     """Start `runahead serve` with these arguments and yield its URL."""
+    with runahead_process(model, *arguments, python=python) as server:
+        yield server.url
+
+
+@contextmanager
+def runahead_process(model: Path, *arguments: str, python: str = sys.executable) -> Iterator[ServerProcess]:
+    """As `runahead`, but yield the session too."""
     command = [
         python,
         "-m",
@@ -49,12 +80,12 @@ def runahead(model: Path, *arguments: str, python: str = sys.executable) -> Iter
         "--log-level=warning",
         *arguments,
     ]
-    with _started(command, stdout=subprocess.PIPE) as process:
+    with started(command, stdout=subprocess.PIPE) as process:
         line = process.stdout.readline() if process.stdout else ""
         match = re.search(r"(http://\S+)/v1", line)
         if match is None:
             raise SystemExit(f"the server did not start: {line}")
-        yield match[1]
+        yield ServerProcess(match[1], process.pid)
 
 
 @contextmanager
@@ -102,9 +133,9 @@ def vllm_process(
             **({"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}"} if threads else {}),
             **variables,
         }
-        with _started(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        with started(command, env=environment, stdout=subprocess.DEVNULL) as process:
             url = f"http://127.0.0.1:{port}"
-            _wait_for(f"{url}/health", process)
+            wait_for(f"{url}/health", process)
             yield url, process
 
 
@@ -124,7 +155,7 @@ def _name_as_vllm(directory: Path) -> None:
 
 
 @contextmanager
-def _started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
     """Start a process. At the end, kill its whole session, so that the next server has the machine to itself."""
     with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
         try:
@@ -137,7 +168,7 @@ def _started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[s
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_for(url: str, process: subprocess.Popen[str]) -> None:
+def wait_for(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
