@@ -60,7 +60,8 @@ async def _run(config: BenchConfig) -> LoadResult:
     async with aiohttp.ClientSession(
         config.base_url,
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection for each request: a server may close one that it has kept open when the next request arrives.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=config.timeout),
         read_bufsize=1 << 20,
     ) as session:
