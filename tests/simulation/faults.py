@@ -4,11 +4,12 @@ A fault is a function of the production method that returns the faulty one. It a
 which the core is composed of (`services.scheduler.core.parts`); production classes stay as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
@@ -41,6 +42,14 @@ class Fault(NamedTuple):
 
     def _subclass(self, base: type[Any]) -> type[Any]:
         return type(self.name, (base,), {self.method: self.broken(getattr(base, self.method))})
+
+
+def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:
+    """One in eight faults runs per change, so that a harness that catches nothing is noticed; `make soak` runs all."""
+    return [
+        pytest.param(fault, id=fault.name, marks=() if index % 8 == 0 else (pytest.mark.soak,))
+        for index, fault in enumerate(faults)
+    ]
 
 
 def assert_caught(fault: Fault, speculates: bool = False) -> None:

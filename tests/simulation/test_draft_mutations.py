@@ -17,7 +17,7 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
 from tests.simulation.drafts import Speculating
-from tests.simulation.faults import Fault, assert_caught
+from tests.simulation.faults import Fault, assert_caught, parameters
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference
 from tests.simulation.test_speculation import ROOMY, prompt_of
@@ -294,7 +294,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault, speculates=True)
 
@@ -345,7 +345,7 @@ def test_without_a_fault_nothing_is_caught() -> None:
     play_rare_scenarios(NO_FAULT)
 
 
-@pytest.mark.parametrize("fault", RARE_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", parameters(RARE_FAULTS))
 def test_rare_fault_is_caught(fault: Fault) -> None:
     with pytest.raises(Exception, match=r"."):
         play_rare_scenarios(fault)

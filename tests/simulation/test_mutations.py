@@ -23,7 +23,7 @@ from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
 from services.scheduler.core.waiting import WaitingQueue
-from tests.simulation.faults import Fault, assert_caught
+from tests.simulation.faults import Fault, assert_caught, parameters
 
 
 def no_fence(names: Any) -> Any:
@@ -499,6 +499,6 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", parameters(FAULTS))
 def test_fault_is_caught(fault: Fault) -> None:
     assert_caught(fault)
