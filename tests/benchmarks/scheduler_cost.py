@@ -22,10 +22,10 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.parts import DEFAULT_PARTS
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
-from services.scheduler.core.results import DecodedResult
 from services.scheduler.policies import ChunkedPolicy
 from services.scheduler.step_records import StepRecorder
 from tests.benchmarks.support.report import report
+from tests.simulation.results import one_token_each
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3
 BLOCK_SIZE = 16
@@ -71,7 +71,7 @@ def run(running: int) -> dict[str, float]:
         step, plan = queue.pop(0)  # type: ignore[misc]
         assert len(step.slots) == running
         started = time.perf_counter()
-        applier.apply(step, DecodedResult.one_token_each(unpack(pack(token_ids))))
+        applier.apply(step, one_token_each(unpack(pack(token_ids))))
         applier.store.take_outputs()
         middle = time.perf_counter()
         queue.append(planner.schedule())

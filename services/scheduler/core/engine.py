@@ -125,12 +125,9 @@ class EngineCore:
     def attach(self, observer: Observer) -> None:
         """Attach an observer; its first event is `ObserverAttached`."""
         slots, running = self.epoch.slots, self.epoch.running.tolist()
+        owners = tuple((slot, slots.request(slot).key, int(slots.entry[slot])) for slot in running)
         self.observers.add(observer)
-        observer.observe(
-            ObserverAttached(
-                tuple((slot, slots.request(slot).key, int(slots.entry[slot])) for slot in running)
-            )
-        )
+        observer.observe(ObserverAttached(owners))
 
     # -- frontends -----------------------------------------------------------------------------------------------
 
@@ -139,8 +136,7 @@ class EngineCore:
 
         Raises: ValueError, if the frontend has an open request of that number.
         """
-        if self.observers.listening:
-            self.observers.emit(RequestArrived(frontend, message))
+        self.observers.emit(RequestArrived(frontend, message))
         key, store = (frontend, message.number), self.store
         if key in store.requests:
             raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
@@ -171,16 +167,14 @@ class EngineCore:
         finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.now))
         self.store.outputs.finish(frontend, finish)
         self.store.counters["rejected" if reason is FinishReason.REJECTED else "invalid"] += 1
-        if self.observers.listening:
-            self.observers.emit(RequestRefused(frontend, message.request_id, finish))
+        self.observers.emit(RequestRefused(frontend, message.request_id, finish))
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
         """Queue the request whose grammar was compiled, or end it with the error text. Output tokens that the request
         came with must match the grammar."""
         request = self.store.compiling.take(ticket)
-        if self.observers.listening:
-            error = grammar if isinstance(grammar, str) else ""
-            self.observers.emit(GrammarReady(ticket, None if request is None else request.key, error))
+        error = grammar if isinstance(grammar, str) else ""
+        self.observers.emit(GrammarReady(ticket, None if request is None else request.key, error))
         if request is None:
             return
         if not isinstance(grammar, str):
@@ -196,8 +190,7 @@ class EngineCore:
     def abort(self, frontend: int, numbers: list[int]) -> None:
         """End requests without a `Finish`; unknown and finished numbers are ignored. A number may be used again at
         once: outputs of the old request were published before."""
-        if self.observers.listening:
-            self.observers.emit(RequestsAborted(frontend, tuple(numbers)))
+        self.observers.emit(RequestsAborted(frontend, tuple(numbers)))
         self._abort(frontend, numbers)
 
     def _abort(self, frontend: int, numbers: list[int]) -> int:
@@ -213,8 +206,7 @@ class EngineCore:
 
     def drop_frontend(self, frontend: int) -> int:
         """Abort all requests of a frontend that is gone. Return how many were open."""
-        if self.observers.listening:
-            self.observers.emit(FrontendLeft(frontend))
+        self.observers.emit(FrontendLeft(frontend))
         numbers = [number for owner, number in self.store.requests if owner == frontend]
         aborted = self._abort(frontend, numbers)
         self.store.outputs.drop_frontend(frontend)
@@ -229,14 +221,12 @@ class EngineCore:
     def end_epoch(self) -> None:
         """The workers are lost: nothing in flight is delivered, requests wait with their confirmed tokens. Until
         `start_epoch`, requests may come and go, but `dispatch` must not be called."""
-        if self.observers.listening:
-            self.observers.emit(EpochEnded(self.epoch.number))
+        self.observers.emit(EpochEnded(self.epoch.number))
         self._void()
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, number: int) -> None:
         """Go on with another group of workers. Requests that exceed its sizes end with an error."""
-        if self.observers.listening:
-            self.observers.emit(EpochStarted(number, limits))
+        self.observers.emit(EpochStarted(number, limits))
         self._build_epoch(number, limits, policy)
         for request in [*self.store.waiting, *self.store.compiling]:
             positions = limits.positions(request.num_prompt_tokens, request.params)
@@ -246,8 +236,7 @@ class EngineCore:
 
     def fail_all(self, error: str) -> None:
         """The workers are lost for good: every request ends with the error."""
-        if self.observers.listening:
-            self.observers.emit(AllRequestsFailed(error))
+        self.observers.emit(AllRequestsFailed(error))
         self._void()
         for request in self.store.requests.values():
             if not request.finished:
@@ -260,8 +249,7 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Empty the prefix cache; with `reset_running`, recompute running requests too. Return False if running
         requests still share blocks."""
-        if self.observers.listening:
-            self.observers.emit(PrefixCacheReset(reset_running))
+        self.observers.emit(PrefixCacheReset(reset_running))
         return self.lifecycle.reset_prefix_cache(reset_running)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -279,8 +267,7 @@ class EngineCore:
             observers.emit(DispatchStarted())
         while (grammar := self._grammar_output()) is not None or queue.unsampled is None:
             if grammar is not None:
-                if observers.listening:
-                    observers.emit(GrammarSent(grammar))
+                observers.emit(GrammarSent(grammar))
                 yield grammar
                 continue
             planned = None if queue.full else self._schedule()
@@ -293,8 +280,7 @@ class EngineCore:
             yield plan
         if not queue and (released := self.epoch.take_released()):
             release = ReleaseSlots(self.epoch.number, pack(released))
-            if observers.listening:
-                observers.emit(SlotsReleased(release))
+            observers.emit(SlotsReleased(release))
             yield release
 
     def _dispatched(self, step: InflightStep, plan: SchedulerOutput) -> StepDispatched:
@@ -345,14 +331,12 @@ class EngineCore:
             self.observers.emit(ResultArrived(message))
         if message.epoch != self.epoch.number or not self.queue.deliver(message):
             self.stale_results += 1
-            if self.observers.listening:
-                self.observers.emit(StaleResultDropped(message))
+            self.observers.emit(StaleResultDropped(message))
             return
         while (ready := self.queue.pop()) is not None:
             step, result = ready
-            applied = self.applier.apply(
-                step, decode_result(step, result, self.vocab_size, self._hidden_size)
-            )
+            decoded = decode_result(step, result, self.vocab_size, self._hidden_size)
+            applied = self.applier.apply(step, decoded)
             self.store.counters["steps"] += 1
             if self.observers.listening:
                 self.observers.emit(ResultApplied(step, result, *applied))

@@ -37,8 +37,7 @@ class Lifecycle:
         request.stale_rows += promised
         request.num_preemptions += 1
         self.store.counters["preemptions"] += 1
-        if self.store.observers.listening:
-            self.store.observers.emit(RequestPreempted(request.key, slot, cause))
+        self.store.observers.emit(RequestPreempted(request.key, slot, cause))
 
     def _return(self, slot: int, state: int) -> Request:
         request = self.epoch.slots.request(slot)

@@ -196,7 +196,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """The listeners of one core. Emitters build an event only if `listening` is not empty."""
+    """The listeners of one core. Events of every step are built only if `listening` is not empty."""
 
     __slots__ = ("listening", "rank_times")
 

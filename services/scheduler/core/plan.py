@@ -151,9 +151,8 @@ class StepPlanner:
         that waits for its stale rows lets others pass (admission order)."""
         epoch = self.epoch
         limits, kv = epoch.limits, epoch.kv
-        seats = min(
-            limits.max_num_seqs - len(epoch.running), len(epoch.slots.free), _limit(budget.admissions)
-        )
+        seats = limits.max_num_seqs - len(epoch.running)
+        seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
         for request in self.store.waiting.in_order():
             room = min(choice.tokens_left, choice.prefill_left)
             if room <= 0 or seats <= 0:

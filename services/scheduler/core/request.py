@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from protocol.requests import Finish, FinishReason, RequestTimes
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar
+from services.scheduler.transitions import IllegalTransition
 
 RequestKey = tuple[int, int]
 """(frontend, number): identifies an open request. The frontend chooses the number."""
@@ -33,10 +34,6 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 }
 
 _NO_DRAFTS = np.empty(0, np.int32)
-
-
-class IllegalTransition(Exception):
-    """A state change that is not in the table: a bug in the scheduler, never the peer's fault."""
 
 
 ARRIVAL_BITS = 42

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,11 +39,6 @@ class DecodedResult(NamedTuple):
     """Positions that prefill rows reached, where the runner reports them."""
     seconds: float = 0.0
     """Time of the step on the device."""
-
-    @classmethod
-    def one_token_each(cls, token_ids: Column) -> Self:
-        """A result with one token for every row and no drafts."""
-        return cls(np.ones(len(token_ids), np.int32), token_ids, np.zeros(len(token_ids), np.int32))
 
 
 def decode_result(

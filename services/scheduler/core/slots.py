@@ -167,9 +167,7 @@ class SlotColumns:
         # Position bound: if every draft in flight were accepted, the context may be full.
         np.minimum(want, self.history.shape[1] - computed, out=want)
         want[tokens + sampling >= self.limit.take(rows)] = 0  # certain end
-        if (
-            stages > 1
-        ):  # stage spacing: sampled tokens and drafts of the last stage have not reached the first
+        if stages > 1:  # stage spacing: tokens and drafts of the last stage have not reached the first
             want[(sampling > 0) & (next_step - self.sampled_step.take(rows) < stages)] = 0
         return want
 

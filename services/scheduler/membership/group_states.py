@@ -34,7 +34,7 @@ Rules:
 import enum
 
 from protocol.requests import EnginePhase
-from services.scheduler.core.request import IllegalTransition
+from services.scheduler.transitions import IllegalTransition
 
 
 class GroupState(enum.Enum):

@@ -46,7 +46,7 @@ from protocol.membership import (
     WorkerMessage,
 )
 from protocol.steps import StepFault
-from services.scheduler.core.request import IllegalTransition
+from services.scheduler.transitions import IllegalTransition
 
 
 class MemberState(enum.Enum):

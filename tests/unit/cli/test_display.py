@@ -1,4 +1,4 @@
-"""What `serve` writes about loading without a terminal."""
+"""Lines of `serve` about loading, without a terminal."""
 
 import pytest
 

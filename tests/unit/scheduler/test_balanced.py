@@ -13,9 +13,9 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.request import Request
-from services.scheduler.core.results import DecodedResult
 from services.scheduler.policies import BalancedPolicy, ChunkedPolicy, StepBudget
 from services.scheduler.policies.balanced import MIN_CHUNK
+from tests.simulation.results import one_token_each
 
 
 class Pipeline:
@@ -52,7 +52,7 @@ class Pipeline:
     def result(self) -> None:
         step = self.inflight.popleft()
         tokens = np.full(int(step.samples.sum()), 5, np.int32)
-        self.applier.apply(step, DecodedResult.one_token_each(tokens))
+        self.applier.apply(step, one_token_each(tokens))
 
     def step(self) -> InflightStep:
         """Form the next step as soon as the queue has room and a request can be computed."""

@@ -19,7 +19,6 @@ from protocol.membership import (
 )
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
-from services.scheduler.core.request import IllegalTransition
 from services.scheduler.membership import WorkerGroup
 from services.scheduler.membership.group_states import (
     FORMING,
@@ -40,6 +39,7 @@ from services.scheduler.membership.member_states import (
     event_of,
 )
 from services.scheduler.membership.roster import Roster
+from services.scheduler.transitions import IllegalTransition
 
 WORKER = Register("sim", "m", "host", 1, "hash", "float32", tensor_parallel_sizes=(1, 2))
 EPOCH = 1
