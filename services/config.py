@@ -78,7 +78,7 @@ class SchedulerConfig(ServiceConfig):
     model: str = Field(
         "",
         description="Directory or Hugging Face name of the checkpoint, for the tokenizer that structured output "
-        "needs. Default: the demo model.",
+        "needs. Default: SmolLM2-135M-Instruct, if it is installed.",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit on the hub, for every file. Default: the main branch."

@@ -300,4 +300,4 @@ class WorkerGroup:
         assert best is not None
         self._actions += self._epoch.begin(best, now)
         model = self._epoch.model.model if self._epoch.model is not None else ""
-        self._detail, self._progress = f"loading {model or 'the demo model'}", 0.0
+        self._detail, self._progress = f"loading {model or 'the default model'}", 0.0

@@ -21,7 +21,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PERMUTED = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
 """Projections whose rows the converter of Llama models reorders, and the key with the number of their heads."""
 _ROTATED = re.compile(r".*\.self_attn\.([qk]_proj)\.(?:weight|bias)")
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 """Elements that are dequantised at a time, so that temporary arrays stay small."""
 
 
