@@ -1,8 +1,8 @@
 """Columns by slot that only the device has: the request's true position, and its drafts.
 
 The host plans as if every draft were accepted (true position, docs/invariants.md). A step's rows are brought to their
-true positions here, once, before anything is computed from them (settle once). Ranks that neither take tokens in nor
-sample them get the true positions from the stage before.
+true positions here, once, before anything is computed from them (settle once). Ranks that neither embed nor sample
+tokens receive the true positions from the stage before.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def positions_message(rows: Rows) -> torch.Tensor:
 
 
 def rows_from_message(planned: Rows, message: torch.Tensor) -> Rows:
-    """The plan's rows as the stage before has settled them."""
+    """Return the plan's rows at the positions that the stage before has sent."""
     starts, drafts = message.numpy()
     counts = planned.counts - planned.drafts + drafts
     return Rows(planned.slots, planned.generations, starts, counts, planned.samples, drafts)
@@ -33,7 +33,7 @@ class DraftTable:
     """One row per slot.
 
     Args:
-        most: drafts of a row; 0: no speculation, and the host's positions are the true ones.
+        most: maximum number of drafts of a row; 0: no speculation, and the plan's positions are the true ones.
     """
 
     def __init__(self, num_slots: int, most: int, vocab_size: int, kernels: RowKernels) -> None:
@@ -51,13 +51,13 @@ class DraftTable:
         return self._most > 0
 
     def assign(self, slot: int) -> None:
-        """The slot has another request; nothing stays of the one before."""
+        """Another request gets the slot; drop the state of the one before."""
         self._frontier[slot], self._proposed[slot] = EMPTY, 0
 
     def settle(self, rows: Rows, history: TokenHistory) -> Rows:
-        """The rows at their true positions, with as many drafts as there are; these are in the history then.
+        """Return the rows at their true positions, with the drafts that their slots have; writes these to the history.
 
-        Raises: PlanError, when a row is planned before its request's true position (position bound), or has drafts
+        Raises: PlanError, if a row is planned before its request's true position (position bound), or has drafts
             although there is no speculation.
         """
         if not self._most:
@@ -72,13 +72,13 @@ class DraftTable:
         return Rows(rows.slots, rows.generations, starts, counts, rows.samples, drafts)
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
-        """So many tokens were sampled from position `firsts` on; int32[sampling rows] each. The last one is not
-        computed yet, the drafts before it are."""
+        """Move the true positions of slots behind `counts` tokens that were sampled from position `firsts` on;
+        int32[sampling rows] each. The last of these tokens is not computed yet, the drafts before it are."""
         if self._most:
             self._frontier[slots] = firsts + counts - 1
 
     def propose(self, slots: I32, tokens: I32) -> None:
-        """int32[sampling rows, up to `most`] for their next rows; NO_DRAFT from where there are no more.
+        """Store the drafts of the slots' next rows, int32[sampling rows, up to `most`], padded with NO_DRAFT.
 
         Raises: RuntimeError, for an id outside the vocabulary (valid ids), or too many drafts.
         """

@@ -1,10 +1,9 @@
-"""Everything that lives one epoch in a native runner: batch, cache, sampler, drafts, and the steps that use them.
+"""State of a native runner that ends with the epoch: batch, cache, sampler, drafts; and the steps that use it.
 
-The ids that a step samples are input of later steps, so they go where input is looked up: to the first stage, with the
-drafts for the next step, which only the output rank proposes. Without stages that is the tensor-parallel group that
-sampled them; with stages the last one sends them to the first (feedback.py). Within a group the first rank broadcasts
-them. With drafts a rank without the sampled tokens does not know the true positions of rows, so each stage sends them
-to the next one with every step.
+The first stage needs the sampled ids as input of later steps, and the drafts for the next step, which only the output
+rank proposes. Without pipeline stages, the output rank broadcasts both in its tensor-parallel group. With stages, the
+last stage sends them to the first one (feedback.py), whose first rank broadcasts them. With drafts, a rank without the
+sampled tokens cannot compute the true positions of rows, so each stage sends them to the next one with every step.
 """
 
 import time
@@ -39,10 +38,10 @@ _NO_DRAFTS = np.empty((0, 0), np.int32)
 
 
 class NativeEpoch:
-    """Made by `init_kv_cache`, dropped by `leave`. For one calling thread.
+    """Created by `init_kv_cache` and dropped by `leave`. For one calling thread.
 
     Args:
-        drafter: on the output rank, where there is speculation
+        drafter: None on other ranks than the output rank, and without speculation
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class NativeEpoch:
     # -- the forward pass ----------------------------------------------------------------------------------------
 
     def execute(self, step: SchedulerOutput) -> None:
-        """As `ModelRunner.execute_model`."""
+        """Run the forward pass; see `ModelRunner.execute_model`."""
         self._pending.require_none()
         ranks, pipeline = self._ranks, self._ranks.pipeline
         planned = self.table.apply(step)
@@ -97,7 +96,7 @@ class NativeEpoch:
             self._feedback.expect(computed.slots, computed.firsts, drafts, computed.empty_message())
 
     def _assign(self, step: SchedulerOutput) -> None:
-        """Tokens are kept where they are input, and where they are sampled."""
+        """Assign slots to new requests. Only the stages that embed and that sample tokens store them."""
         is_first, is_output = self._ranks.pipeline.is_first, self._ranks.is_output
         for request in step.new if is_first or is_output else ():
             self.history.assign(request)
@@ -113,10 +112,10 @@ class NativeEpoch:
         return PromptScores.from_rows(rows, self.table, self._kernels.sampling, self.history)
 
     def _settled(self, planned: Rows) -> Rows:
-        """The plan's rows at their true positions. The last stage samples the tokens that move them and sends them to
-        the first stage; every other stage gets the positions from the stage before.
+        """Return the plan's rows at their true positions. The first and the last stage have the sampled tokens and
+        compute the positions; every stage sends them to the next one.
 
-        Raises: PlanError, also where the last stage's own positions differ from those it got.
+        Raises: PlanError, also if the last stage's own positions differ from those it received.
         """
         pipeline = self._ranks.pipeline
         if pipeline.is_first and pipeline.size > 1:
@@ -136,7 +135,7 @@ class NativeEpoch:
         return rows
 
     def _take_feedback(self, rows: Rows) -> None:
-        """Wait for the outcomes of the steps that sampled these rows last, and keep them."""
+        """Wait for the outcomes of the latest steps that sampled these rows, and store them."""
         for message in self._feedback.due(rows.slots):
             if self._ranks.tensor_parallel.is_first:
                 self._ranks.pipeline.receive_feedback(message.body)
@@ -149,7 +148,7 @@ class NativeEpoch:
     # -- sampling ------------------------------------------------------------------------------------------------
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
-        """As `ModelRunner.sample_tokens`."""
+        """Sample the step that is pending; see `ModelRunner.sample_tokens`."""
         pending, ranks = self._pending.take(), self._ranks
         if not ranks.is_output:
             if ranks.pipeline.size == 1 and pending.sampling:
@@ -180,15 +179,15 @@ class NativeEpoch:
         return self._sampler.sample(pending.logits, pending.slots, pending.firsts, grammar, drafts)
 
     def _keep(self, slots: NDArray[np.int32], firsts: NDArray[np.int32], outcome: Outcome) -> None:
-        """Write the outcome of rows whose first tokens stand at `firsts`: tokens to the history, drafts for the next
-        row of their slot."""
+        """Store the outcome of rows whose first tokens have positions `firsts`: tokens in the history, drafts for the
+        next row of the slot."""
         rows = SamplePositions.from_rows(self._kernels.rows, slots, firsts, outcome.counts - np.int32(1))
         self.history.append(rows.slots, rows.positions, outcome.ids)
         self.drafts.advance(slots, firsts, outcome.counts)
         self.drafts.propose(slots, outcome.drafts)
 
     def _proposed(self, pending: ComputedStep, sampled: SampledTokens) -> NDArray[np.int32]:
-        """int32[sampling rows, k]: the drafts for the next step; the drafter's own state follows the step."""
+        """Return the drafts for the next step, int32[sampling rows, k], and advance the drafter's own state."""
         k = pending.step.num_speculative_tokens
         if self.proposer is None:
             return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
@@ -203,7 +202,8 @@ class NativeEpoch:
         return drafts
 
     def _states(self, counts: NDArray[np.int32], stay: NDArray[np.int32]) -> list[torch.Tensor]:
-        """[tokens, hidden] of what the drafter reads, for the first `stay` of each row's `counts` positions."""
+        """Return the hidden states that the drafter reads, [tokens, hidden] each, of the first `stay` of each row's
+        `counts` positions."""
         states = self._forward.tapped()
         if not states or stay is counts or (stay == counts).all():
             return states
@@ -212,5 +212,5 @@ class NativeEpoch:
         return [each[tokens] for each in states]
 
     def release(self, slots: NDArray[np.int32]) -> None:
-        """Empty slots whose requests left."""
+        """Free slots whose requests have left."""
         self.table.release(slots)

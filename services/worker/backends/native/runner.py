@@ -36,7 +36,7 @@ class _Loaded(NamedTuple):
     ranks: Ranks
     model: Model
     drafter: Drafter | None
-    """On the output rank, where there is speculation."""
+    """None on other ranks than the output rank, and without speculation."""
 
 
 class NativeRunner:
@@ -52,7 +52,7 @@ class NativeRunner:
         self._drafter: Drafter | None = None
         self._drafter_for: tuple[object, ...] = ()
         self._ranks: Ranks | None = None
-        """From the beginning of `load`, so that `abort` ends a join as well."""
+        """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
         self._epoch = EpochValue[NativeEpoch]("init_kv_cache")
 
@@ -64,7 +64,7 @@ class NativeRunner:
     # -- from process to epoch -----------------------------------------------------------------------------------
 
     def identify(self) -> Identity:
-        """Read once: what is in memory stays what was registered."""
+        """Return the model's identity. It is computed once, so that it stays that of the registration."""
         if self._identity is None:
             path = checkpoint_path(self._config)
             config = ModelConfig.from_checkpoint(path)
@@ -80,7 +80,8 @@ class NativeRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """Threads are the user's number, or this process's cores divided by the ranks on this machine."""
+        """Join the other ranks and read the weights. The number of threads is the user's, or this process's cores divided
+        by the ranks on this machine."""
         self.leave()
         self._ranks = ranks = Ranks(assignment, listener)
         ranks.join()
@@ -105,7 +106,7 @@ class NativeRunner:
         )
 
     def _weights(self, shard: Shard, progress: Progress) -> Model:
-        """Read now, or kept from an earlier epoch."""
+        """Return the weights: those of an earlier epoch, if the shard is the same, else read now."""
         if self._model is None or self._model.part.shard != shard:
             self._model = None  # freed before the next ones are read
             path = checkpoint_path(self._config)
@@ -120,7 +121,7 @@ class NativeRunner:
         return self._model
 
     def _drafter_of(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
-        """Read now, or kept from an earlier epoch with the same model."""
+        """Return the drafter: that of an earlier epoch with the same model, else read now."""
         if (speculation := assignment.speculation) is None:
             return None
         wanted_for = speculation, model, assignment.block_size, limit

@@ -1,4 +1,4 @@
-"""One step on its way through the runner: computed and not yet sampled, then a result to be fetched."""
+"""One step in the runner: computed and not sampled yet, then a result."""
 
 from dataclasses import dataclass
 
@@ -21,14 +21,14 @@ class ComputedStep:
 
     step: SchedulerOutput
     rows: Rows
-    """At their true positions."""
+    """Rows at their true positions."""
     logits: torch.Tensor | None
-    """float32[sampled tokens, vocab], until the next step. None where another rank samples."""
+    """float32[sampled tokens, vocab], valid until the next step. None if another rank samples."""
     pooled: PooledRows | None
     prompts: PromptScores | None
-    """None where no token of a prompt is scored; on the output rank it has the scores."""
+    """Log-probabilities of prompt tokens; None if no row requests them."""
     times: StepTimes
-    """Up to the end of the forward pass."""
+    """Times up to the end of the forward pass."""
 
     @property
     def sampling(self) -> bool:
@@ -41,25 +41,25 @@ class ComputedStep:
 
     @property
     def firsts(self) -> NDArray[np.int32]:
-        """int32[sampling rows]: position of the first token that each samples."""
+        """int32[sampling rows]: position of the first token that each row samples."""
         return (self.rows.ends - self.rows.drafts)[self.rows.samples]
 
     def empty_message(self) -> torch.Tensor:
-        """For the outcome; of the same shape on all ranks."""
+        """Return a message for the outcome, of the same shape on all ranks."""
         most = 1 + int(self.rows.drafts.max())
         return Outcome.empty_message(len(self.slots), most, self.step.num_speculative_tokens)
 
 
 @dataclass(frozen=True)
 class NativeResult:
-    """A step's result. On this device the ids are there at once, in memory that no later step changes (immutable
+    """A step's result. On the CPU its ids are available at once, in memory that no later step changes (immutable
     result, docs/invariants.md)."""
 
     step: SchedulerOutput
     rows: Rows
     sampled: SampledTokens
     drafts: NDArray[np.int32]
-    """int32[sampling rows, k]: for the next step"""
+    """int32[sampling rows, k]: drafts for the next step"""
     logprobs: LogprobRows | None
     pooled: PooledRows | None
     times: StepTimes

@@ -1,7 +1,7 @@
-"""The tokens of every slot, on the device: a step reads as input what earlier steps wrote, however long ago.
+"""The tokens of every slot, on the device. A step reads as input the tokens that any earlier step wrote.
 
 A row names positions, never tokens (slot history, docs/invariants.md): prompts are written when a request gets its
-slot, sampled ids at the position that they will be computed at. So a request may skip any number of steps.
+slot, and sampled ids at their positions. So a request may skip any number of steps.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from services.worker.batch.slots import PlanError
 
 
 class TokenHistory:
-    """Memory is taken as far as it is written."""
+    """Tokens by slot and position. The system allocates only the pages that are written."""
 
     def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
         self.tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32)
@@ -22,7 +22,7 @@ class TokenHistory:
         self._limit, self._vocab_size = max_model_len, vocab_size
 
     def assign(self, request: NewRequest) -> None:
-        """Raises: PlanError, when a token is not in the vocabulary."""
+        """Write the tokens of a new request. Raises: PlanError, if one is not in the vocabulary."""
         tokens = np.frombuffer(request.token_ids, np.int32)
         if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size:
             bad = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
@@ -32,10 +32,10 @@ class TokenHistory:
         self._array[request.slot, : len(tokens)] = tokens
 
     def gather(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
-        """int32[tokens]: the ids at `positions` of `slots`."""
+        """Return the ids at `positions` of `slots`, int32[tokens]."""
         return self._array[slots, positions]
 
     def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
-        """Write int32[tokens] ids at their positions; positions beyond the context are no step's input."""
+        """Write int32[tokens] ids at their positions. Positions beyond the context are skipped: no step reads them."""
         inside = positions < self._limit
         self._array[slots[inside], positions[inside]] = ids.numpy()[inside]

@@ -1,8 +1,8 @@
-"""The transformer's weights. Llama, Mistral, Qwen2 and Qwen3 are one forward pass with different parts present.
+"""The transformer's weights. Llama, Mistral, Qwen2 and Qwen3 share one forward pass with optional parts.
 
 Tensor parallelism cuts products in pairs: the first of a pair by its outputs (queries, keys and values; gate and up),
-the second by its inputs (out; down), so that one sum over the ranks per pair makes every rank's residual stream whole
-again, with the same bits. Embedding and head are cut by token ids.
+the second by its inputs (out; down). One sum over the ranks per pair gives every rank the whole residual stream, with
+the same bits. Embedding and head are cut by token ids.
 """
 
 import torch
@@ -22,12 +22,12 @@ class Model:
     def __init__(
         self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, kernels: Kernels, progress: Progress
     ) -> None:
-        """Raises: LoadError, when a tensor is missing or has another shape."""
+        """Read the weights. Raises: LoadError, if a tensor is missing or has another shape."""
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
         self.attention = attention_shape(part.config)
         loader = ShardLoader(part, checkpoint, dtype, kernels.network)
         self.embedding = loader.embedding() if part.is_first else None
-        """[this rank's token ids, hidden] in the model's dtype"""
+        """[this rank's token ids, hidden], in the model's dtype"""
         self.layers = []
         for number in part.layers:
             self.layers.append(loader.layer(number))
