@@ -37,6 +37,7 @@ BLOCK = 128
 """Tokens per block of vLLM's kernels on the CPU."""
 ONES = 4
 """Requests of a load of one stream; others have `--waves` for each stream."""
+KEPT = DIRECTORY / "peers.repeats.json"
 Runs = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 """Metrics of each repeat, by server and number of streams."""
 
@@ -70,7 +71,7 @@ class Server:
     serve: Serve
     needs_vllm: bool = False
     has_slots: bool = False
-    """Whether it starts with the number of streams, so that each load has a server of its own."""
+    """It starts with the number of streams, so each load has a server of its own."""
 
     def loads(self, streams: list[int]) -> list[list[int]]:
         """Return the numbers of streams that one process after the other gets."""
@@ -142,6 +143,7 @@ def main() -> None:
                 with SERVERS[name].serve(setting, max(numbers)) as server:
                     for streams in numbers:
                         repeats[name, streams].append(_measured(server, args, streams))
+                        _keep(repeats)
     chart = Path(args.chart) if args.chart else DIRECTORY / "peers.png"
     print(draw(repeats, f"{gguf.stem}, {args.input_len} tokens in, {args.output_len} out", chart))
     report(
@@ -166,7 +168,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
-    parser.add_argument("--keep", action="store_true", help="add to the repeats in build/bench/peers.json")
+    parser.add_argument("--keep", action="store_true", help=f"add to the repeats in {KEPT}")
     parser.add_argument("--chart", default="", help="file to write; default: build/bench/peers.png")
     for name, default in (
         ("threads", CORES), ("input-len", 128), ("output-len", 128), ("waves", 2), ("repeats", 3),
@@ -202,13 +204,16 @@ def _absent(server: Server) -> str:
     return ""
 
 
+def _keep(repeats: Runs) -> None:
+    """Write the repeats, so that a run can be continued."""
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(json.dumps([[*key, runs] for key, runs in repeats.items()]))
+
+
 def _kept() -> defaultdict[tuple[str, int], list[Any]]:
-    """Return the repeats of an earlier run."""
-    runs: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
-    for key, found in json.loads((DIRECTORY / "peers.json").read_text())["repeats"].items():
-        name, _, streams = key.rpartition(" at ")
-        runs[name, int(streams)] = found
-    return runs
+    """Return the repeats of an earlier run, which may have been interrupted."""
+    runs = json.loads(KEPT.read_text()) if KEPT.is_file() else []
+    return defaultdict(list, {(name, streams): found for name, streams, found in runs})
 
 
 def _measured(server: ServerProcess, args: argparse.Namespace, streams: int) -> dict[str, Any]:
