@@ -12,13 +12,16 @@ from starlette.responses import JSONResponse, Response
 
 from protocol.requests import EnginePhase
 from services.config import FrontendConfig
+from services.frontend.anthropic.endpoints import MessagesEndpoints
 from services.frontend.engine.client import EngineClient
-from services.frontend.errors import RETRY_AFTER, APIError
+from services.frontend.errors import RETRY_AFTER, APIError, error_response
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
-from services.frontend.openai.endpoints import add_endpoints
+from services.frontend.openai.answering import Answering
+from services.frontend.openai.endpoints import Endpoints
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openai.schemas import openapi
+from services.frontend.openai.scores import ScoreEndpoints
 
 log = logging.getLogger("runahead.frontend")
 
@@ -31,6 +34,8 @@ _DETAILS = {
     EnginePhase.RECOVERING: "replacing lost workers",
 }
 """Texts for clients without an API key. The engine's own may have paths, and errors of workers."""
+_LOADING_PHASES = frozenset({"loading weights", "weights", "simulated model"})
+"""Texts of the engine that every client may see."""
 
 
 def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> FastAPI:
@@ -39,26 +44,32 @@ def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> F
     _add_errors(app)
     _add_probes(app, engine, metrics)
     _add_models(app, engine, model)
+    _add_information(app, engine, model)
     _add_document(app, closed=config.unknown_parameters == "refuse")
-    add_endpoints(app, engine, model, metrics, BodyParser(config.unknown_parameters))
+    answering, bodies = Answering(engine, model, metrics), BodyParser(config.unknown_parameters)
+    Endpoints(answering, bodies).add_to(app)
+    MessagesEndpoints(answering, bodies).add_to(app)
+    ScoreEndpoints(answering, bodies).add_to(app)
     return app
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Give every error a body of OpenAI's shape."""
+    """Give every error the body of its route's dialect."""
 
     @app.exception_handler(APIError)
-    async def on_api_error(_: HTTPRequest, error: APIError) -> Response:
-        return error.response()
+    async def on_api_error(http: HTTPRequest, error: APIError) -> Response:
+        return error_response(error, http.url.path, http.state.request_id)
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: HTTPRequest, error: HTTPException) -> Response:
-        return APIError(error.status_code, str(error.detail)).response()
+    async def on_http_error(http: HTTPRequest, error: HTTPException) -> Response:
+        refused = APIError(error.status_code, str(error.detail))
+        return error_response(refused, http.url.path, http.state.request_id)
 
     @app.exception_handler(Exception)
     async def on_bug(http: HTTPRequest, _: Exception) -> Response:
         log.error("request failed with a bug: request_id=%s; its traceback follows", http.state.request_id)
-        return APIError(500, "an internal error occurred; the log has its details").response()
+        failed = APIError(500, "an internal error occurred; the log has its details")
+        return error_response(failed, http.url.path, http.state.request_id)
 
 
 def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
@@ -71,10 +82,14 @@ def _add_probes(app: FastAPI, engine: EngineClient, metrics: Metrics) -> None:
     @app.head("/readyz")
     @app.get("/health")
     @app.head("/health")
+    @app.get("/ping")
+    @app.head("/ping")
+    @app.post("/ping")
     async def readyz(http: HTTPRequest) -> Response:
         state = engine.state
         phase = EnginePhase.DRAINING if engine.draining else state.phase
-        detail = state.detail if http.state.tenant else _DETAILS[phase]
+        is_open = http.state.tenant or state.detail in _LOADING_PHASES
+        detail = state.detail if is_open else _DETAILS[phase]
         body = {"phase": phase.name.lower(), "detail": detail, "progress": state.progress}
         return JSONResponse(body, 200 if engine.ready else 503, None if engine.ready else RETRY_AFTER)
 
@@ -95,6 +110,60 @@ def _add_models(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
         length = engine.state.max_model_len or None
         data = [{"id": name, **common, "max_model_len": length} for name in model.names]
         return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}")
+    async def model_entry(name: str) -> Response:
+        if name not in model.names:
+            raise APIError(404, f"the model {name!r:.200} does not exist", "model", "model_not_found")
+        return JSONResponse({"id": name, **common, "max_model_len": engine.state.max_model_len or None})
+
+
+def _add_information(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
+    """Add what routers and people ask a server. Answers have names and sizes, and no paths or keys."""
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        state = engine.state
+        return JSONResponse(
+            {
+                "version": metadata.version("runahead-engine"),
+                "phase": state.phase.name.lower(),
+                "detail": _DETAILS[state.phase],
+                "served_model_names": model.names,
+                "max_model_len": state.max_model_len or None,
+                "num_blocks": state.num_blocks,
+                "block_size": state.block_size,
+                "max_num_seqs": state.max_num_seqs,
+                "features": state.info,
+            }
+        )
+
+    @app.get("/get_model_info")
+    async def model_info() -> Response:
+        name = model.names[0]
+        return JSONResponse(
+            {
+                "model_path": name,
+                "tokenizer_path": name,
+                "served_model_name": name,
+                "is_generation": True,
+                "max_model_len": engine.state.max_model_len or None,
+            }
+        )
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return JSONResponse(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "special_tokens": model.tokenizer.special,
+                "chat_template": model.template.text,
+            }
+        )
+
+    @app.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": engine.num_open})
 
 
 def _add_document(app: FastAPI, closed: bool) -> None:

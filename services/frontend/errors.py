@@ -1,4 +1,4 @@
-"""Errors for clients, with OpenAI's body."""
+"""Errors for clients, with OpenAI's body; below /v1/messages with Anthropic's."""
 
 from typing import Any
 
@@ -11,6 +11,15 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+ANTHROPIC_PREFIX = "/v1/messages"
+"""Path of the routes with Anthropic's dialect."""
 RETRY_AFTER = {"retry-after": "1"}
 """Header of 429 and 503, in seconds."""
 GONE = 499
@@ -36,9 +45,26 @@ class APIError(Exception):
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body())
 
+    @property
+    def headers(self) -> dict[str, str] | None:
+        return RETRY_AFTER if self.status in (429, 503) else None
+
     def response(self) -> Response:
-        headers = RETRY_AFTER if self.status in (429, 503) else None
-        return Response(self.encoded(), self.status, headers, "application/json")
+        return Response(self.encoded(), self.status, self.headers, "application/json")
+
+
+def anthropic_body(error: APIError, request_id: str) -> dict[str, Any]:
+    """Return the error in the form of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+def error_response(error: APIError, path: str, request_id: str) -> Response:
+    """Return the error in the dialect of the route."""
+    if not path.startswith(ANTHROPIC_PREFIX):
+        return error.response()
+    content = msgspec.json.encode(anthropic_body(error, request_id))
+    return Response(content, error.status, error.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None) -> APIError:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, error_response
 
 log = logging.getLogger("runahead.frontend")
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 """Paths that need no key, even if keys are configured."""
 MAX_HEADERS = 100
 IGNORED_HEADER = b"x-ignored-parameters"
@@ -55,7 +55,8 @@ class Guards:
             log.debug(
                 "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal
             )
-            await refusal.response()(scope, receive, send_with_id)
+            response = error_response(refusal, scope["path"], request_id.decode())
+            await response(scope, receive, send_with_id)
             return
         await self._app(scope, self._bounded(receive), send_with_id)
 
@@ -74,6 +75,8 @@ class Guards:
         if not self._keys:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if not scheme:
+            scheme, given = b"bearer", headers.get(b"x-api-key", b"")  # of Anthropic's clients
         digest = _digest(given.strip())
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         return digest.hex()[:16] if any(matches) and scheme.lower() == b"bearer" else None

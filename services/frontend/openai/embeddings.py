@@ -3,7 +3,7 @@
 import base64
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -57,12 +57,15 @@ class EmbeddingFormat:
 
         Raises: APIError
         """
+        return msgspec.json.encode({"object": "embedding", "index": index, "embedding": self.value(values)})
+
+    def value(self, values: NDArray[np.float32]) -> str | list[float]:
+        """Return the embedding in the client's form. Raises: APIError"""
         unit = normalised(values[: self.dimensions])
-        # little-endian, as the official client reads it
-        embedding = (
-            base64.b64encode(unit.astype("<f4").tobytes()).decode() if self.as_base64 else unit.tolist()
-        )
-        return msgspec.json.encode({"object": "embedding", "index": index, "embedding": embedding})
+        if not self.as_base64:
+            numbers: list[float] = unit.tolist()
+            return numbers
+        return base64.b64encode(unit.astype("<f4").tobytes()).decode()  # as the official client reads it
 
 
 def normalised(values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -98,6 +101,12 @@ async def token_ids(
         if len(found[-1]) > longest:
             raise too_long(len(found[-1]), max_model_len, "input")
     return found
+
+
+class EntryFormat(Protocol):
+    def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
+        """Return one entry of the answer. Raises: APIError"""
+        ...
 
 
 class EmbeddingStream(RequestStream):
@@ -138,7 +147,7 @@ class Embedder:
         self,
         engine: EngineClient,
         metrics: Metrics,
-        format: EmbeddingFormat,
+        format: EntryFormat,
         request: RequestContext,
         prompts: list[list[int]],
     ) -> None:
@@ -149,7 +158,7 @@ class Embedder:
         self._request = request
         self._prompts = prompts
         self._entries: list[bytes | None] = [None] * len(prompts)
-        """JSON of each entry; None until it has arrived."""
+        """Each encoded entry; None until it has arrived."""
         self._open: dict[int, EmbeddingStream] = {}
         self._num_submitted = 0
         self._started = time.monotonic()
@@ -159,7 +168,7 @@ class Embedder:
         self._engine.abort(self._open.values())
 
     async def run(self) -> list[bytes]:
-        """Return the JSON of each prompt's entry, in order. Raises: APIError"""
+        """Return each prompt's encoded entry, in order. Raises: APIError"""
         for _ in self._prompts[:MAX_OPEN]:
             self._submit_next()
         await self.response.last()

@@ -124,6 +124,7 @@ class ChatTemplate:
 
         Raises: CheckpointError, if one is not a template
         """
+        self.text = text
         self._special = special
         self._has_default, self._has_tool_use = text is not None, tool_use is not None
         self._renderer: Renderer | None = None

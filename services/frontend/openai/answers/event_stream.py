@@ -1,6 +1,7 @@
 """The HTTP response of a streamed answer."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -8,7 +9,23 @@ from starlette.types import Receive, Scope, Send
 from services.frontend.engine.streams import ResponseStream
 from services.frontend.errors import GONE, APIError
 from services.frontend.http.connection import Connection
-from services.frontend.openai.answers.events import EventEncoder, error_event
+from services.frontend.openai.answers.writers import AnswerWriter
+
+
+class StreamEncoder(AnswerWriter, Protocol):
+    """Writes the events of one HTTP response."""
+
+    def opening(self) -> bytes:
+        """Return the events that precede any text."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return the events that follow the last choice."""
+        ...
+
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream that failed."""
+        ...
 
 
 class EventStream(Response):
@@ -20,7 +37,7 @@ class EventStream(Response):
         self,
         stream: ResponseStream,
         first: bytes,
-        encoder: EventEncoder,
+        encoder: StreamEncoder,
         on_end: Callable[[APIError | None], None],
     ) -> None:
         """
@@ -43,7 +60,7 @@ class EventStream(Response):
                 last = await self._write_events(scope["state"]["connection"]) + self._encoder.closing()
                 failure = None
             except APIError as error:
-                failure, last = error, error_event(error)
+                failure, last = error, self._encoder.error(error)
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._on_end(failure)

@@ -20,18 +20,15 @@ _LINE_ENDS = {mark.encode(): f"\\u{ord(mark):04x}".encode() for mark in "\x85\u2
 """Characters that JSON allows unescaped, but that some clients take for the end of a line."""
 
 
-def _one_line(encoded: bytes) -> bytes:
+def one_line(encoded: bytes) -> bytes:
+    """Escape characters in JSON that end a line for some clients."""
     for mark, escaped in _LINE_ENDS.items():
         encoded = encoded.replace(mark, escaped)
     return encoded
 
 
 def _event(content: bytes) -> bytes:
-    return b"data: " + _one_line(content) + b"\n\n"
-
-
-def error_event(error: APIError) -> bytes:
-    return _event(error.encoded())
+    return b"data: " + one_line(content) + b"\n\n"
 
 
 class ChoiceEvents:
@@ -49,7 +46,7 @@ class ChoiceEvents:
             return self.chunk(Chunk(text))
         before, after = self._around_text
         encoded = _encode(text)
-        return before + (encoded if encoded.isascii() else _one_line(encoded)) + after
+        return before + (encoded if encoded.isascii() else one_line(encoded)) + after
 
     def chunk(self, chunk: Chunk) -> bytes:
         return self._encoder.chunk(self._index, chunk)
@@ -114,3 +111,6 @@ class EventEncoder:
         if not self._options.include_usage:
             return DONE
         return _event(_encode({**self._head, "choices": [], "usage": self._usage.to_json()})) + DONE
+
+    def error(self, error: APIError) -> bytes:
+        return _event(error.encoded())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from services.frontend.anthropic.schemas import CountTokensRequest
 from services.frontend.errors import invalid
 from services.frontend.openai.schemas.requests import (
     HINTS,
@@ -27,7 +28,11 @@ MAX_LOGGED = 1024
 """Distinct combinations of names that are logged, once each."""
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-_unserved = cache(unserved_in)
+
+@cache
+def unserved_of(kind: type[BaseModel]) -> Neutral:
+    """Return the known parameters that a kind of body does not serve, with their neutral values."""
+    return kind.unserved if issubclass(kind, CountTokensRequest) else unserved_in(kind)
 
 
 class ExtraFields:
@@ -64,13 +69,25 @@ class ExtraFields:
 
 def _unknown(body: BaseModel, refuses: bool) -> Iterator[str]:
     """Yield the names of unknown fields, with "messages." before those of messages. Raises: APIError"""
-    yield from _not_served(body.model_extra or {}, _unserved(type(body)), "", "", refuses)
+    yield from _not_served(body.model_extra or {}, unserved_of(type(body)), "", "", refuses)
+    if isinstance(body, CountTokensRequest):
+        yield from _of_anthropic(body, refuses)
     for index, message in enumerate(body.messages if isinstance(body, ChatRequest) else ()):
         if message.model_extra:
             at = f"messages.{index}."
             yield from _not_served(message.model_extra, NEUTRAL_IN_MESSAGE, at, "messages.", refuses)
         for extra, path in _nested(message):
             yield from _not_served(extra, {}, f"messages.{index}.{path}", f"messages.{path}", refuses)
+
+
+def _of_anthropic(body: CountTokensRequest, refuses: bool) -> Iterator[str]:
+    for tool in body.tools or ():
+        yield from _not_served(tool.model_extra or {}, {}, "tools.", "tools.", refuses)
+    for index, message in enumerate(body.messages):
+        at = f"messages.{index}."
+        yield from _not_served(message.model_extra or {}, {}, at, "messages.", refuses)
+        for block in message.content if isinstance(message.content, list) else ():
+            yield from _not_served(block.model_extra or {}, {}, f"{at}content.", "messages.content.", refuses)
 
 
 def _nested(message: MessageParam) -> Iterator[tuple[dict[str, Any], str]]:

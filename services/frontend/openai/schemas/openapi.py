@@ -1,6 +1,7 @@
 """/openapi.json, generated from the models that check the bodies."""
 
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,20 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.frontend.anthropic.responses import (
+    AnthropicErrorResponse,
+    CountTokensResponse,
+    MessageEvent,
+    MessageResponse,
+)
+from services.frontend.anthropic.schemas import (
+    BLOCKS,
+    AnthropicMessage,
+    AnthropicTool,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from services.frontend.openai.parameters.extra_fields import unserved_of
 from services.frontend.openai.schemas import responses
 from services.frontend.openai.schemas.requests import (
     NEUTRAL_IN_MESSAGE,
@@ -19,8 +34,8 @@ from services.frontend.openai.schemas.requests import (
     Neutral,
     TextPart,
     ToolCall,
-    unserved_in,
 )
+from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.openai.tokenize import (
     DetokenizeRequest,
     TokenizeChatRequest,
@@ -58,6 +73,7 @@ class Route:
     """Data of each event, if the body requests a stream."""
     is_probe: bool = False
     """Needs no key; a response with status 503 has the same body."""
+    error: type[BaseModel] = responses.ErrorResponse
 
 
 ROUTES = (
@@ -67,15 +83,33 @@ ROUTES = (
           (ChatRequest,), responses.ChatChunk),
     Route("post", "/v1/embeddings", "Computes normalised embeddings of texts", responses.EmbeddingResponse,
           (EmbeddingRequest,)),
+    *(Route("post", path, "Compares texts by the cosine of their embeddings", responses.ScoreResponse,
+            (ScoreRequest,)) for path in ("/score", "/v1/score")),
+    *(Route("post", path, "Orders documents by the cosine of their embeddings and that of a query",
+            responses.RerankResponse, (RerankRequest,)) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    Route("post", "/pooling", "Computes normalised embeddings of texts", responses.PoolingResponse,
+          (EmbeddingRequest,)),
+    Route("post", "/classify", "Refused: served models have no classes", responses.ErrorResponse),
+    Route("post", "/v1/messages", "Continues a conversation, in Anthropic's dialect", MessageResponse,
+          (MessagesRequest,), MessageEvent, error=AnthropicErrorResponse),
+    Route("post", "/v1/messages/count_tokens", "Counts the tokens of a conversation", CountTokensResponse,
+          (CountTokensRequest,), error=AnthropicErrorResponse),
     Route("post", "/tokenize", "Text or a conversation to token ids", responses.TokenizeResponse,
           (TokenizeCompletionRequest, TokenizeChatRequest)),
     Route("post", "/detokenize", "Token ids to text", responses.DetokenizeResponse, (DetokenizeRequest,)),
     Route("get", "/v1/models", "Models that are served", responses.ModelList),
+    Route("get", "/v1/models/{name}", "One of the models", responses.ModelEntry),
+    Route("get", "/server_info", "State and sizes of the engine", responses.ServerInfo),
+    Route("get", "/get_model_info", "The model, as SGLang's routers read it", responses.ModelInfo),
+    Route("get", "/tokenizer_info", "Special tokens and chat template", responses.TokenizerInfo),
+    Route("get", "/load", "Number of open requests", responses.LoadResponse),
     Route("get", "/version", "Version of the server", responses.VersionResponse),
     Route("get", "/metrics", "Metrics for Prometheus", None),
     Route("get", "/livez", "Whether the process responds", responses.LivenessResponse, is_probe=True),
     Route("get", "/readyz", "Whether requests are served", responses.ReadinessResponse, is_probe=True),
     Route("get", "/health", "The same as /readyz", responses.ReadinessResponse, is_probe=True),
+    Route("get", "/ping", "The same as /readyz", responses.ReadinessResponse, is_probe=True),
+    Route("post", "/ping", "The same as /readyz", responses.ReadinessResponse, is_probe=True),
 )  # fmt: skip
 
 
@@ -91,13 +125,13 @@ def document(closed: bool) -> JSON:
         for model in (route.response, route.chunk, *route.bodies)
         if model is not None
     ]
-    pairs = [(model, "validation") for model in dict.fromkeys([responses.ErrorResponse, *models])]
+    pairs = [(model, "validation") for model in dict.fromkeys([*(route.error for route in ROUTES), *models])]
     _, definitions = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
     schemas: JSON = definitions["$defs"]
     for model in {body for route in ROUTES for body in route.bodies}:
-        _add_unserved(schemas[model.__name__], unserved_in(model), closed)
+        _add_unserved(schemas[model.__name__], unserved_of(model), closed)
     _add_unserved(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE, closed)
-    for part in (TextPart, ToolCall, FunctionCall):
+    for part in (TextPart, ToolCall, FunctionCall, AnthropicMessage, AnthropicTool, *BLOCKS):
         _add_unserved(schemas[part.__name__], {}, closed)
     paths: JSON = {}
     for route in ROUTES:
@@ -134,13 +168,24 @@ def _distinct(values: tuple[Any, ...]) -> list[Any]:
 
 
 def _operation(route: Route) -> JSON:
-    name = route.path.strip("/").replace("/", "_")
+    name = re.sub(r"\W+", "_", route.path).strip("_")
+    if route.path == "/ping":  # has two methods
+        name = f"{route.method}_{name}"
     operation: JSON = {"operationId": name, "summary": route.summary, "responses": _responses(route)}
     if route.bodies:
         refs = [_ref(body) for body in route.bodies]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if not route.is_probe:
+        if "{name}" in route.path:
+            operation["parameters"] = [
+                {
+                    "name": "name",
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "maxLength": 512},
+                }
+            ]
         operation["security"] = [{}, {"key": []}]  # where no keys are configured, none is needed
     return operation
 
@@ -154,10 +199,13 @@ def _responses(route: Route) -> JSON:
         by_status["200"]["description"] = (
             "The response. With `stream`: server-sent events whose data are chunks; the last one is [DONE] or an error"
         )
-        content["text/event-stream"] = {"schema": _event(route.chunk)}
-    errors = _UNGUARDED if route.is_probe else _ERRORS if route.bodies else (401, *_UNGUARDED)
-    failed = {"application/json": {"schema": _ref(responses.ErrorResponse)}}
+        content["text/event-stream"] = {"schema": _event(route.chunk, route.error)}
+    more = (404,) if "{name}" in route.path else ()
+    errors = _UNGUARDED if route.is_probe else _ERRORS if route.bodies else (401, *more, *_UNGUARDED)
+    failed = {"application/json": {"schema": _ref(route.error)}}
     by_status |= {str(status): _response(_ERRORS[status], failed) for status in errors}
+    if route.path == "/classify":
+        by_status["400"] = _response(_ERRORS[400], failed)
     if route.is_probe and route.response is responses.ReadinessResponse:
         by_status["503"] = _response(_ERRORS[503], content)
     for status in by_status.keys() & {"429", "503"}:
@@ -165,12 +213,12 @@ def _responses(route: Route) -> JSON:
     return by_status
 
 
-def _event(chunk: type[BaseModel]) -> JSON:
+def _event(chunk: type[BaseModel], error: type[BaseModel]) -> JSON:
     """Return the schema of one event."""
     content = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(chunk), _ref(responses.ErrorResponse)]},
+        "contentSchema": {"anyOf": [_ref(chunk), _ref(error)]},
     }
     data = {"anyOf": [{"const": "[DONE]"}, content]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

@@ -163,6 +163,47 @@ class EmbeddingResponse(_BaseResponse):
     usage: EmbeddingUsage
 
 
+class PoolingEntry(BaseModel):
+    object: Literal["pooling"]
+    index: Natural
+    data: list[float] | str
+    """Numbers, or little-endian float32 in base64."""
+
+
+class PoolingResponse(_BaseResponse):
+    object: Literal["list"]
+    data: list[PoolingEntry]
+    usage: EmbeddingUsage
+
+
+class ScoreEntry(BaseModel):
+    index: Natural
+    object: Literal["score"]
+    score: Annotated[float, Field(ge=-1, le=1)]
+    """Cosine of the two embeddings."""
+
+
+class ScoreResponse(_BaseResponse):
+    object: Literal["list"]
+    data: list[ScoreEntry]
+    usage: EmbeddingUsage
+
+
+class RerankResult(BaseModel):
+    index: Natural
+    """Position of the document in the request."""
+    relevance_score: Annotated[float, Field(ge=-1, le=1)]
+    document: dict[str, str] | None = None
+
+
+class RerankResponse(BaseModel):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+    """The most similar document comes first."""
+
+
 class ModelEntry(BaseModel):
     id: str
     object: Literal["model"]
@@ -200,3 +241,38 @@ class ReadinessResponse(BaseModel):
     detail: str
     """One line for people."""
     progress: Annotated[float, Field(ge=0, le=1)]
+
+
+class ServerInfo(BaseModel):
+    version: str
+    phase: str
+    detail: str
+    """One line for people."""
+    served_model_names: list[str]
+    max_model_len: Natural | None
+    num_blocks: Natural
+    """KV-cache blocks."""
+    block_size: Natural
+    """Tokens per block."""
+    max_num_seqs: Natural
+    features: dict[str, str]
+    """Combination of features of the engine."""
+
+
+class ModelInfo(BaseModel):
+    model_path: str
+    """Name of the model in the API."""
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: Literal[True]
+    max_model_len: Natural | None
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+class LoadResponse(BaseModel):
+    server_load: Natural

@@ -44,11 +44,21 @@ async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
 
 async def test_probes_are_open_and_any_configured_key_opens_the_rest() -> None:
     async with guarded(["one", "two"]) as client:
-        for path in ("/livez", "/readyz", "/health"):
+        for path in ("/livez", "/readyz", "/health", "/ping"):
             assert (await client.get(path)).status_code == 200
         for key in ("one", "two"):
-            response = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-            assert response.status_code == 200
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_key_of_an_anthropic_client_must_be_right_and_its_refusal_has_its_form() -> None:
+    async with guarded(["right"]) as client:
+        for headers in ({"x-api-key": "wrong"}, {}, {"x-api-key": "right", "authorization": "Bearer wrong"}):
+            refused = await client.post("/v1/messages", headers=headers)
+            assert refused.status_code == 401
+            body = refused.json()
+            assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+            assert body["request_id"] == refused.headers["x-request-id"]
 
 
 async def test_body_over_the_limit_is_413_with_and_without_content_length() -> None:

@@ -16,12 +16,15 @@ from services.frontend.openai.schemas.openapi import document
 
 FREE = {
     "parameters", "schema", "format", "json", "structures", "chat_template_kwargs", "metadata", "prediction",
-    "prompt_cache_options",
+    "prompt_cache_options", "input", "input_schema",
 }  # fmt: skip
 """Fields that hold any JSON object; the body's size bounds it."""
 OPEN = {
     "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeCompletionRequest", "TokenizeChatRequest",
-    "DetokenizeRequest", "MessageParam", "TextPart", "ToolCall", "FunctionCall",
+    "DetokenizeRequest", "MessageParam", "TextPart", "ToolCall", "FunctionCall", "MessagesRequest",
+    "ScoreRequest", "RerankRequest",
+    "CountTokensRequest", "AnthropicMessage", "AnthropicTool", "TextBlock", "ToolUseBlock", "ToolResultBlock",
+    "ThinkingBlock", "RedactedThinkingBlock",
 }  # fmt: skip
 """Objects whose unknown fields are ignored."""
 
@@ -39,7 +42,7 @@ def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
     config = FrontendConfig(model=str(DEMO_MODEL))
     app = build(config, ServedModel.load(config), EngineClient("ipc:///nowhere", 1))
     served = {
-        (route.path, method.lower())
+        (route.path.replace(":path", ""), method.lower())
         for route in app.routes
         if isinstance(route, APIRoute)
         for method in route.methods - {"HEAD"}
@@ -67,7 +70,7 @@ def parts(doc: dict[str, Any], node: Any, name: str, seen: set[str]) -> Iterator
         if key == "properties":
             for field, schema in value.items():
                 yield from parts(doc, schema, field, seen)
-        elif key in ("anyOf", "items", "additionalProperties"):
+        elif key in ("anyOf", "oneOf", "items", "additionalProperties"):
             yield from parts(doc, value, name, seen)
 
 

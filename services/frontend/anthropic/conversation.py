@@ -1,0 +1,130 @@
+"""Bodies of the Messages API to chat bodies, so that both dialects share the prompt, sampling and tools."""
+
+from typing import Any
+
+import msgspec
+
+from services.frontend.anthropic.schemas import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    CountTokensRequest,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from services.frontend.errors import invalid
+from services.frontend.openai.parameters.body import validated
+from services.frontend.openai.schemas.requests import ChatRequest
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """Return the chat body with the same meaning.
+
+    A last message of the assistant is continued, as in Anthropic's API. Raises: APIError
+    """
+    messages = [plain for message in body.messages for plain in _messages(message)]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": _text(body.system)})
+    fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
+    if body.messages[-1].role == "assistant":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "function": {
+                    "name": tool.name,
+                    "parameters": tool.input_schema,
+                    **({} if tool.description is None else {"description": tool.description}),
+                }
+            }
+            for tool in body.tools
+        ]
+        fields |= _tool_choice(body.tool_choice)
+    elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
+        raise invalid("tool_choice needs tools", "tool_choice")
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences or None,
+            "stream": bool(body.stream),
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "cache_salt": body.cache_salt,
+        }
+    return validated(fields, ChatRequest)
+
+
+def _variables(body: CountTokensRequest) -> dict[str, Any]:
+    given = body.chat_template_kwargs or {}
+    if body.thinking is None:
+        return given
+    return {"enable_thinking": body.thinking.type != "disabled", **given}
+
+
+def _tool_choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
+    """Raises: APIError"""
+    if given is None:
+        return {}
+    parallel = {"parallel_tool_calls": not given.disable_parallel_tool_use}
+    if given.type != "tool":
+        return {"tool_choice": _CHOICES[given.type], **parallel}
+    if given.name is None:
+        raise invalid("tool_choice of type tool needs a name", "tool_choice")
+    return {"tool_choice": {"type": "function", "function": {"name": given.name}}, **parallel}
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Return the chat messages of one message: results of tools are messages of their own. Raises: APIError"""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    return _of_assistant(message) if message.role == "assistant" else _of_user(message)
+
+
+def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                arguments = msgspec.json.encode(block.input).decode()
+                calls.append({"id": block.id, "function": {"name": block.name, "arguments": arguments}})
+            case ToolResultBlock():
+                raise invalid("messages: a tool_result belongs to a message of the user", "messages")
+    plain: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        plain["tool_calls"] = calls
+    if thoughts:
+        plain["reasoning_content"] = "".join(thoughts)
+    return [plain]
+
+
+def _of_user(message: AnthropicMessage) -> list[dict[str, Any]]:
+    plain: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append({"type": "text", "text": block.text})
+            case ToolResultBlock():
+                content = _text(block.content) if block.content is not None else ""
+                plain.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case ToolUseBlock() | ThinkingBlock() | RedactedThinkingBlock():
+                raise invalid(f"messages: a {block.type} belongs to a message of the assistant", "messages")
+    if texts or not plain:
+        plain.append({"role": "user", "content": texts})
+    return plain

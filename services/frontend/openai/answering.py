@@ -1,0 +1,161 @@
+"""The work that all routes for answers share: checks, sampling parameters, submission, the response, its record."""
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Iterator
+from typing import Any, Protocol
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from services.frontend.engine.client import EngineClient, RequestContext
+from services.frontend.errors import APIError
+from services.frontend.http.disconnect import watch_disconnect
+from services.frontend.metrics import Metrics, outcome_of
+from services.frontend.model import ServedModel
+from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
+from services.frontend.openai.answers.generation import Generation
+from services.frontend.openai.answers.logprobs import LogprobFormatter
+from services.frontend.openai.answers.options import AnswerOptions
+from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.openai.answers.writers import AnswerWriter
+from services.frontend.openai.parameters.sampling import sampling_params
+from services.frontend.openai.prompts.encoder import PromptEncoder
+from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
+from services.frontend.text.token_texts import TokenTexts
+
+log = logging.getLogger("runahead.frontend")
+
+Submission = tuple[Prompt, SamplingParams]
+Body = CompletionRequest | ChatRequest
+
+
+class Cached(Protocol):
+    """Fields of a body that order and separate requests in the engine."""
+
+    cache_salt: str | None
+    priority: int | None
+
+
+class Answering:
+    """Submits requests for answers to the engine."""
+
+    def __init__(self, engine: EngineClient, model: ServedModel, metrics: Metrics) -> None:
+        self.engine = engine
+        self.model = model
+        self.metrics = metrics
+        self.prompts = PromptEncoder(model)
+        self._texts = TokenTexts(model.tokenizer)
+
+    def check(self, model: str | None) -> None:
+        """Raises: APIError, if the model is another one or the engine takes no requests"""
+        self.check_model(model)
+        self.engine.check_ready()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: APIError"""
+        if name is not None and name not in self.model.names:
+            raise APIError(404, f"the model {name!r} does not exist", "model", "model_not_found")
+
+    async def recorded(self, http: HTTPRequest, answer: Awaitable[Response]) -> Response:
+        """Record the end of the request in the metrics and the log. A stream records its own end."""
+        try:
+            response = await answer
+        except Exception as error:
+            self.record_end(http, error)
+            raise
+        if not isinstance(response, EventStream):
+            self.record_end(http, None)
+        return response
+
+    def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
+        status = 200 if error is None else error.status if isinstance(error, APIError) else 500
+        self.metrics.on_request(status)
+        reason = "" if error is None else f": {error}"
+        log.debug(
+            "request %s: request_id=%s status=%d%s", outcome_of(status), http.state.request_id, status, reason
+        )
+
+    def head(self, body: BaseRequest, prefix: str, object: str) -> dict[str, Any]:
+        """Return the fields that begin every response body and every event."""
+        return {
+            "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+            "object": object,
+            "created": int(time.time()),
+            "model": body.model or self.model.names[0],
+        }
+
+    def context(
+        self,
+        http: HTTPRequest,
+        body: Cached,
+        structured: StructuredOutputParams | None = None,
+        pooling: Pooling = Pooling.NONE,
+    ) -> RequestContext:
+        tenant, salt = http.state.tenant, body.cache_salt or ""
+        salt = f"{tenant}/{salt}" if tenant else salt  # cache hits reveal nothing to holders of another key
+        return RequestContext(http.state.request_id, body.priority or 0, salt, structured, pooling)
+
+    async def submissions(self, body: Body, prompts: list[Prompt]) -> list[Submission]:
+        """Return each prompt with the parameters of its first answer. Raises: APIError"""
+        state = self.engine.state
+        words = await self.prompts.bad_words(body.bad_words or [])
+        sizes = state.max_model_len, state.vocab_size
+        defaults = self.model.defaults
+        return [
+            (prompt, sampling_params(body, defaults, len(prompt.token_ids), *sizes, words))
+            for prompt in prompts
+        ]
+
+    @contextlib.contextmanager
+    def generation(
+        self,
+        http: HTTPRequest,
+        body: Body,
+        request: RequestContext,
+        submissions: list[Submission],
+        usage: UsageCounter,
+        writer: AnswerWriter,
+    ) -> Iterator[Generation]:
+        """Submit all choices. They end with this context, or when the client leaves. Raises: APIError"""
+        generation = Generation(
+            self.engine,
+            self.metrics,
+            self.model.tokenizer,
+            LogprobFormatter(self._texts, bool(body.return_tokens_as_token_ids)),
+            AnswerOptions.from_body(body),
+            request,
+            usage,
+            writer,
+        )
+        with contextlib.closing(generation), watch_disconnect(http.receive, generation.response.fail):
+            for prompt, params in submissions:
+                generation.submit(prompt, params)
+            yield generation
+
+    async def streamed(
+        self,
+        http: HTTPRequest,
+        body: Body,
+        request: RequestContext,
+        submissions: list[Submission],
+        usage: UsageCounter,
+        encoder: StreamEncoder,
+    ) -> Response:
+        """Return the response when the first outputs have decided its status. Raises: APIError"""
+        with contextlib.ExitStack() as stack:
+            generation = stack.enter_context(
+                self.generation(http, body, request, submissions, usage, encoder)
+            )
+            first = await generation.response.first()
+            close = stack.pop_all().close
+
+        def on_end(error: APIError | None) -> None:
+            close()
+            self.record_end(http, error)
+
+        return EventStream(generation.response, first, encoder, on_end)

@@ -1,0 +1,254 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's dialect."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest
+from protocol.sampling import GrammarKind
+from tests.integration.frontend.scripted import (
+    PATIENCE,
+    TOKENIZER,
+    Frontend,
+    ScriptedScheduler,
+    answering,
+    ended,
+    ids_of,
+    scripted,
+    tokens,
+)
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+USER = {"role": "user", "content": "Hi"}
+TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+
+
+def body(**fields: object) -> dict[str, object]:
+    return {"model": "demo", "max_tokens": 64, "messages": [USER], **fields}
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the data of all events. Checks that each names its type."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, nothing = response.text.split("\n\n")
+    assert nothing == ""
+    found = []
+    for event in events:
+        kind, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    return found
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole message, as the official client accumulates it. Checks the order of events."""
+    first, *others = events
+    assert first["type"] == "message_start"
+    message, is_open = first["message"], False
+    blocks = message["content"]
+    for event in others:
+        if event["type"].startswith("content_block"):
+            assert is_open is (event["type"] != "content_block_start")
+            is_open = event["type"] != "content_block_stop"
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(event["content_block"])
+                if blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = ""
+            case "content_block_delta":
+                assert event["index"] == len(blocks) - 1
+                (field,) = event["delta"].keys() - {"type"}
+                blocks[-1]["input" if field == "partial_json" else field] += event["delta"][field]
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    assert not is_open
+    assert [event["type"] for event in others[-2:]] == ["message_delta", "message_stop"]
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"])
+    return message
+
+
+def answer_of(frontend: Frontend, stream: bool, **fields: object) -> dict[str, Any]:
+    response = frontend.post(PATH, body(stream=stream, **fields))
+    assert response.status_code == 200, response.text
+    return joined(events_of(response)) if stream else response.json()
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
+    scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
+    answer = answer_of(frontend, stream, system="Be brief.", temperature=0.5, top_k=3, top_p=0.9)
+    request = scheduler.request()
+    num_prompt = len(unpack(request.token_ids))
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message", "role": "assistant", "model": "demo", "stop_reason": "end_turn", "stop_sequence": None,
+        "content": [{"type": "text", "text": "Grüße, 世界"}],
+        "usage": {
+            "input_tokens": num_prompt - 2, "output_tokens": len(ids_of("Grüße, 世界")),
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2,
+        },
+    }  # fmt: skip
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (64, 0.5, 3, 0.9)
+    assert "Be brief." in prompt_of(request)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "fields", "expected"),
+    [
+        (FinishReason.LENGTH, {}, ("max_tokens", None)),
+        (FinishReason.STOP, {"stop_sequences": ["two"]}, ("stop_sequence", "two")),
+    ],
+)
+def test_reason_of_the_end(
+    frontend: Frontend,
+    scheduler: ScriptedScheduler,
+    stream: bool,
+    reason: FinishReason,
+    fields: dict[str, object],
+    expected: tuple[str, str | None],
+) -> None:
+    scheduler.script(answering("one two", reason=reason))
+    answer = answer_of(frontend, stream, **fields)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+def test_required_tool_is_called(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: dict[str, object]
+) -> None:
+    said = '{"a": 1}' if choice["type"] == "tool" else '[{"name": "add", "parameters": {"a": 1}}]'
+    scheduler.script(answering(said))
+    answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
+    (call,) = answer["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+    assert answer["stop_reason"] == "tool_use"
+    structured = scheduler.request().structured
+    assert structured is not None
+    assert structured.kind is GrammarKind.JSON
+
+
+def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
+    said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    formats = {
+        "reasoning_parser": "deepseek_r1",
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+    }
+    with scripted(served_model_name=["demo"], **formats) as (frontend, scheduler):
+        scheduler.script(answering(said))
+        for stream in (False, True):
+            thinking = {"type": "enabled", "budget_tokens": 1024}
+            answer = answer_of(frontend, stream, tools=[TOOL], thinking=thinking)
+            thought, text, call = answer["content"]
+            assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+            assert text == {"type": "text", "text": "Sure."}
+            assert (call["name"], call["input"]) == ("add", {"a": 1})
+            assert answer["stop_reason"] == "tool_use"
+
+
+def test_conversation_with_blocks_is_that_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("x"))
+    said = [{"type": "text", "text": "Hi", "cache_control": {"type": "x"}}, {"type": "text", "text": " you"}]
+    answered = [{"type": "text", "text": "Hello"}]
+    begun = [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
+    conversation = {"messages": [*begun, USER], "system": [{"type": "text", "text": "S"}]}
+    response = frontend.post(PATH, body(**conversation))
+    assert response.headers["x-ignored-parameters"] == "messages.content.cache_control"
+    plain = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Hi you"},
+        {"role": "assistant", "content": "Hello"},
+        USER,
+    ]
+    frontend.post("/v1/chat/completions", {"messages": plain})
+    assert scheduler.request(0).token_ids == scheduler.request(1).token_ids
+    counted = frontend.post(COUNT, {"model": "demo", **conversation})
+    assert counted.json() == {"input_tokens": len(unpack(scheduler.request(0).token_ids))}
+
+
+def test_message_of_the_assistant_is_continued(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering(" there"))
+    answer = answer_of(frontend, False, messages=[USER, {"role": "assistant", "content": "Hello"}])
+    assert answer["content"] == [{"type": "text", "text": " there"}]
+    assert prompt_of(scheduler.request()) == "<|bos|><|user|>Hi<|eos|><|assistant|>Hello"
+
+
+BAD: list[dict[str, object]] = [
+    {"max_tokens": None},
+    {"messages": []},
+    {"messages": [{"role": "system", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+    {"messages": [{"role": "user", "content": []}]},
+    {"temperature": 3},
+    {"tool_choice": {"type": "any"}},
+    {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
+    {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    {"container": "x"},
+    {"mcp_servers": [{}]},
+    {"context_management": {}},
+    {"stop_sequences": "x"},
+]
+
+
+@pytest.mark.parametrize("fields", BAD, ids=[f"{i}-{next(iter(row))}" for i, row in enumerate(BAD)])
+def test_bad_field_is_refused_in_the_dialect(
+    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]
+) -> None:
+    response = frontend.post(PATH, body(**fields))
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert set(error) == {"type", "error", "request_id"}
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert next(iter(fields)) in error["error"]["message"]
+    assert scheduler.requests == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "kind"),
+    [
+        (FinishReason.REJECTED, 429, "rate_limit_error"),
+        (FinishReason.ERROR, 500, "api_error"),
+        (FinishReason.ABORT, 503, "overloaded_error"),
+    ],
+)
+def test_failures_have_the_dialect(
+    frontend: Frontend, scheduler: ScriptedScheduler, reason: FinishReason, status: int, kind: str
+) -> None:
+    scheduler.script(lambda request: [ended(request.number, reason, message="because")])
+    response = frontend.post(PATH, body(stream=True))
+    assert (response.status_code, response.json()["error"]) == (status, {"type": kind, "message": "because"})
+    unknown = frontend.post(PATH, body(model="claude"))
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+    assert httpx.get(frontend.url + PATH).json()["type"] == "error"
+
+
+def test_failure_in_a_stream_is_its_last_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
+    with httpx.stream("POST", frontend.url + PATH, json=body(stream=True), timeout=PATIENCE) as response:
+        number = scheduler.request().number
+        scheduler.send(ended(number, FinishReason.ERROR, message="the worker failed"))
+        *_, last, nothing = response.read().decode().split("\n\n")
+    assert nothing == ""
+    kind, data = last.split("\n")
+    assert kind == "event: error"
+    error = json.loads(data.removeprefix("data: "))["error"]
+    assert error == {"type": "api_error", "message": "the worker failed"}

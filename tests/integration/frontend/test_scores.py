@@ -1,0 +1,103 @@
+"""/score, /rerank, /pooling and /classify: answers from embeddings, and refusals."""
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.integration.frontend.scripted import TOKENIZER, Frontend, ScriptedScheduler, scripted
+from tests.integration.frontend.test_embeddings import EMBEDS, embedding, states, unit
+from tests.integration.frontend.test_refusals import error_of
+
+QUERY, TEXTS = "one", ["three four five six", "one", "two words"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Frontend, ScriptedScheduler]]:
+    with scripted(state=EMBEDS, served_model_name=["demo"]) as pair:
+        yield pair
+
+
+@pytest.fixture
+def engine(pair: tuple[Frontend, ScriptedScheduler]) -> ScriptedScheduler:
+    pair[1].script(embedding)
+    return pair[1]
+
+
+@pytest.fixture
+def scorer(pair: tuple[Frontend, ScriptedScheduler], engine: ScriptedScheduler) -> Frontend:
+    return pair[0]
+
+
+def cosines_of(engine: ScriptedScheduler) -> list[float]:
+    """Return the cosines of the first request's embedding and each of the others."""
+    by_prompt = [unit(states(request).astype(np.float64)) for request in engine.requests]
+    return [float(by_prompt[0] @ other) for other in by_prompt[1:]]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+def test_one_text_is_compared_with_each(
+    scorer: Frontend, engine: ScriptedScheduler, path: str, names: tuple[str, str]
+) -> None:
+    answer = scorer.post(path, {names[0]: QUERY, names[1]: TEXTS, "priority": -3}).json()
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx(cosines_of(engine))
+    assert answer["data"][1]["score"] == pytest.approx(1.0)
+    assert answer["usage"]["prompt_tokens"] == sum(len(TOKENIZER.encode(text)) for text in [QUERY, *TEXTS])
+    assert {request.priority for request in engine.requests} == {-3}
+
+
+def test_lists_of_equal_length_are_compared_in_pairs(scorer: Frontend, engine: ScriptedScheduler) -> None:
+    answer = scorer.post("/score", {"text_1": TEXTS, "text_2": TEXTS}).json()
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_ordered(scorer: Frontend, engine: ScriptedScheduler, path: str) -> None:
+    documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+    answer = scorer.post(path, {"query": QUERY, "documents": documents, "top_n": 2}).json()
+    scores = cosines_of(engine)
+    best, second = answer["results"]
+    assert (best["index"], best["document"]) == (1, {"text": "one"})
+    assert second["relevance_score"] == pytest.approx(max(scores[0], scores[2]))
+    bare = scorer.post(path, {"query": QUERY, "documents": documents, "return_documents": False}).json()
+    assert [set(result) for result in bare["results"]] == [{"index", "relevance_score"}] * 3
+
+
+def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -> None:
+    answer = scorer.post("/pooling", {"input": ["x"]}).json()
+    embedded = scorer.post("/v1/embeddings", {"input": ["x"]}).json()
+    assert answer["data"][0]["data"] == embedded["data"][0]["embedding"]
+    encoded = scorer.post("/pooling", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["data"]
+    assert np.frombuffer(base64.b64decode(encoded), "<f4").tolist() == pytest.approx(
+        answer["data"][0]["data"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {}, "text_1"),
+        ("/score", {"text_1": "x"}, "text_1"),
+        ("/score", {"text_1": "x", "text_2": "y", "queries": "z"}, "text_1"),
+        ("/score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "text_1"),
+        ("/score", {"text_1": "x", "text_2": []}, "text_2"),
+        ("/score", {"text_1": "", "text_2": "x"}, "input"),
+        ("/rerank", {"query": "x"}, "documents"),
+        ("/rerank", {"query": "x", "documents": []}, "documents"),
+        ("/rerank", {"query": "x", "documents": ["x"], "top_n": -1}, "top_n"),
+        ("/pooling", {}, "input"),
+        ("/classify", {"input": "x"}, None),
+    ],
+)
+def test_bad_field_is_refused(
+    scorer: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object], param: str | None
+) -> None:
+    assert error_of(scorer.post(path, body), 400)["param"] == param
+    assert engine.requests == []
+
+
+def test_backend_without_embeddings_refuses_scores(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    error = error_of(frontend.post("/score", {"text_1": "x", "text_2": "y"}), 400)
+    assert "embeddings" in str(error["message"])
