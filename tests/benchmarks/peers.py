@@ -43,7 +43,7 @@ Runs = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Setting:
+class PeerSetting:
     args: argparse.Namespace
     gguf: Path
     converted: Path | None
@@ -59,12 +59,12 @@ class Setting:
         return self.converted
 
 
-Serve = Callable[[Setting, int], AbstractContextManager[ServerProcess]]
+Serve = Callable[[PeerSetting, int], AbstractContextManager[ServerProcess]]
 """Start a server for at most so many streams."""
 
 
 @dataclass(frozen=True)
-class Server:
+class ComparedServer:
     owner: str
     """"runahead", "vllm" or "llama_cpp"."""
     weights: str
@@ -79,18 +79,18 @@ class Server:
 
 
 def _native(*flags: str) -> Serve:
-    def serve(setting: Setting, streams: int) -> AbstractContextManager[ServerProcess]:
+    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
         return runahead_process(setting.gguf, *_common(setting), "--backend=native", *flags)
 
     return serve
 
 
-def _vllm_backend(setting: Setting, streams: int) -> AbstractContextManager[ServerProcess]:
+def _vllm_backend(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
     flags = *_common(setting), "--backend=vllm", "--dtype=bfloat16", f"--block-size={BLOCK}"
     return runahead_process(setting.checkpoint(), *flags, python=vllm_python())
 
 
-def _common(setting: Setting) -> tuple[str, ...]:
+def _common(setting: PeerSetting) -> tuple[str, ...]:
     return (
         f"--threads={setting.args.threads}",
         f"--max-model-len={setting.args.max_model_len}",
@@ -101,7 +101,7 @@ def _common(setting: Setting) -> tuple[str, ...]:
 
 def _vllm(*flags: str, threads: int | None = None) -> Serve:
     @contextmanager
-    def serve(setting: Setting, streams: int) -> Iterator[ServerProcess]:
+    def serve(setting: PeerSetting, streams: int) -> Iterator[ServerProcess]:
         arguments = (
             "--dtype=bfloat16", f"--max-model-len={setting.args.max_model_len}", f"--block-size={BLOCK}",
             f"--kv-cache-memory-bytes={setting.args.kv_gib * GIB}", "--no-enable-prefix-caching", *flags,
@@ -112,19 +112,19 @@ def _vllm(*flags: str, threads: int | None = None) -> Serve:
     return serve
 
 
-def _llama_cpp(setting: Setting, streams: int) -> AbstractContextManager[ServerProcess]:
+def _llama_cpp(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
     return llama_cpp.llama_cpp(setting.gguf, streams, setting.context, setting.args.threads)
 
 
 CORES = len(os.sched_getaffinity(0))
-SERVERS: Mapping[str, Server] = {
-    "llama.cpp": Server("llama_cpp", "blocks of the file", _llama_cpp, has_slots=True),
-    "vllm serve": Server("vllm", "bfloat16", _vllm(), needs_vllm=True),
-    "vllm serve, all cores": Server("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
-    "vllm serve, not compiled": Server("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
-    "runahead native": Server("runahead", "blocks of the file", _native()),
-    "runahead native, bfloat16": Server("runahead", "bfloat16", _native("--quantization=none")),
-    "runahead vllm": Server("runahead", "bfloat16", _vllm_backend, needs_vllm=True),
+SERVERS: Mapping[str, ComparedServer] = {
+    "llama.cpp": ComparedServer("llama_cpp", "blocks of the file", _llama_cpp, has_slots=True),
+    "vllm serve": ComparedServer("vllm", "bfloat16", _vllm(), needs_vllm=True),
+    "vllm serve, all cores": ComparedServer("vllm", "bfloat16", _vllm(threads=CORES), needs_vllm=True),
+    "vllm serve, not compiled": ComparedServer("vllm", "bfloat16", _vllm("--enforce-eager"), needs_vllm=True),
+    "runahead native": ComparedServer("runahead", "blocks of the file", _native()),
+    "runahead native, bfloat16": ComparedServer("runahead", "bfloat16", _native("--quantization=none")),
+    "runahead vllm": ComparedServer("runahead", "bfloat16", _vllm_backend, needs_vllm=True),
 }
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
     names = [name for name in args.servers if name not in absent]
     converted = _converted(gguf) if any(SERVERS[name].needs_vllm for name in names) else None
-    setting = Setting(args, gguf, converted)
+    setting = PeerSetting(args, gguf, converted)
     repeats = _kept() if args.keep else defaultdict(list)
     for _ in range(args.repeats):
         for name in names:
@@ -195,7 +195,7 @@ def _converted(gguf: Path) -> Path:
     return Path(answer.stdout.splitlines()[-1])
 
 
-def _absent(server: Server) -> str:
+def _absent(server: ComparedServer) -> str:
     """Return why a server cannot be measured here; empty: it can."""
     if server.owner == "llama_cpp":
         return llama_cpp.absent()

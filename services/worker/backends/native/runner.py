@@ -80,8 +80,8 @@ class NativeRunner:
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """Join the other ranks and read the weights. The number of threads is the user's, or this process's cores divided
-        by the ranks on this machine."""
+        """Join the other ranks and read the weights. The number of threads is the user's, or this process's cores
+        divided by the ranks on this machine."""
         self.leave()
         self._ranks = ranks = Ranks(assignment, listener)
         ranks.join()
