@@ -252,7 +252,15 @@ class WorkerConfig(ServiceConfig):
         0, ge=0, description="Size of the KV cache, bytes. 0: a share of the free memory."
     )
     quantization: str | None = Field(
-        None, description="vllm: quantisation method of the weights. Default: the checkpoint's."
+        None,
+        description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
+        "int8), or none (the blocks of a GGUF file are dequantised). vllm: quantisation method of the weights. "
+        "Default: the checkpoint's.",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="native: compute each row with the same bits whatever other rows are in its step, in bfloat16, "
+        "int8 and int4 as in float32.",
     )
     load_format: str = Field("auto", description="vllm: file format of the weights.")
     enforce_eager: bool = Field(
@@ -305,6 +313,25 @@ class WorkerConfig(ServiceConfig):
             raise ValueError(
                 f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
             )
+        if self.batch_invariant and self.backend != "native":
+            raise ValueError(
+                f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
+            )
+        if self.batch_invariant and self.kernels == "reference":
+            raise ValueError(
+                "--batch-invariant: --kernels reference does not give this promise; use compiled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        method, own = self.quantization, ("int8", "int4", "none")
+        if self.backend == "native" and method not in (None, *own):
+            raise ValueError(f"--quantization {method}: --backend native has {', '.join(own)}")
+        if self.backend == "vllm" and method in own:
+            raise ValueError(f"--quantization {method} is a type of --backend native, not a method of vLLM")
+        if self.backend == "sim" and method is not None:
+            raise ValueError(f"--quantization {method}: --backend sim has no weights")
         return self
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from services.checkpoint import DEMO_MODEL
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 from tests.ranks.conftest import LAYOUTS, MODELS
@@ -105,3 +106,19 @@ def test_bfloat16_stays_close_to_one_rank(tied: Family, start: Start, layout: tu
     assert (ours - reference).abs().mean() / reference.abs().mean() < 0.05
     assert torch.equal(ours, reference) or layout[0] > 1
     assert group.runner.loaded[0].bytes_per_block < alone.loaded.bytes_per_block
+
+
+@pytest.mark.parametrize(("layout", "quantization"), [((2, 1), "int4"), ((1, 2), "int8")], ids=str)
+def test_quantised_weights_give_the_tokens_of_one_rank(
+    start: Start, layout: tuple[int, int], quantization: str
+) -> None:
+    """Groups of inputs are never cut, so every layout has the same weights; at depth 1 and 2."""
+    settings = {"quantization": quantization, "dtype": "float32"}
+    alone, group = RunnerDriver(DEMO_MODEL, **settings), start(DEMO_MODEL, *layout, **settings)
+    texts = [[(7 * i + j) % 4000 + 3 for j in range(9 + i)] for i in range(3)]
+    expected = [alone.add(text) for text in texts]
+    alone.generate(expected, TOKENS)
+    for depth in (1, 2):
+        requests = [group.add(text) for text in texts]
+        group.generate(requests, TOKENS, chunk=5, depth=depth)
+        assert [request.output for request in requests] == [request.output for request in expected]

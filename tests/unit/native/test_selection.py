@@ -10,6 +10,7 @@ from services.config import WorkerConfig
 from services.worker.backends.native.kernels.selection import (
     ONEDNN_BFLOAT16,
     TABLE,
+    TILES,
     choose,
     create,
     processor_features,
@@ -40,6 +41,29 @@ def test_first_row_that_fits(
     choice = choose(wanted, "cpu", dtype, features)
     assert (choice.implementation, choice.activations) == (implementation, activations)
     assert create(choice).network.activations == activations
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "quantized", "invariant", "products"),
+    [
+        (BF16, (ONEDNN_BFLOAT16, TILES), False, False, "oneDNN, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, TILES), True, False, "our own, AMX, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, TILES), False, True, "our own, AMX, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16,), True, False, "our own, float32 from bfloat16 weights"),
+        (BF16, (ONEDNN_BFLOAT16,), False, True, "our own, float32 from bfloat16 weights"),
+        (F32, (ONEDNN_BFLOAT16, TILES), True, True, "our own, float32"),
+    ],
+)
+def test_products_of_quantised_weights_and_of_batch_invariance(
+    dtype: torch.dtype, features: tuple[str, ...], quantized: bool, invariant: bool, products: str
+) -> None:
+    assert choose("auto", "cpu", dtype, features, quantized, invariant).products == products
+
+
+def test_the_reference_does_not_promise_batch_invariance() -> None:
+    assert choose("reference", "cpu", BF16, (), quantized=True).implementation == "reference"
+    with pytest.raises(LoadError, match="independently of the batch"):
+        choose("reference", "cpu", BF16, (), invariant=True)
 
 
 def test_a_device_without_kernels_is_refused() -> None:

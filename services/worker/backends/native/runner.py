@@ -1,8 +1,10 @@
 """The native backend: one rank that computes with torch and kernels of its own."""
 
+import hashlib
 import logging
 import socket
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +21,14 @@ from services.worker.backends.native import drafters
 from services.worker.backends.native.drafters.base import Drafter, Target
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.kernels import selection
+from services.worker.backends.native.kernels.quantized_weight import GROUP, Quantization
 from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.loading import has_blocks
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import Part, tensor_parallel_sizes
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import checkpoint_path, model_digest, open_checkpoint
+from services.worker.weights import Checkpoint, checkpoint_path, model_digest, open_checkpoint
 
 log = logging.getLogger("runahead.worker")
 
@@ -69,9 +73,9 @@ class NativeRunner:
             path = checkpoint_path(self._config)
             config = ModelConfig.from_checkpoint(path)
             self._identity = Identity(
-                model_hash=model_digest(path, open_checkpoint(path)),
+                model_hash=self._digest(path, open_checkpoint(path)),
                 dtype=str(_dtype(self._config, config)).removeprefix("torch."),
-                tensor_parallel_sizes=tensor_parallel_sizes(config),
+                tensor_parallel_sizes=tensor_parallel_sizes(config, self._group),
                 max_pipeline_parallel_size=config.num_layers,
             )
         return self._identity
@@ -111,14 +115,42 @@ class NativeRunner:
             self._model = None  # freed before the next ones are read
             path = checkpoint_path(self._config)
             config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
-            if model_digest(path, checkpoint) != self.identify().model_hash:
+            if self._digest(path, checkpoint) != self.identify().model_hash:
                 raise LoadError(f"the files of {path} have changed; start this worker again")
             dtype, features = _dtype(self._config, config), selection.processor_features()
-            choice = selection.choose(self._config.kernels, self._config.device, dtype, features)
+            wanted, quantization = self._config.kernels, self._quantization
+            quantized = quantization != "none" and (
+                quantization is not None or has_blocks(checkpoint, config)
+            )
+            invariant = self._config.batch_invariant
+            choice = selection.choose(wanted, self._config.device, dtype, features, quantized, invariant)
             log.info("%s", choice.describe(features))
-            part = Part.from_shard(config, shard)
-            self._model = Model(part, checkpoint, dtype, selection.create(choice), progress)
+            part = Part.from_shard(config, shard, self._group)
+            model = Model(part, checkpoint, dtype, selection.create(choice), progress, quantization)
+            log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
+            self._model = model
         return self._model
+
+    @property
+    def _quantization(self) -> Quantization | Literal["none"] | None:
+        """Raises: LoadError, for a method of another backend."""
+        match self._config.quantization:
+            case None | "int8" | "int4" | "none" as known:
+                return known
+            case other:
+                raise LoadError(f"--quantization {other}: the native backend computes int8 and int4")
+
+    @property
+    def _group(self) -> int:
+        """Inputs that must not be cut."""
+        return GROUP if self._quantization in ("int8", "int4") else 1
+
+    def _digest(self, path: Path, checkpoint: Checkpoint) -> str:
+        """Return the digest of the model and of settings that change its values: all ranks have the same."""
+        digest, quantization = model_digest(path, checkpoint), self._config.quantization
+        settings = [quantization] if quantization is not None else []
+        settings += ["batch-invariant"] if self._config.batch_invariant else []
+        return hashlib.sha256(" ".join([digest, *settings]).encode()).hexdigest() if settings else digest
 
     def _drafter_of(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
         """Return the drafter: that of an earlier epoch with the same model, else read now."""

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.worker.backends.native.kernels.quantized_weight import Weight
 from services.worker.batch.slots import Rows
 
 I32 = NDArray[np.int32]
@@ -144,11 +145,30 @@ class AttentionShape(NamedTuple):
 class Linear(Protocol):
     """A product y = x W^T + b with prepared weights."""
 
+    num_bytes: int
+    """Memory of the weights."""
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Map activations[rows, in] to activations[rows, out].
 
         Returns: the result: `out` with float32 activations; otherwise a library may have allocated it.
         """
+        ...
+
+
+class Embedding(Protocol):
+    """Vectors of tokens."""
+
+    tensor: torch.Tensor | None
+    """[tokens, width]; None where they are kept in another layout."""
+    num_bytes: int
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        ...
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = vector of token index[i] in float32; int32[rows], float32[rows, width]."""
         ...
 
 
@@ -186,8 +206,16 @@ class NetworkKernels(Protocol):
     activations: torch.dtype
     """dtype that products read and write."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
+        ...
+
+    def embedding(self, weight: Weight) -> Embedding:
+        """Prepare the vectors of tokens, [tokens, width]."""
+        ...
+
+    def tied(self, embedding: Embedding) -> Linear:
+        """A product with the embedding's vectors as weights; it reads the same memory where the layout allows it."""
         ...
 
     def bytes_per_block(self, shape: CacheShape) -> int: ...

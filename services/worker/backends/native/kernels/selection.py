@@ -1,11 +1,16 @@
 """Choice of kernels by device, dtype and processor features: one table. The worker logs its row when it loads.
 
 The first row counts that has the requested implementation (`--kernels`; "auto" accepts any), the device and the dtype,
-and whose features the processor has.
+whose features the processor has, and that computes with quantised weights or batch-invariantly where that is requested.
 """
 
-from collections.abc import Collection
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -16,8 +21,13 @@ from services.worker.runner import LoadError
 Implementation = Literal["compiled", "reference"]
 ONEDNN_BFLOAT16 = "onednn_bfloat16"
 """oneDNN computes bfloat16 products and packs weights for them."""
+TILES = "tiles"
+"""Our own kernels can use AMX, with bfloat16 arithmetic of AVX-512 beside it."""
 NAMED = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
 """Processor features that the log names, and that a row may need."""
+
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+"""arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) on x86-64."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,10 @@ class KernelChoice:
     """Text for the log."""
     threads: str
     """Text for the log."""
+    quantized: bool = True
+    """The row computes fast with int8 and int4 weights."""
+    invariant: bool = True
+    """A row of a batch has the same bits in a batch of any size."""
 
     def describe(self, features: Collection[str]) -> str:
         """Return one line for the log."""
@@ -51,28 +65,51 @@ TABLE = (
     KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
-        *("oneDNN, bfloat16", "torch's OpenMP threads"),
+        *("oneDNN, bfloat16", "torch's OpenMP threads", False, False),
+    ),
+    KernelChoice(
+        *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16),
+        *("our own, AMX, bfloat16", _HELPERS),
     ),
     # Without bfloat16 arithmetic torch's own bfloat16 products take three to seven times as long as float32 ones.
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (), torch.float32),
         *("our own, float32 from bfloat16 weights", _HELPERS),
     ),
-    KernelChoice("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"),
-    KernelChoice("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"),
+    KernelChoice(
+        *("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False
+    ),
+    KernelChoice(
+        *("reference", "cpu", torch.bfloat16, (), torch.bfloat16, "torch, bfloat16", "torch's"),
+        invariant=False,
+    ),
 )
 
 
-def choose(wanted: str, device: str, dtype: torch.dtype, features: Collection[str]) -> KernelChoice:
-    """Return the first row of the table that fits; `wanted` is "auto" or an implementation.
+def choose(
+    wanted: str,
+    device: str,
+    dtype: torch.dtype,
+    features: Collection[str],
+    quantized: bool = False,
+    invariant: bool = False,
+) -> KernelChoice:
+    """Return the first row of the table that fits.
+
+    Args:
+        wanted: "auto" or an implementation
+        quantized: most weights are int8 or int4
+        invariant: a row must have the same bits in a batch of any size
 
     Raises: LoadError, if there is none.
     """
     for choice in TABLE:
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
-        if fits and set(choice.needs) <= set(features):
+        able = choice.quantized >= quantized and choice.invariant >= invariant
+        if fits and able and set(choice.needs) <= set(features):
             return choice
-    raise LoadError(f"no kernels ({wanted}) compute {dtype} on {device!r}; use --kernels auto")
+    promise = " independently of the batch (--batch-invariant)" if invariant else ""
+    raise LoadError(f"no kernels ({wanted}) compute {dtype} on {device!r}{promise}; use --kernels auto")
 
 
 def create(choice: KernelChoice) -> Kernels:
@@ -81,7 +118,7 @@ def create(choice: KernelChoice) -> Kernels:
         case "compiled":
             from services.worker.backends.native.kernels.cpu.kernels import CpuKernels
 
-            return CpuKernels(choice.activations, choice.dtype)
+            return CpuKernels(choice.activations, choice.dtype, tiles=TILES in choice.needs)
         case "reference":
             from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
 
@@ -94,4 +131,19 @@ def processor_features() -> frozenset[str]:
     if torch.backends.mkldnn.is_available():
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query
         found |= {ONEDNN_BFLOAT16} if supported() else set()
+    if {"amx_bf16", "avx512_bf16"} <= found and _compiles_for_this(os.environ) and _may_use_tiles():
+        found.add(TILES)
     return frozenset(found)
+
+
+def _compiles_for_this(variables: Mapping[str, str]) -> bool:
+    """Return whether numba compiles for this processor, and not for one that its variables name."""
+    return not {"NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"} & set(variables)
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Request the state of AMX's tiles, which Linux gives a process on request only."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)

@@ -166,7 +166,7 @@ class ForwardPass:
         """From token ids to logits, or from the stage before to the next one. Returns [sampled, vocabulary width]."""
         network, model, team = self._network, self._model, self._ranks.tensor_parallel
         if model.embedding is not None and team.size == 1:
-            network.gather(b.ids, model.embedding, b.residual)
+            model.embedding.look_up(b.ids, b.residual)
         self._attention.begin(b.positions, b.slots)
         eps, delta = model.config.norm_eps, None
         for number, layer in enumerate(model.layers):
@@ -197,10 +197,12 @@ class ForwardPass:
         """[tokens, hidden]: each token's row comes from the rank that has it, zeros from the others."""
         embedding = self._model.embedding
         assert embedding is not None, "the first stage has the embedding"
-        own = self._buffers.ids[: self._counts.tokens].long() - self._model.part.vocabulary.start
-        foreign = (own < 0) | (own >= len(embedding))
-        rows = embedding[own.masked_fill_(foreign, 0)].masked_fill_(foreign[:, None], 0)
-        return self._ranks.tensor_parallel.all_reduce(rows)
+        vocabulary, count = self._model.part.vocabulary, self._counts.tokens
+        own = self._buffers.ids[:count] - vocabulary.start
+        foreign = (own < 0) | (own >= vocabulary.stop - vocabulary.start)
+        rows = torch.empty(count, self._model.config.hidden_size)
+        embedding.look_up(own.masked_fill_(foreign, 0), rows)
+        return self._ranks.tensor_parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
 
     def _final_normed(self, tokens: torch.Tensor) -> torch.Tensor:
         """activations[some, hidden] after the final norm, of int64[some] tokens of the step."""

@@ -1,26 +1,52 @@
 """Names and shapes of a checkpoint's tensors, and the share of each that a rank reads."""
 
+from typing import Literal
+
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.interface import Linear, NetworkKernels
+from services.worker.backends.native.kernels.interface import Embedding, Linear, NetworkKernels
+from services.worker.backends.native.kernels.quantized_weight import (
+    Quantization,
+    QuantizedWeight,
+    Weight,
+    quantized,
+    stacked,
+)
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.gguf_blocks import weight_from_blocks
 from services.worker.backends.native.model.layer import Layer
 from services.worker.backends.native.model.partition import Part
-from services.worker.weights import Checkpoint
+from services.worker.weights import Checkpoint, Cut
+
+Wanted = Quantization | Literal["none"] | None
 
 
 class ShardLoader:
-    """Reads the weights of one rank; the methods raise LoadError when a tensor is missing or has another shape."""
+    """Reads the weights of one rank; the methods raise LoadError when a tensor is missing or has another shape.
+
+    Args:
+        quantization: of all products; the embedding and the head have 8 bits. None: quantised blocks of the file are
+            kept, or become int8 where the kernels cannot compute with them; "none": they are dequantised.
+    """
 
     def __init__(
-        self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, network: NetworkKernels
+        self,
+        part: Part,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        network: NetworkKernels,
+        quantization: Wanted = None,
     ) -> None:
         self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
-        self._dtype, self._network = dtype, network
+        self._dtype, self._network, self._quantization = dtype, network, quantization
+        self.types: set[str] = set()
+        """Types of the weights that were read."""
 
-    def embedding(self) -> torch.Tensor:
-        """[this rank's token ids, hidden] in the model's dtype"""
-        return self._tokens("model.embed_tokens.weight")
+    def embedding(self) -> Embedding:
+        """This rank's token ids; `vocabulary_width` vectors, the last ones zero, where the head reads them too."""
+        weight = self._tokens("model.embed_tokens.weight")
+        return self._network.embedding(self._padded(weight) if self._whole.tied else weight)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """float32[size]"""
@@ -49,37 +75,68 @@ class ShardLoader:
             down=self._by_inputs(at + "mlp.down_proj", intermediate, part.intermediate, c.mlp_bias),
         )
 
-    def head(self, embedding: torch.Tensor | None) -> Linear:
+    def head(self, embedding: Embedding | None) -> Linear:
         """hidden to `vocabulary_width` logits; where a rank has fewer token ids, the last ones are zero."""
-        if not self._whole.tied:
-            weight = self._tokens("lm_head.weight")
-        else:
-            weight = self.embedding() if embedding is None else embedding
-        missing = self._part.vocabulary_width - len(weight)
-        return self._network.linear(functional.pad(weight, (0, 0, 0, missing)))
+        if self._whole.tied and embedding is not None:
+            return self._network.tied(embedding)
+        name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
+        return self._network.linear(self._padded(self._tokens(name)))
 
-    def _tokens(self, name: str) -> torch.Tensor:
+    def _padded(self, weight: Weight) -> Weight:
+        missing = self._part.vocabulary_width - weight.shape[0]
+        if isinstance(weight, QuantizedWeight):
+            return weight.padded(missing)
+        return functional.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+    def _tokens(self, name: str) -> Weight:
         shape = (self._whole.vocab_size, self._whole.hidden_size)
-        return self._checkpoint.take(name, shape, self._dtype, (self._part.vocabulary,))
+        wanted = "int8" if self._quantization == "int4" else self._quantization
+        return self._weight(name, shape, (self._part.vocabulary,), wanted)
 
     def _by_outputs(self, at: str, parts: dict[str, tuple[int, slice]], bias: bool) -> Linear:
         """One product from several of the checkpoint, stacked. `parts`: number of outputs, and this rank's share."""
         hidden = self._whole.hidden_size
-        weights = [self._product(f"{at}{x}.weight", (size, hidden), own) for x, (size, own) in parts.items()]
+        weights = [
+            self._weight(f"{at}{x}.weight", (size, hidden), (own,), self._quantization)
+            for x, (size, own) in parts.items()
+        ]
         biases = [self._product(f"{at}{x}.bias", (size,), own) for x, (size, own) in parts.items() if bias]
-        return self._network.linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        return self._network.linear(stacked(weights), torch.cat(biases) if biases else None)
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
         """A product that yields a summand of every output, from this rank's share of the inputs."""
         hidden = self._whole.hidden_size
-        weight = self._product(f"{name}.weight", (hidden, width), slice(None), own)
+        weight = self._weight(f"{name}.weight", (hidden, width), (slice(None), own), self._quantization)
         adds = bias and self._part.adds_bias
-        return self._network.linear(
-            weight.contiguous(), self._product(f"{name}.bias", (hidden,)) if adds else None
-        )
+        if isinstance(weight, torch.Tensor):
+            weight = weight.contiguous()
+        return self._network.linear(weight, self._product(f"{name}.bias", (hidden,)) if adds else None)
+
+    def _weight(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
+        weight = self._read(name, shape, cut, wanted)
+        self.types.add(weight.kind if isinstance(weight, QuantizedWeight) else str(weight.dtype))
+        return weight
+
+    def _read(self, name: str, shape: tuple[int, int], cut: Cut, wanted: Wanted) -> Weight:
+        if wanted == "none":
+            return self._product(name, shape, *cut)
+        if (blocks := self._checkpoint.blocks(name, shape, cut)) is not None:
+            kept = weight_from_blocks(blocks)
+            if kept is not None and (wanted != "int4" or kept.kind == "int4"):
+                return kept
+            wanted = wanted or "int8"
+        if wanted is None:
+            return self._product(name, shape, *cut)
+        return quantized(self._checkpoint.take(name, shape, torch.float32, cut), wanted)
 
     def _product(self, name: str, shape: tuple[int, ...], *cut: slice) -> torch.Tensor:
         return self._checkpoint.take(name, shape, self._dtype, cut)
+
+
+def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether products are quantised in the file."""
+    shape = config.hidden_size, config.intermediate_size
+    return checkpoint.blocks("model.layers.0.mlp.down_proj.weight", shape, (slice(1),)) is not None
 
 
 def _scaled(share: slice, size: int) -> slice:

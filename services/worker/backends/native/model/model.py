@@ -9,7 +9,7 @@ import torch
 
 from services.worker.backends.native.kernels.interface import AttentionShape, CacheShape, Kernels
 from services.worker.backends.native.model.config import ModelConfig
-from services.worker.backends.native.model.loading import ShardLoader
+from services.worker.backends.native.model.loading import ShardLoader, Wanted
 from services.worker.backends.native.model.partition import Part
 from services.worker.backends.native.model.rope import inverse_frequencies
 from services.worker.runner import Progress
@@ -20,14 +20,20 @@ class Model:
     """The weights of one rank."""
 
     def __init__(
-        self, part: Part, checkpoint: Checkpoint, dtype: torch.dtype, kernels: Kernels, progress: Progress
+        self,
+        part: Part,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        progress: Progress,
+        quantization: Wanted = None,
     ) -> None:
-        """Read the weights. Raises: LoadError, if a tensor is missing or has another shape."""
+        """Read the weights; `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
         self.attention = attention_shape(part.config)
-        loader = ShardLoader(part, checkpoint, dtype, kernels.network)
+        loader = ShardLoader(part, checkpoint, dtype, kernels.network, quantization)
         self.embedding = loader.embedding() if part.is_first else None
-        """[this rank's token ids, hidden], in the model's dtype"""
+        """Vectors of this rank's token ids."""
         self.layers = []
         for number in part.layers:
             self.layers.append(loader.layer(number))
@@ -36,6 +42,16 @@ class Model:
             self.final_norm = loader.vector("model.norm.weight", part.whole.hidden_size)
             self.head = loader.head(self.embedding)
         progress("loading weights", 1.0)
+        self.weight_types = " and ".join(sorted(kind.removeprefix("torch.") for kind in loader.types))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the embedding and of the weights of products."""
+        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        total = sum(product.num_bytes for product in products)
+        total += self.embedding.num_bytes if self.embedding is not None else 0
+        shared = self.embedding is not None and self.embedding.tensor is None and self.part.whole.tied
+        return total + (self.head.num_bytes if self.part.is_last and not shared else 0)
 
     def cache_shape(self, block_size: int) -> CacheShape:
         return cache_shape(self.config, block_size, self.dtype)

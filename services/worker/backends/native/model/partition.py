@@ -44,11 +44,14 @@ class Part:
         return self.shard.tp_rank == 0
 
     @classmethod
-    def from_shard(cls, config: ModelConfig, shard: Shard) -> "Part":
-        """Raises: LoadError, when the model cannot be cut like this; the text names the sizes that work."""
+    def from_shard(cls, config: ModelConfig, shard: Shard, group: int = 1) -> "Part":
+        """`group`: inputs that are quantised together and cannot be cut.
+
+        Raises: LoadError, when the model cannot be cut like this; the text names the sizes that work.
+        """
         size, stages = shard.tensor_parallel_size, shard.pipeline_parallel_size
-        if problem := _problem(config, size):
-            allowed = ", ".join(map(str, tensor_parallel_sizes(config)))
+        if problem := _problem(config, size, group):
+            allowed = ", ".join(map(str, tensor_parallel_sizes(config, group)))
             raise LoadError(
                 f"this model cannot be cut for {size} tensor-parallel ranks, only for {allowed}: {problem}"
             )
@@ -79,9 +82,21 @@ class Part:
         )
 
 
-def tensor_parallel_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Return the numbers of ranks that a layer can be divided among, in ascending order."""
-    return tuple(size for size in range(1, config.num_heads + 1) if not _problem(config, size))
+def tensor_parallel_sizes(config: ModelConfig, group: int = 1) -> tuple[int, ...]:
+    """Return the numbers of ranks that a layer can be divided among, in ascending order.
+
+    Args:
+        group: inputs that are quantised together and cannot be cut
+
+    Raises: LoadError, when not even the whole layer consists of such groups.
+    """
+    inputs = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+    if any(size % group for size in inputs):
+        raise LoadError(
+            f"weights are quantised in groups of {group} inputs, but this model has products with "
+            f"{', '.join(map(str, inputs))} inputs; use it without --quantization"
+        )
+    return tuple(size for size in range(1, config.num_heads + 1) if not _problem(config, size, group))
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
@@ -93,7 +108,7 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
     return range(start, start + counts[stage])
 
 
-def _problem(config: ModelConfig, size: int) -> str:
+def _problem(config: ModelConfig, size: int, group: int) -> str:
     """Return why a layer cannot be divided among `size` ranks; empty: it can."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > heads:
@@ -105,8 +120,19 @@ def _problem(config: ModelConfig, size: int) -> str:
         )
     if config.intermediate_size % size:
         return f"the MLP is {config.intermediate_size} wide"
+    if problem := _divided_group(config, size, group):
+        return problem
     if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
         return f"a rank would have none of {config.vocab_size} token ids"
+    return ""
+
+
+def _divided_group(config: ModelConfig, size: int, group: int) -> str:
+    """Return which groups of inputs would be divided; empty: none."""
+    if config.intermediate_size // size % group:
+        return f"the MLP is {config.intermediate_size} wide, quantised in groups of {group}"
+    if any(_heads(config, size, rank)[0].stop * config.head_dim % group for rank in range(size)):
+        return f"heads of size {config.head_dim} are quantised in groups of {group}"
     return ""
 
 

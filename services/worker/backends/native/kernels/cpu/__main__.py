@@ -11,8 +11,11 @@ from services.worker.backends.native.kernels.cpu.compiled.most_likely import mos
 from services.worker.backends.native.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cpu.compiled.product import product_kernel
+from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, INT4, INT8, rows_kernel
+from services.worker.backends.native.kernels.cpu.compiled.quantized_product import quantized_product_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.backends.native.kernels.cpu.recording import replay_kernel
+from services.worker.backends.native.kernels.selection import TILES, processor_features
 
 draw_kernel()
 greedy_kernel()
@@ -29,6 +32,15 @@ for half in (False, True):
     gate_kernel(half)
     product_kernel(half, inputs=1)
     copy_kernel(half, beside_torch=False)
+for kind in (INT8, INT4):
+    rows_kernel(kind)
+    quantized_product_kernel(kind, inputs=1)
+if TILES in processor_features():
+    from services.worker.backends.native.kernels.cpu.compiled.tile_product import tile_product_kernel
+
+    rows_kernel(BF16)
+    for kind in (BF16, INT8, INT4):
+        tile_product_kernel(kind, inputs=1)
 for half, half_cache in ((False, False), (False, True), (True, True)):
     write_kernel(half, half_cache)
     attention_kernel(half, half_cache)

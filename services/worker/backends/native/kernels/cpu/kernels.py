@@ -21,11 +21,12 @@ class CpuKernels:
     Args:
         activations: of the model's products
         dtype: the model's, in which keys and values are kept
+        tiles: see `CpuNetwork`
     """
 
-    def __init__(self, activations: torch.dtype, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self.network: NetworkKernels = CpuNetwork(activations, dtype)
+    def __init__(self, activations: torch.dtype, dtype: torch.dtype, tiles: bool = False) -> None:
+        self._dtype, self._uses_torch = dtype, activations != torch.float32 and not tiles
+        self.network: NetworkKernels = CpuNetwork(activations, dtype, tiles)
         self.rows: RowKernels = CpuRows()
         self.sampling: SamplingKernels = CpuSampling()
         self.drafting: DraftingKernels = CpuDrafting()
@@ -34,7 +35,7 @@ class CpuKernels:
         return CpuNetwork(torch.float32, self._dtype)
 
     def use_threads(self, number: int) -> None:
-        """With float32 activations little is left to torch, and its threads wait spinning on cores that others want;
+        """With products of our own little is left to torch, and its threads wait spinning on cores that others want;
         so it gets none."""
         set_num_threads(number)
-        torch.set_num_threads(1 if self.network.activations == torch.float32 else number)
+        torch.set_num_threads(number if self._uses_torch else 1)

@@ -11,17 +11,27 @@ from services.worker.backends.native.kernels.cpu.compiled.most_likely import mos
 from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.backends.native.kernels.cpu.compiled.simd import LANES
+from services.worker.backends.native.kernels.cpu.embedding import PanelEmbedding
 from services.worker.backends.native.kernels.cpu.launching import Launcher
-from services.worker.backends.native.kernels.cpu.products import Float32Product, OneDnnProduct
+from services.worker.backends.native.kernels.cpu.panels import Panels
+from services.worker.backends.native.kernels.cpu.products import (
+    Float32Product,
+    OneDnnProduct,
+    float32_panel_product,
+    tile_panel_product,
+)
 from services.worker.backends.native.kernels.interface import (
     Attention,
     AttentionShape,
     Buffers,
     CacheShape,
+    Embedding,
     KVCache,
     Linear,
     Recording,
 )
+from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
+from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
@@ -33,23 +43,44 @@ def padded(size: int) -> int:
 
 
 class CpuNetwork:
-    """`NetworkKernels`. With float32 activations all kernels are our own. With bfloat16 the products are oneDNN's; a
-    recording calls them between its kernels."""
+    """`NetworkKernels`. All kernels are our own, unless the products are oneDNN's: a recording calls these between its
+    kernels.
 
-    def __init__(self, activations: torch.dtype, cache: torch.dtype) -> None:
-        self.activations, self._cache = activations, cache
+    Args:
+        tiles: products with bfloat16 activations are our own, by AMX
+    """
+
+    def __init__(self, activations: torch.dtype, cache: torch.dtype, tiles: bool = False) -> None:
+        self.activations, self._cache, self._tiles = activations, cache, tiles
         half = activations == torch.bfloat16
-        self._launcher = Launcher(beside_torch=half)
+        self._launcher = Launcher(beside_torch=half and not tiles)
         self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
             torch.bfloat16: copy_kernel(half=True, beside_torch=half),
         }
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        if self._tiles or isinstance(weight, QuantizedWeight):
+            return self._from_panels(Panels.from_weight(weight), bias)
         if self.activations == torch.float32:
             return Float32Product(self._launcher, weight, bias)
         return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
+
+    def embedding(self, weight: Weight) -> Embedding:
+        if self._tiles or isinstance(weight, QuantizedWeight):
+            return PanelEmbedding(self._launcher, Panels.from_weight(weight))
+        return PlainEmbedding(self, weight)
+
+    def tied(self, embedding: Embedding) -> Linear:
+        if isinstance(embedding, PanelEmbedding):
+            return self._from_panels(embedding.panels, None)
+        assert embedding.tensor is not None, "it is one of this network's"
+        return self.linear(embedding.tensor)
+
+    def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> Linear:
+        make = tile_panel_product if self._tiles else float32_panel_product
+        return make(self._launcher, panels, bias)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         per_head = padded(shape.head_dim) * (padded(shape.block_size) + shape.block_size)

@@ -1,15 +1,20 @@
-"""y = x W^T + b: in float32 by our own kernel, in bfloat16 by oneDNN.
+"""y = x W^T + b: by our own kernels, or in bfloat16 by oneDNN.
 
-In float32 a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
+Our own give a row the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, CHUNK, PANEL, product_kernel
+from services.worker.backends.native.kernels.cpu.compiled import product, quantized_product, tile_product
+from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.backends.native.kernels.cpu.launching import Launcher
+from services.worker.backends.native.kernels.cpu.panels import Panels
+from services.worker.backends.native.kernels.cpu.thread_team import Kernel
 
-_PRODUCT = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
+_ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
 
 
 class Float32Product:
@@ -30,15 +35,59 @@ class Float32Product:
         if half:  # number i beside number i + 8: `simd.load_bf16_pairs`
             panels = panels.unflatten(2, (2, PANEL // 2)).transpose(2, 3)
         self._weight = panels.contiguous()
-        start = torch.zeros(self._outputs) if bias is None else bias.float()
-        self._bias = functional.pad(start, (0, missing))
-        self._kernel = product_kernel(half, self._inputs)
+        self.num_bytes: int = self._weight.nbytes
+        self._bias = _padded(bias, self._outputs, BLOCK)
+        self._kernel = product.product_kernel(half, self._inputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
         values = (*addresses, len(x), self._inputs, self._outputs)
-        self._launcher.launch(self._kernel, x, values, self._blocks, CHUNK, "rows")
+        self._launcher.launch(self._kernel, x, values, self._blocks, product.CHUNK, "rows")
         return out
+
+
+class PanelProduct:
+    """A product from panels, which it may share with an embedding.
+
+    Args:
+        kernel: of the panels' kind
+        block: outputs of one item of the kernel
+        chunk: rows of one item
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        panels: Panels,
+        bias: torch.Tensor | None,
+        kernel: Callable[[int, int], Kernel],
+        block: int,
+        chunk: int,
+    ) -> None:
+        self._launcher, self._panels, self._chunk = launcher, panels, chunk
+        self.num_bytes = panels.num_bytes
+        self._blocks = -(-panels.outputs // block)
+        self._bias = _padded(bias, panels.outputs, Panels.BLOCK)
+        self._kernel = kernel(panels.kind, panels.inputs)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        panels = self._panels
+        addresses = x.data_ptr(), panels.memory.data_ptr(), self._bias.data_ptr(), out.data_ptr()
+        values = (*addresses, len(x), panels.inputs, panels.outputs)
+        self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
+        return out
+
+
+def float32_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+    """With float32 activations; the panels are int8 or int4."""
+    kernel = quantized_product.quantized_product_kernel
+    return PanelProduct(launcher, panels, bias, kernel, product.BLOCK, quantized_product.CHUNK)
+
+
+def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+    """With bfloat16 activations, by AMX."""
+    kernel = tile_product.tile_product_kernel
+    return PanelProduct(launcher, panels, bias, kernel, tile_product.BLOCK, tile_product.CHUNK)
 
 
 class OneDnnProduct:
@@ -48,7 +97,7 @@ class OneDnnProduct:
         self._launcher = launcher
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001  as above
         self._bias = bias
-        self._outputs = len(weight)
+        self._outputs, self.num_bytes = len(weight), weight.nbytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return self._launcher.call(self._multiply, x, out, in_place=False)
@@ -56,5 +105,10 @@ class OneDnnProduct:
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if not len(x):
             return x.new_empty(0, self._outputs)
-        result: torch.Tensor = _PRODUCT(x, self._weight, self._bias, "none", [], "")
+        result: torch.Tensor = _ONEDNN(x, self._weight, self._bias, "none", [], "")
         return result
+
+
+def _padded(bias: torch.Tensor | None, outputs: int, block: int) -> torch.Tensor:
+    start = torch.zeros(outputs) if bias is None else bias.float()
+    return functional.pad(start, (0, -outputs % block))

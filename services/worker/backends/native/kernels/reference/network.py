@@ -12,10 +12,12 @@ from services.worker.backends.native.kernels.interface import (
     Buffers,
     CacheShape,
     EagerRecording,
+    Embedding,
     KVCache,
     Linear,
     Recording,
 )
+from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
@@ -27,10 +29,15 @@ class ReferenceNetwork:
     def __init__(self, activations: torch.dtype) -> None:
         self.activations = activations
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return ReferenceLinear(
-            weight.to(self.activations), bias if bias is None else bias.to(self.activations)
-        )
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        return ReferenceLinear(weight, bias, self.activations)
+
+    def embedding(self, weight: Weight) -> Embedding:
+        return ReferenceEmbedding(weight)
+
+    def tied(self, embedding: Embedding) -> Linear:
+        assert isinstance(embedding, ReferenceEmbedding), "it is one of this network's"
+        return self.linear(embedding.weight)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
         per_head = 2 * shape.block_size * shape.head_dim
@@ -90,11 +97,32 @@ class ReferenceNetwork:
 class ReferenceLinear:
     """`Linear`"""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+    def __init__(self, weight: Weight, bias: torch.Tensor | None, activations: torch.dtype) -> None:
+        self._activations = activations
+        self._weight = weight if isinstance(weight, QuantizedWeight) else weight.to(activations)
+        self._bias = bias if bias is None else bias.to(activations)
+        self.num_bytes = self._weight.nbytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(functional.linear(x, self._weight, self._bias))
+        weight = self._weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantized().to(self._activations)
+        return out.copy_(functional.linear(x, weight, self._bias))
+
+
+class ReferenceEmbedding:
+    """`Embedding`"""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight, self.num_bytes = weight, weight.nbytes
+        self.tensor = weight if isinstance(weight, torch.Tensor) else None
+
+    def __len__(self) -> int:
+        return self.weight.shape[0]
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        weight, rows = self.weight, index.long()
+        out.copy_(weight.select(rows) if isinstance(weight, QuantizedWeight) else weight[rows])
 
 
 class ReferenceAttention:

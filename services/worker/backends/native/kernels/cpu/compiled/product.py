@@ -30,7 +30,7 @@ _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
 @njit(inline="always")
-def _store(a, row, first, value, tail):  # type: ignore[no-untyped-def]
+def store_outputs(a, row, first, value, tail):  # type: ignore[no-untyped-def]
     """Store outputs `first` to `first` + 15 of a row, as far as they exist."""
     out = a.out + (row * a.outputs + first) * 4
     if first + PANEL <= a.outputs:
@@ -42,7 +42,7 @@ def _store(a, row, first, value, tail):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _one(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+def one_row(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
     """Compute one row in all panels of the block at once: that many independent sums hide the latency of each."""
     size = PANEL * (2 if HALF else 4)
     bias, step = a.bias + first * 4, a.inputs * size
@@ -56,17 +56,17 @@ def _one(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
         s2 = simd.fma(some, simd.load_paired(w + 2 * step, HALF), s2)
         s3 = simd.fma(some, simd.load_paired(w + 3 * step, HALF), s3)
         w += size
-    _store(a, row, first, s0, tail)
+    store_outputs(a, row, first, s0, tail)
     if first + PANEL < a.outputs:
-        _store(a, row, first + PANEL, s1, tail)
+        store_outputs(a, row, first + PANEL, s1, tail)
     if first + 2 * PANEL < a.outputs:
-        _store(a, row, first + 2 * PANEL, s2, tail)
+        store_outputs(a, row, first + 2 * PANEL, s2, tail)
     if first + 3 * PANEL < a.outputs:
-        _store(a, row, first + 3 * PANEL, s3, tail)
+        store_outputs(a, row, first + 3 * PANEL, s3, tail)
 
 
 @njit(inline="always")
-def _four(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+def four_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
     """Compute rows `row` to `row` + 3 in one panel; instead of rows beyond `last`, `last` is computed again."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
@@ -79,14 +79,14 @@ def _four(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-
         s2 = simd.fma(simd.splat(simd.load_f32(x2 + i)), some, s2)
         s3 = simd.fma(simd.splat(simd.load_f32(x3 + i)), some, s3)
         w += size
-    _store(a, row, first, s0, tail)
-    _store(a, r1, first, s1, tail)
-    _store(a, r2, first, s2, tail)
-    _store(a, r3, first, s3, tail)
+    store_outputs(a, row, first, s0, tail)
+    store_outputs(a, r1, first, s1, tail)
+    store_outputs(a, r2, first, s2, tail)
+    store_outputs(a, r3, first, s3, tail)
 
 
 @njit(inline="always")
-def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
+def six_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
     """Compute six rows in the same way: as many sums as the registers of AVX2 hold."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r4, r5 = min(row + 4, last), min(row + 5, last)
@@ -101,12 +101,12 @@ def _six(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-d
         s4 = simd.fma(simd.splat(simd.load_f32(x4 + i)), some, s4)
         s5 = simd.fma(simd.splat(simd.load_f32(x5 + i)), some, s5)
         w += size
-    _store(a, row, first, s0, tail)
-    _store(a, row + 1, first, s1, tail)
-    _store(a, row + 2, first, s2, tail)
-    _store(a, row + 3, first, s3, tail)
-    _store(a, r4, first, s4, tail)
-    _store(a, r5, first, s5, tail)
+    store_outputs(a, row, first, s0, tail)
+    store_outputs(a, row + 1, first, s1, tail)
+    store_outputs(a, row + 2, first, s2, tail)
+    store_outputs(a, row + 3, first, s3, tail)
+    store_outputs(a, r4, first, s4, tail)
+    store_outputs(a, r5, first, s5, tail)
 
 
 def product_kernel(half: bool, inputs: int) -> Kernel:
@@ -135,17 +135,17 @@ def _compiled(half: bool) -> Kernel:
             weights = a.weight + block * 4 * panel_size
             if end - start < 3:
                 for row in range(start, end):
-                    _one(a, row, weights, first, tail, HALF)
+                    one_row(a, row, weights, first, tail, HALF)
                 continue
             for panel in range(min(4, (a.outputs - first + PANEL - 1) // PANEL)):
                 w, at, row = weights + panel * panel_size, first + panel * PANEL, start
                 while row < end:
                     left = end - row
                     if left > 8 or left == 5 or left == 6:
-                        _six(a, row, end - 1, w, at, tail, HALF)
+                        six_rows(a, row, end - 1, w, at, tail, HALF)
                         row += 6
                     else:
-                        _four(a, row, end - 1, w, at, tail, HALF)
+                        four_rows(a, row, end - 1, w, at, tail, HALF)
                         row += 4
 
     return Kernel(product, PRODUCT, cost=1)

@@ -1,0 +1,174 @@
+"""y = W x + b with AMX, from weights in bfloat16, int8 or int4. Activations are bfloat16, sums float32.
+
+Codes are decoded to bfloat16 into a panel that stays in the nearest caches, while the first rows are multiplied. Each
+sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance,
+docs/invariants.md).
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import carray, njit
+
+from services.worker.backends.native.kernels.cpu.compiled import amx, simd
+from services.worker.backends.native.kernels.cpu.compiled.quantized import (
+    BF16,
+    GROUP,
+    GROUP_BYTES,
+    PANEL,
+    scales_of,
+    two_inputs,
+)
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
+
+BLOCK = 2 * PANEL
+"""Outputs of one item: two panels."""
+CHUNK = 1024
+"""Maximum number of rows of one item. The more, the less often a panel is decoded."""
+WORTH = 1 << 17
+"""Multiplications that are worth another thread."""
+PRODUCT = [
+    ("x", np.int64),  # bfloat16[rows, inputs]
+    ("weight", np.int64),  # panels; their number is even
+    ("bias", np.int64),  # float32[blocks * BLOCK]
+    ("out", np.int64),  # bfloat16[rows, outputs]
+    ("rows", np.int64),
+    ("inputs", np.int64),
+    ("outputs", np.int64),
+]
+_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
+
+
+@njit(inline="always")
+def _decode(group, target, KIND):  # type: ignore[no-untyped-def]
+    """Decode a group to a tile of weights."""
+    scales, minima = scales_of(group, KIND)
+    for pair in range(GROUP // 2):
+        even, odd = two_inputs(group, pair, scales, minima, KIND)
+        amx.store_bf16_pairs(target + pair * 64, even, odd)
+
+
+@njit(inline="always")
+def _sums(x0, x1, stride, weights, size, decoded, groups, DECODES, PAIR, KIND):  # type: ignore[no-untyped-def]
+    """Multiply one tile of rows, or two if `PAIR`, with two panels.
+
+    `weights` are the first panel's codes, and `size` its bytes, if `DECODES`; else `decoded` has the weights already.
+    """
+    amx.zero_0()
+    amx.zero_1()
+    if PAIR:
+        amx.zero_2()
+        amx.zero_3()
+    tile0, tile1 = decoded, decoded + groups * amx.TILE_BYTES
+    for number in range(groups):
+        if DECODES:
+            group = weights + number * GROUP_BYTES[KIND]
+            _decode(group, tile0, KIND)
+            _decode(group + size, tile1, KIND)
+        amx.load_4(x0 + number * 64, stride)
+        amx.load_6(tile0, 64)
+        amx.load_7(tile1, 64)
+        amx.multiply_0()
+        amx.multiply_1()
+        if PAIR:
+            amx.load_5(x1 + number * 64, stride)
+            amx.multiply_2()
+            amx.multiply_3()
+        tile0 += amx.TILE_BYTES
+        tile1 += amx.TILE_BYTES
+
+
+@njit(inline="always")
+def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
+    """Add the bias to two tiles of sums side by side, and store outputs `first` to `first` + 31."""
+    bias, number = a.bias + first * 4, min(BLOCK, a.outputs - first)
+    bias0, bias1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
+    tail = sums + 2 * amx.TILE_BYTES
+    out = a.out + (row * a.outputs + first) * 2
+    for i in range(rows):
+        value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
+        value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
+        if number == BLOCK:
+            amx.store_bf16x32(out, value0, value1)
+        else:
+            amx.store_bf16x32(tail, value0, value1)
+            for j in range(number):
+                simd.store_bf16(out + j * 2, simd.load_bf16(tail + j * 2))
+        out += a.outputs * 2
+
+
+@njit(inline="always")
+def _tile(a, x0, x1, row0, row1, block, decoded, size, memory, stride, DECODES, PAIR, KIND):  # type: ignore[no-untyped-def]
+    """Compute one or two tiles of rows of a block of outputs."""
+    groups, first, rows = (a.inputs + GROUP - 1) // GROUP, block * BLOCK, min(a.rows, amx.ROWS)
+    _sums(x0, x1, stride, a.weight + block * 2 * size, size, decoded, groups, DECODES, PAIR, KIND)
+    amx.store_0(memory, 64)
+    amx.store_1(memory + amx.TILE_BYTES, 64)
+    _write(a, memory, row0, rows, first)
+    if PAIR:
+        amx.store_2(memory, 64)
+        amx.store_3(memory + amx.TILE_BYTES, 64)
+        _write(a, memory, row1, rows, first)
+
+
+def tile_product_kernel(kind: int, inputs: int) -> Kernel:
+    """One item is two panels of up to `CHUNK` rows; its work is the number of rows."""
+    kernel = _compiled(kind).again()
+    kernel.cost = -(-WORTH // (BLOCK * inputs))
+    return kernel
+
+
+@cache
+def _compiled(kind: int) -> Kernel:
+    KIND, SIZE, CODED = kind, GROUP_BYTES[kind], kind != BF16
+
+    def tile_product(address):  # type: ignore[no-untyped-def]
+        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
+        size, whole, rows = groups * SIZE, a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
+        stride = groups * GROUP * 2
+        panels = 2 * groups * amx.TILE_BYTES if CODED else 0
+        copied = 0 if whole else min(a.rows, CHUNK) * stride
+        sums = 2 * amx.TILE_BYTES + 64
+        buffer = np.empty(64 + sums + panels + copied, np.uint8)
+        memory = (buffer.ctypes.data + 63) // 64 * 64
+        scratch = memory + sums
+        configured = False
+        while True:
+            item = take(address)
+            if item >= a.items:
+                break
+            if not configured:
+                amx.configure(memory, rows)
+                configured = True
+            block, start = item % blocks, item // blocks * CHUNK
+            # A tile has `rows` rows; the last one of a chunk begins earlier where too few rows are left
+            start, end = max(0, min(start, a.rows - rows)), min(start + CHUNK, a.rows)
+            x = a.x + start * a.inputs * 2
+            if not whole:
+                x = scratch + panels
+                for row in range(end - start):
+                    source, target = a.x + (start + row) * a.inputs * 2, x + row * stride
+                    for i in range(groups * GROUP):
+                        value = simd.load_bf16(source + i * 2) if i < a.inputs else np.float32(0)
+                        simd.store_bf16(target + i * 2, value)
+            decoded = scratch if CODED else a.weight + block * 2 * size
+            row = start
+            while row < end:
+                one, last = min(row, end - rows), end - row <= rows
+                two = one if last else min(row + rows, end - rows)
+                x0, x1 = x + (one - start) * stride, x + (two - start) * stride
+                if CODED and row == start:
+                    if last:
+                        _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, True, False, KIND)
+                    else:
+                        _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, True, True, KIND)
+                elif last:
+                    _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, False, False, KIND)
+                else:
+                    _tile(a, x0, x1, one, two, block, decoded, size, memory, stride, False, True, KIND)
+                row += 2 * rows
+        if configured:
+            amx.release()
+
+    return Kernel(tile_product, PRODUCT, cost=1)

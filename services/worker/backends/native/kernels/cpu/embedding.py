@@ -1,0 +1,24 @@
+"""Vectors of tokens."""
+
+import torch
+
+from services.worker.backends.native.kernels.cpu.compiled.quantized import rows_kernel
+from services.worker.backends.native.kernels.cpu.launching import Launcher
+from services.worker.backends.native.kernels.cpu.panels import Panels
+
+
+class PanelEmbedding:
+    """`Embedding` in panels, which a tied head shares."""
+
+    tensor: torch.Tensor | None = None
+
+    def __init__(self, launcher: Launcher, panels: Panels) -> None:
+        self._launcher, self.panels, self.num_bytes = launcher, panels, panels.num_bytes
+        self._kernel = rows_kernel(panels.kind)
+
+    def __len__(self) -> int:
+        return self.panels.outputs
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        addresses = self.panels.memory.data_ptr(), index.data_ptr(), out.data_ptr()
+        self._launcher.launch(self._kernel, index, (*addresses, self.panels.inputs, out.stride(0)))

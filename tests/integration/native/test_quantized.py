@@ -1,0 +1,142 @@
+"""int8 and int4 weights, and batch invariance beyond float32, in whole models."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from protocol.sampling import SamplingParams
+from services.checkpoint import DEMO_MODEL
+from services.config import WorkerConfig
+from services.worker.backends.native import NativeRunner
+from services.worker.backends.native.kernels.quantized_weight import quantized
+from services.worker.runner import LoadError
+from tests.integration.native.conftest import SMALL, Family, save
+from tests.integration.native.driver import RunnerDriver
+
+TOKENS = 12
+PARAMS = SamplingParams(max_tokens=100, temperature=0.9, seed=7, logprobs=3, prompt_logprobs=1)
+MODES = [("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "int4")]
+each_mode = pytest.mark.parametrize(("dtype", "quantization"), MODES)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Sizes are multiples of 32, and large enough that the order of sums matters."""
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 384, "vocab_size": 600}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=64))
+    return save(model, tmp_path_factory.mktemp("wide") / "model")
+
+
+def prompts() -> list[list[int]]:
+    lengths = [1, 40, 7, 33, 16, 21, 64, 3]
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 600, (length,), generator=generator).tolist() for length in lengths]
+
+
+Answer = tuple[list[int], dict[int, object]]
+
+
+def answers(driver: RunnerDriver, batch: int, chunk: int, depth: int) -> list[Answer]:
+    """Tokens and log-probabilities of every prompt, computed `batch` at a time."""
+    found: list[Answer] = []
+    for first in range(0, len(prompts()), batch):
+        requests = [driver.add(prompt, PARAMS) for prompt in prompts()[first : first + batch]]
+        driver.generate(requests, TOKENS, chunk, depth)
+        found += [(request.output, dict(request.scores)) for request in requests]
+        for request in requests:
+            driver.finish(request)
+            driver.free_blocks += request.blocks
+    return found
+
+
+@each_mode
+def test_batches_chunks_and_steps_in_flight_change_no_bit(
+    wide: Family, dtype: str, quantization: str | None
+) -> None:
+    """The bits of tokens and of all log-probabilities."""
+    settings = {"dtype": dtype, "quantization": quantization, "batch_invariant": True}
+    driver = RunnerDriver(wide.path, **settings)
+    alone = answers(driver, batch=1, chunk=10_000, depth=1)
+    assert len({tuple(tokens) for tokens, _ in alone}) == len(alone)
+    for batch, chunk, depth in ((8, 10_000, 1), (8, 5, 2), (3, 17, 3)):
+        assert answers(driver, batch, chunk, depth) == alone
+    two_threads = RunnerDriver(wide.path, threads=2, **settings)
+    assert answers(two_threads, batch=8, chunk=31, depth=2) == alone
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_logits_equal_transformers_on_the_dequantised_weights(wide: Family, quantization: str) -> None:
+    dequantised = Family(copy.deepcopy(wide.model), wide.path)
+    for name, parameter in dequantised.model.named_parameters():
+        if parameter.dim() == 2:
+            kind = "int8" if "embed" in name or quantization == "int8" else "int4"
+            parameter.data = quantized(parameter.data, kind).dequantized()
+    driver = RunnerDriver(wide.path, quantization=quantization, dtype="float32")
+    reference = RunnerDriver(wide.path, quantization=quantization, dtype="float32", kernels="reference")
+    for each in (driver, reference):
+        for prompt in prompts()[:4]:
+            each.logits.clear()
+            request = each.add(prompt)
+            each.generate([request], TOKENS)
+            tokens, logits = dequantised.reference(prompt, TOKENS)
+            assert request.output == tokens
+            torch.testing.assert_close(torch.cat(each.logits), logits, atol=1e-3, rtol=0)
+
+
+def test_weights_are_in_memory_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The demo model's head is its embedding; the log tells the memory of all weights."""
+    layers, table = 4 * 192 * (2 * 256 + 2 * 128 + 3 * 512), 4096 * 192
+    for quantization, bits in (("int8", 8.5), ("int4", 5)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "runahead.worker"):
+            RunnerDriver(DEMO_MODEL, quantization=quantization)
+        [line] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("weights: ")]
+        kinds = "int8" if quantization == "int8" else "int4 and int8"
+        assert line == f"weights: {(layers * bits + table * 8.5) / 8 / 2**20:.1f} MiB in {kinds}"
+
+
+def test_ranks_agree_on_quantisation_and_on_batch_invariance() -> None:
+    settings = [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"batch_invariant": True}]
+    hashes = {
+        NativeRunner(WorkerConfig(model=str(DEMO_MODEL), **some)).identify().model_hash for some in settings
+    }  # type: ignore[arg-type]
+    assert len(hashes) == len(settings)
+
+
+def test_cuts_through_a_group_are_refused_with_the_sizes_that_work() -> None:
+    runner = NativeRunner(WorkerConfig(model=str(DEMO_MODEL), quantization="int4"))
+    assert runner.identify().tensor_parallel_sizes == (1, 2, 4)
+
+
+def test_sizes_that_are_no_multiple_of_a_group_are_refused(llama: Family) -> None:
+    runner = NativeRunner(WorkerConfig(model=str(llama.path), quantization="int8"))
+    with pytest.raises(
+        LoadError, match="in groups of 32 inputs, but this model has products with 64, 64, 104 inputs"
+    ):
+        runner.identify()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "awq"}, "--quantization awq: --backend native has int8, int4, none"),
+        ({"quantization": "int8", "backend": "sim"}, "--quantization int8: --backend sim has no weights"),
+        (
+            {"quantization": "int4", "backend": "vllm"},
+            "int4 is a type of --backend native, not a method of vLLM",
+        ),
+        (
+            {"batch_invariant": True, "backend": "vllm"},
+            "--batch-invariant .* --backend vllm does not give it",
+        ),
+        ({"batch_invariant": True, "kernels": "reference"}, "--kernels reference does not give this promise"),
+    ],
+)
+def test_values_of_other_backends_are_refused_by_name(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkerConfig.model_validate(settings)
+    assert WorkerConfig(backend="vllm", quantization="awq").quantization == "awq"
