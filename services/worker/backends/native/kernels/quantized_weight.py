@@ -55,7 +55,7 @@ class QuantizedWeight:
 
 
 Weight = torch.Tensor | QuantizedWeight
-"""Of a product: [out, in]."""
+"""Weight of a product, [out, in]."""
 
 
 def quantized(weight: torch.Tensor, kind: Quantization) -> QuantizedWeight:
