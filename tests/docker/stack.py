@@ -139,7 +139,7 @@ class Stack:
 
     def metric(self, name: str) -> float:
         """Return a gauge or counter by its name without prefix, summed over its labels."""
-        found = re.findall(rf"^\w+:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         assert found, f"no metric {name}"
         return sum(map(float, found))
 

@@ -14,7 +14,7 @@ from protocol.sampling import SamplingParams
 from services.frontend.engine.client import EngineClient, RequestContext, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError, invalid
-from services.frontend.metrics import Metrics
+from services.frontend.metrics import AnswerRecord, Metrics
 from services.frontend.openai.parameters.sampling import too_long
 from services.frontend.openai.prompts.encoder import (
     PromptEncoder,
@@ -135,7 +135,7 @@ class EmbeddingStream(RequestStream):
         if end is not None:
             if (error := failure(end)) is not None:
                 raise error
-            self._embedder.on_end(self, now)
+            self._embedder.on_end(self, end, now)
             self.has_ended = True
         return b""
 
@@ -186,12 +186,13 @@ class Embedder:
         """Raises: APIError"""
         self._entries[index] = self._format.encode(index, np.frombuffer(values, np.float32))
 
-    def on_end(self, stream: EmbeddingStream, now: float) -> None:
+    def on_end(self, stream: EmbeddingStream, end: Finish, now: float) -> None:
         """Raises: APIError"""
         del self._open[stream.index]
         if self._entries[stream.index] is None:
             raise APIError(500, "the engine returned no embedding")
-        self._metrics.on_answer("stop", now - self._started, 0)
+        prompt = self._prompts[stream.index]
+        self._metrics.on_answer(AnswerRecord("stop", now - self._started, prompt_tokens=len(prompt), end=end))
         if self._num_submitted < len(self._prompts):
             self._submit_next()
 

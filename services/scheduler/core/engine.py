@@ -5,10 +5,18 @@ each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch q
 results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest, RequestOutputs, RequestTimes
+from protocol.requests import (
+    ITERATION_TOKENS,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    RequestOutputs,
+    RequestTimes,
+)
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.admission import Admission
 from services.scheduler.core.drafting import Drafting
@@ -337,9 +345,15 @@ class EngineCore:
             step, result = ready
             decoded = decode_result(step, result, self.vocab_size, self._hidden_size)
             applied = self.applier.apply(step, decoded)
-            self.store.counters["steps"] += 1
+            self._count(step)
             if self.observers.listening:
                 self.observers.emit(ResultApplied(step, result, *applied))
+
+    def _count(self, step: InflightStep) -> None:
+        counters, tokens = self.store.counters, int(step.counts.sum())
+        counters["steps"] += 1
+        counters["iteration_tokens_sum"] += tokens
+        counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's metric names, without a prefix."""
@@ -355,7 +369,12 @@ class EngineCore:
             "generation_tokens": counters["generation_tokens"],
             "admission_rejections": counters["rejected"],
             "steps_total": counters["steps"],
-            **{name: count for name, count in counters.items() if name.startswith("spec_decode_")},
+            "rollbacks_total": counters["rollbacks"],
+            **{
+                name: count
+                for name, count in counters.items()
+                if name.startswith(("spec_decode_", "iteration_tokens"))
+            },
             "inflight_steps": len(self.queue),
             "stale_messages_total": self.stale_results,
         }

@@ -216,11 +216,11 @@ class Frontend:
     def async_client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, prefix: str = "runahead", **labels: str) -> float:
         """Return the sum of all samples with these labels."""
         found = 0.0
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            sample = re.match(r"runahead:(\w+)(?:\{(.*)\})? (\S+)$", line)
+            sample = re.match(rf"{prefix}:(\w+)(?:\{{(.*)\}})? (\S+)$", line)
             if sample and sample[1] == name and all(f'{k}="{v}"' in sample[2] for k, v in labels.items()):
                 found += float(sample[3])
         return found

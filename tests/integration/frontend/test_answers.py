@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
+from protocol.requests import FinishReason, GenerateRequest, RequestOutputs, RequestTimes
 from tests.integration.frontend.scripted import (
     TOKENIZER,
     Frontend,
@@ -184,6 +184,41 @@ async def test_many_streams_at_once_keep_their_tokens_apart(
 
         texts = await asyncio.gather(*map(one, range(64)))
     assert texts == [f"stream {number} 世界" for number in range(64)]
+
+
+FAMILIES = (
+    "time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count",
+    "request_time_per_output_token_seconds_count", "request_queue_time_seconds_sum",
+    "request_inference_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum",
+    "request_prompt_tokens_sum", "request_generation_tokens_sum", "request_max_num_generation_tokens_sum",
+    "request_params_n_sum", "request_params_max_tokens_sum", "request_num_preemptions_sum",
+    "request_prefill_kv_computed_tokens_sum", "request_success_total", "prompt_tokens_cached_total",
+    "prompt_tokens_by_source_total",
+)  # fmt: skip
+
+
+def test_numbers_of_a_request_are_in_the_histograms(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    times = RequestTimes(10.0, 11.0, 13.0, 17.0)
+    scheduler.script(answering("a b", num_cached_tokens=1, num_preemptions=2, times=times))
+    for prefix in ("runahead", "vllm"):
+        before = {name: frontend.metric(name, prefix) for name in FAMILIES}
+        frontend.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 9, "n": 2})
+        rise = {name: frontend.metric(name, prefix) - before[name] for name in FAMILIES}
+        said = len(ids_of("a b"))
+        assert rise == pytest.approx(dict(zip(FAMILIES, (
+            2, 2 * (said - 1), 2, 2, 2 * 1.0, 2 * 6.0, 2 * 2.0, 2 * 4.0, 2 * 3, 2 * said, 2 * said, 2 * 2, 2 * 9, 2 * 2,
+            2 * 2, 2, 2 * 1, 2 * 3,
+        ), strict=True)))  # fmt: skip
+
+
+def test_choice_that_a_stop_string_ends_counts_without_the_engine(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("one STOP two"))])
+    names = ("request_generation_tokens_count", "request_queue_time_seconds_count")
+    before = [frontend.metric(name) for name in names]
+    frontend.post("/v1/completions", {"prompt": "x", "stop": "STOP"})
+    assert [frontend.metric(name) for name in names] == [before[0] + 1, before[1]]
 
 
 def test_metrics_have_vllm_names(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.requests import EnginePhase, EngineState
-from services.frontend.metrics import LatencyHistogram, Metrics
+from services.frontend.metrics import VLLM_NAMES, LatencyHistogram, Metrics
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
 LABELS = ("demo", "0")
@@ -53,3 +53,64 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         'runahead:epoch{engine="0",model_name="demo"} 2.0',
     ):
         assert line in text
+
+
+def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, **state))  # type: ignore[arg-type]
+    text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+COMMON = (("engine", "0"), ("model_name", "demo"))
+
+
+def test_steps_by_their_tokens_are_a_histogram() -> None:
+    stats = {
+        "iteration_tokens:0": 2.0,
+        "iteration_tokens:2": 1.0,
+        "iteration_tokens:13": 1.0,
+        "iteration_tokens_sum": 20016.0,
+    }
+    found = rendered(stats=stats)
+    name = "vllm:iteration_tokens_total"
+    below = [value for (bucket, labels), value in found.items() if bucket == f"{name}_bucket"]
+    assert below == [2, 2, *[3] * 11, 4]
+    assert found[f"{name}_sum", COMMON] == 20016
+    assert found[f"{name}_count", COMMON] == 4
+
+
+def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
+    stats = {"num_requests_waiting": 4.0, "grammars_compiling": 1.0, "admission_rejections": 6.0}
+    found = rendered(num_blocks=100, block_size=16, stats=stats)
+    (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
+    assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
+    waiting = {dict(labels)["reason"]: value for (name, labels), value in found.items()
+               if name == "vllm:num_requests_waiting_by_reason"}  # fmt: skip
+    assert waiting == {"capacity": 4, "deferred": 1}
+    rejected = (("model_name", "demo"), ("reason", "max_num_queued_reqs"))
+    assert found["vllm:admission_rejections_total", rejected] == 6
+
+
+def test_every_family_of_the_list_is_shown_under_both_names() -> None:
+    stats = dict.fromkeys(
+        (
+            "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions",
+            "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "admission_rejections",
+            "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+            "spec_decode_num_accepted_tokens_per_pos:0", "iteration_tokens_sum",
+        ),
+        1.0,
+    )  # fmt: skip
+    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats))
+    lines = Metrics(engine, "demo").render().decode().splitlines()  # type: ignore[arg-type]
+    families = [
+        line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")
+    ]
+    assert len(set(families)) == len(families)
+    for name in VLLM_NAMES:
+        for prefix in ("runahead:", "vllm:"):
+            assert {prefix + name, f"{prefix}{name}_total"} & set(families), name

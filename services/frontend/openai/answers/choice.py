@@ -6,7 +6,7 @@ from protocol.requests import Finish, FinishReason
 from services.frontend.engine.client import EngineClient, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError
-from services.frontend.metrics import Metrics
+from services.frontend.metrics import AnswerRecord, Metrics
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import LogprobFormatter, LogprobQueue
 from services.frontend.openai.answers.options import AnswerOptions
@@ -40,9 +40,11 @@ class Choice(RequestStream):
         "_context",
         "_echoes",
         "_finish",
+        "_first_token",
         "_is_text_only",
         "_last_token",
         "_logprobs",
+        "_max_tokens",
         "_metrics",
         "_num_shown",
         "_writer",
@@ -56,6 +58,7 @@ class Choice(RequestStream):
         context: ChoiceContext,
         prompt: Prompt,
         is_first: bool,
+        max_tokens: int,
         assembler: TextAssembler,
         logprobs: LogprobQueue | None,
         writer: ChoiceWriter,
@@ -71,6 +74,7 @@ class Choice(RequestStream):
         self.is_first = is_first
         self._context = context
         self._metrics = context.metrics
+        self._max_tokens = max_tokens
         self._assembler = assembler
         self._logprobs = logprobs
         self._writer = writer
@@ -85,6 +89,7 @@ class Choice(RequestStream):
         """Characters of output that were shown; counted only with log-probabilities."""
         self._finish: str | None = None
         """OpenAI's `finish_reason`; None while the choice goes on."""
+        self._first_token: float | None = None
         self._last_token: float | None = None
         """Monotonic seconds."""
 
@@ -128,13 +133,14 @@ class Choice(RequestStream):
         except OutOfOrder as error:
             raise APIError(500, "a token of this answer was lost") from error
         if self._last_token is None:
+            self._first_token = now
             self._metrics.ttft.observe(now - self._context.started)
         else:
             self._metrics.itl.observe(now - self._last_token)
         self._last_token = now
         if assembler.stop_string is not None:
             self._context.engine.abort([self])
-            self._on_finish("stop", None, now)
+            self._on_finish("stop", None, now, None)
         return text
 
     def _add_details(self, token_id: int) -> None:
@@ -155,19 +161,36 @@ class Choice(RequestStream):
         if self.is_first:
             self._context.usage.add_cached(end.num_cached_tokens)
         if not options.generates:
-            self._on_finish("length", None, now)
+            self._on_finish("length", None, now, end)
             return ""
         text = self._assembler.finish()
-        self._on_finish(_REASONS[end.reason], end.stop_reason, now)
+        self._on_finish(_REASONS[end.reason], end.stop_reason, now, end)
         return text
 
-    def _on_finish(self, reason: str, stop: int | None, now: float) -> None:
+    def _on_finish(self, reason: str, stop: int | None, now: float, end: Finish | None) -> None:
+        """
+        Args:
+            end: None if a stop string ends the choice before the engine does.
+        """
         stop_string = self._assembler.stop_string
         if stop_string is not None:  # perhaps found in the text that was held back
             reason = "stop"
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
-        self._metrics.on_answer(reason, now - self._context.started, self._assembler.duplicates)
+        first, last = self._first_token, self._last_token
+        self._metrics.on_answer(
+            AnswerRecord(
+                reason,
+                now - self._context.started,
+                self._assembler.duplicates,
+                len(self.prompt.token_ids),
+                self._assembler.num_tokens,
+                self._context.options.num_samples,
+                self._max_tokens,
+                0.0 if first is None or last is None else last - first,
+                end,
+            )
+        )
 
     def _write(self, text: str) -> bytes:
         chunk, logprobs = self._chunk, self._logprobs

@@ -70,7 +70,9 @@ class Generation:
         context.usage.add_answer(assembler)
         logprobs = LogprobQueue(context.formatter, len(ids)) if params.logprobs is not None else None
         writer = self._writer.next_choice()
-        choice = Choice(self.response, context, prompt, is_first, assembler, logprobs, writer)
+        choice = Choice(
+            self.response, context, prompt, is_first, params.max_tokens, assembler, logprobs, writer
+        )
         self._engine.submit(choice, ids, params, self._request)
         self.choices.append(choice)
 
