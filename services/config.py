@@ -20,6 +20,9 @@ class ServiceConfig(_Config):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest severity of messages on stderr."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of messages on stderr: lines of text, or a JSON object per line."
+    )
 
 
 class SpeculativeConfig(_Config):

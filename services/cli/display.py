@@ -2,8 +2,9 @@
 
 import sys
 import time
-from typing import Protocol
+from typing import Literal, Protocol
 
+from services.cli.logs import json_line
 from services.cli.readiness import LoadingState
 
 QUIET_SECONDS = 3.0
@@ -31,10 +32,23 @@ class PlainDisplay:
     def loading(self, state: LoadingState) -> None:
         if state.phase != self._shown and time.monotonic() >= self._quiet_until:
             self._shown = state.phase
-            self.line(f"serve     | loading: {state.phase}")
+            self._loading(state.phase)
+
+    def _loading(self, phase: str) -> None:
+        self.line(f"serve     | loading: {phase}")
 
     def done(self) -> None:
         pass
+
+
+class JsonDisplay(PlainDisplay):
+    """Output as a JSON object per line."""
+
+    def line(self, text: str) -> None:
+        super().line(json_line("serve", text))
+
+    def _loading(self, phase: str) -> None:
+        self.line(f"loading: {phase}")
 
 
 class TerminalDisplay:
@@ -66,5 +80,7 @@ class TerminalDisplay:
         self._bar.stop()
 
 
-def display() -> Display:
+def display(form: Literal["text", "json"] = "text") -> Display:
+    if form == "json":
+        return JsonDisplay()
     return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()

@@ -1,18 +1,60 @@
-"""Log format of all services: one line per message on stderr."""
+"""Log formats of all services: one line per message on stderr, as text or as JSON."""
 
+import datetime
+import json
 import logging
 import re
 import sys
+from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) \S+: (.*)")
 
 
-def configure(level: str) -> None:
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=FORMAT)
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a JSON object. Members of `extra["fields"]` are members of the object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created).astimezone()
+        content = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **record.__dict__.get("fields", {}),
+        }
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return json.dumps(content, ensure_ascii=False)
+
+
+def configure(level: str, form: Literal["text", "json"] = "text") -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def error_text(line: str) -> str | None:
     """Return the message of a log line at level ERROR or above, None for any other line."""
+    if (content := _json(line)) is not None:
+        return str(content.get("message", "")) if content.get("level") in ("ERROR", "CRITICAL") else None
     match = _ERROR.match(line)
     return match[1] if match else None
+
+
+def json_line(service: str, line: str) -> str:
+    """Return a service's line as JSON with the name of the service, unless it has one already."""
+    content = _json(line)
+    return json.dumps(
+        {"service": service, **({"message": line} if content is None else content)}, ensure_ascii=False
+    )
+
+
+def _json(line: str) -> dict[str, object] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

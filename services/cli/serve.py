@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.cli.display import display
 from services.cli.keys import with_keys
+from services.cli.logs import json_line
 from services.cli.preflight import check_model, free_port, warning
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
@@ -33,11 +34,14 @@ def serve(config: ServeConfig) -> int:
     check_model(config.model)
     config = with_keys(config)
     config = config.model_copy(update={"port": free_port(config.host, config.port)})
-    screen = display()
+    screen = display(config.log_format)
     if (text := warning(config)) is not None:
         screen.line(text)
     width = max(map(len, _names(config)))
-    supervisor = Supervisor(lambda name, line: screen.line(f"{name:{width}} | {line}"))
+    is_json = config.log_format == "json"
+    supervisor = Supervisor(
+        lambda name, line: screen.line(json_line(name, line) if is_json else f"{name:{width}} | {line}")
+    )
     probe = FrontendProbe(config.host, config.port, config.api_key[0] if config.api_key else "")
     is_ready = False
 

@@ -20,7 +20,7 @@ def start(config: ServiceConfig) -> int:
 
     An error that the user can correct is logged as one line. Any other error is a bug and is logged with its traceback.
     """
-    logs.configure(config.log_level)
+    logs.configure(config.log_level, config.log_format)
     try:
         check_endpoints(config)
         with collection_paused():

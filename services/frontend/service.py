@@ -19,6 +19,7 @@ from services.frontend.engine.client import EngineClient
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
 from services.frontend.http.guards import Guards
+from services.frontend.load_log import log_load
 from services.frontend.model import ServedModel
 
 log = logging.getLogger("runahead.frontend")
@@ -72,6 +73,7 @@ class FrontendService:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self.engine.run())
+        load = asyncio.create_task(log_load(self.engine))
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.server.should_exit = True
@@ -84,7 +86,8 @@ class FrontendService:
             return EXIT_REFUSED
         finally:
             connection.cancel()
-            await asyncio.wait({connection})
+            load.cancel()
+            await asyncio.wait({connection, load})
         return 0
 
     def on_signal(self) -> None:

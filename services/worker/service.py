@@ -37,6 +37,7 @@ from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOut
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.process import collection_paused
+from services.units import size_text
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.result_sender import LaunchedStep, ResultSender, fault
@@ -216,7 +217,8 @@ class Worker:
                 listener.close()
             raise
         self._shard = assignment.shard
-        log.info("loaded: %d KV blocks of %d bytes", loaded.num_blocks, loaded.bytes_per_block)
+        size = size_text(loaded.num_blocks * loaded.bytes_per_block)
+        log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
         self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
         self._session.loaded()
 

@@ -26,6 +26,7 @@ from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
+from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
 
 log = logging.getLogger("runahead.frontend")
@@ -63,6 +64,7 @@ class Answering:
 
     async def recorded(self, http: HTTPRequest, answer: Awaitable[Response]) -> Response:
         """Record the end of the request in the metrics and the log. A stream records its own end."""
+        http.state.summary = RequestSummary()
         try:
             response = await answer
         except Exception as error:
@@ -76,8 +78,12 @@ class Answering:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500
         self.metrics.on_request(status)
         reason = "" if error is None else f": {error}"
-        log.debug(
-            "request %s: request_id=%s status=%d%s", outcome_of(status), http.state.request_id, status, reason
+        request = {"request_id": http.state.request_id, "status": status, "route": http.url.path}
+        fields = request | http.state.summary.fields()
+        written = " ".join(f"{name}={value}" for name, value in fields.items())
+        outcome = outcome_of(status)
+        log.info(
+            "request %s: %s%s", outcome, written, reason, extra={"fields": {"outcome": outcome, **fields}}
         )
 
     def head(self, body: BaseRequest, prefix: str, object: str) -> dict[str, Any]:
@@ -131,6 +137,7 @@ class Answering:
             request,
             usage,
             writer,
+            http.state.summary,
         )
         with contextlib.closing(generation), watch_disconnect(http.receive, generation.response.fail):
             for prompt, params in submissions:

@@ -111,6 +111,7 @@ class Endpoints:
         sizes = state.vocab_size, state.max_model_len
         prompts = await token_ids(body, self._prompts, self._model.tokenizer, *sizes)
         request = self._answering.context(http, body, pooling=self._model.pooling)
+        http.state.summary.prompt_tokens = sum(map(len, prompts))
         embedder = Embedder(self._engine, self._answering.metrics, format, request, prompts)
         with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
             entries = await embedder.run()

@@ -174,6 +174,7 @@ class ScoreEndpoints:
         sizes = state.vocab_size, state.max_model_len
         prompts = await token_ids(body, answering.prompts, answering.model.tokenizer, *sizes)
         request = answering.context(http, body, pooling=answering.model.pooling)
+        http.state.summary.prompt_tokens = sum(map(len, prompts))
         embedder = Embedder(answering.engine, answering.metrics, format, request, prompts)
         with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
             return await embedder.run(), sum(map(len, prompts))

@@ -193,7 +193,7 @@ class Frontend:
 
     @property
     def url(self) -> str:
-        listening = re.compile(r"listening on (http://\S+)")
+        listening = re.compile(r'listening on (http://[^\s"]+)')
         wait_until(lambda: listening.search(self.log) or self.process.poll() is not None, "it listens")
         found = listening.search(self.log)
         assert found, self.log

@@ -1,16 +1,19 @@
 """Log lines about a request carry its id, from its acceptance to its end."""
 
+import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
-from protocol.requests import FinishReason
+from protocol.requests import FinishReason, RequestTimes
 from tests.integration.frontend.scripted import (
+    TOKENIZER,
     Frontend,
     ScriptedScheduler,
     answering,
     ended,
+    ids_of,
     scripted,
     silent,
     wait_until,
@@ -40,14 +43,21 @@ def wait_lines(frontend: Frontend, request_id: str, last: str) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_accepted_and_completed(pair: tuple[Frontend, ScriptedScheduler], stream: bool) -> None:
     frontend, scheduler = pair
-    scheduler.script(answering("a b"))
+    scheduler.script(answering("a b", times=RequestTimes(1.0, 2.5, 3.0, 4.0)))
     name = f"complete-{stream}"
     headers = {"x-request-id": name, "authorization": "Bearer key"}
     frontend.post(COMPLETIONS, {"prompt": [5, 6], "n": 2, "stream": stream}, headers=headers)
     numbers = [scheduler.request(index).number for index in range(2)]
     assert {scheduler.request(index).request_id for index in range(2)} == {name}
     accepted = [f"request accepted: number={number} prompt_tokens=2" for number in numbers]
-    assert wait_lines(frontend, name, "completed") == [*accepted, "request completed: status=200"]
+    *lines, last = wait_lines(frontend, name, "completed")
+    assert lines == accepted
+    assert re.fullmatch(
+        r"request completed: status=200 route=/v1/completions prompt_tokens=2 output_tokens=\d+ queue_seconds=1\.5 "
+        r"first_token_seconds=\d\.\d+ seconds=\d\.\d+",
+        last,
+    )
+    assert f"output_tokens={2 * len(ids_of('a b'))} " in last
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -57,7 +67,8 @@ def test_failed_by_the_engine(pair: tuple[Frontend, ScriptedScheduler], stream: 
     headers = {"x-request-id": f"fail-{stream}", "authorization": "Bearer key"}
     frontend.post(COMPLETIONS, {"prompt": [5], "stream": stream}, headers=headers)
     *_, last = wait_lines(frontend, f"fail-{stream}", "failed")
-    assert last == "request failed: status=500: the worker failed"
+    assert last.startswith("request failed: status=500 route=/v1/completions prompt_tokens=1 ")
+    assert last.endswith(": the worker failed")
 
 
 def test_refused(pair: tuple[Frontend, ScriptedScheduler]) -> None:
@@ -65,7 +76,8 @@ def test_refused(pair: tuple[Frontend, ScriptedScheduler]) -> None:
     headers = {"x-request-id": "invalid", "authorization": "Bearer key"}
     frontend.post(COMPLETIONS, {"prompt": [5], "n": 99}, headers=headers)
     (line,) = wait_lines(frontend, "invalid", "invalid")
-    assert line.startswith("request invalid: status=400: n:")
+    assert line.startswith("request invalid: status=400 route=/v1/completions ")
+    assert ": n:" in line
     frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "no-key"})
     (line,) = wait_lines(frontend, "no-key", "refused")
     assert line.startswith("request refused: status=401:")
@@ -84,4 +96,18 @@ def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream:
         connection.sendall(head.encode() + body)
         scheduler.request()
     *_, last = wait_lines(frontend, name, "aborted")
-    assert last == "request aborted: status=499: the client closed the connection"
+    assert last.startswith("request aborted: status=499 ")
+    assert last.endswith(": the client closed the connection")
+
+
+def test_line_is_there_by_default_and_has_no_text_of_the_request() -> None:
+    with scripted(served_model_name=["demo"], log_format="json") as (frontend, scheduler):
+        scheduler.script(answering("secret answer"))
+        frontend.post(COMPLETIONS, {"prompt": "secret prompt"}, headers={"x-request-id": "mine"})
+        wait_until(lambda: "request completed" in frontend.log, "the request is logged")
+        lines = [json.loads(line) for line in frontend.log.splitlines()]
+        (found,) = [line for line in lines if line["message"].startswith("request completed")]
+        assert (found["request_id"], found["status"], found["route"]) == ("mine", 200, COMPLETIONS)
+        assert (found["outcome"], found["level"]) == ("completed", "INFO")
+        assert found["prompt_tokens"] == len(TOKENIZER.encode("secret prompt"))
+        assert "secret" not in frontend.log

@@ -13,6 +13,7 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.request_summary import RequestSummary
 from services.frontend.text.assembler import OutOfOrder, TextAssembler
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -29,6 +30,7 @@ class ChoiceContext:
     options: AnswerOptions
     started: float
     """Monotonic seconds when the HTTP request was accepted."""
+    summary: RequestSummary
 
 
 class Choice(RequestStream):
@@ -134,6 +136,7 @@ class Choice(RequestStream):
             raise APIError(500, "a token of this answer was lost") from error
         if self._last_token is None:
             self._first_token = now
+            self._context.summary.on_first_token(now)
             self._metrics.ttft.observe(now - self._context.started)
         else:
             self._metrics.itl.observe(now - self._last_token)
@@ -178,6 +181,7 @@ class Choice(RequestStream):
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
         first, last = self._first_token, self._last_token
+        self._context.summary.on_finish(end, self._assembler.num_tokens)
         self._metrics.on_answer(
             AnswerRecord(
                 reason,

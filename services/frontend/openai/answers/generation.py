@@ -16,6 +16,7 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.request_summary import RequestSummary
 from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Generation:
         request: RequestContext,
         usage: UsageCounter,
         writer: AnswerWriter,
+        summary: RequestSummary,
     ) -> None:
         self.choices: list[Choice] = []
         self.response = ResponseStream(engine.flush_queue, request.request_id)
@@ -40,7 +42,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._request = request
         self._writer = writer
-        self._context = ChoiceContext(engine, metrics, usage, formatter, options, time.monotonic())
+        self._context = ChoiceContext(engine, metrics, usage, formatter, options, time.monotonic(), summary)
 
     def close(self) -> None:
         """Abort the requests that are still open."""
@@ -52,6 +54,7 @@ class Generation:
         Raises: APIError
         """
         self._context.usage.add_prompt(len(prompt.token_ids))
+        self._context.summary.prompt_tokens += len(prompt.token_ids)
         for sample in range(self._context.options.num_samples):
             self._submit(prompt, params, sample == 0)
             seed = (params.seed + 1) % 2**64

@@ -1,0 +1,42 @@
+"""Numbers of one HTTP request for its log line."""
+
+import time
+from dataclasses import dataclass, field
+
+from protocol.requests import Finish
+
+
+@dataclass(slots=True)
+class RequestSummary:
+    started: float = field(default_factory=time.monotonic)
+    """Monotonic seconds when the request arrived."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    queued: float | None = None
+    """Longest time from admission to the first step of a choice, seconds."""
+    first_token: float | None = None
+    """Time to the first token of any choice, seconds."""
+
+    def on_first_token(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now - self.started
+
+    def on_finish(self, end: Finish | None, output_tokens: int) -> None:
+        """Add one choice.
+
+        Args:
+            end: None if a stop string ended the choice before the engine did.
+        """
+        self.output_tokens += output_tokens
+        if end is not None and end.times is not None and end.times.scheduled:
+            self.queued = max(self.queued or 0.0, end.times.scheduled - end.times.queued)
+
+    def fields(self) -> dict[str, float]:
+        """Return the numbers that are known, times in seconds with three decimals."""
+        known: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+        times = {
+            "queue_seconds": self.queued,
+            "first_token_seconds": self.first_token,
+            "seconds": time.monotonic() - self.started,
+        }
+        return known | {name: round(value, 3) for name, value in times.items() if value is not None}

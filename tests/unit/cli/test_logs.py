@@ -1,0 +1,55 @@
+"""Log lines as text and as JSON, and the JSON of `serve`."""
+
+import json
+import logging
+
+import pytest
+
+from services.cli.logs import JsonFormatter, error_text, json_line
+
+RECORD = logging.LogRecord("runahead.frontend", logging.INFO, "x.py", 1, "request %s", ("completed",), None)
+
+
+def test_record_becomes_one_json_object() -> None:
+    found = json.loads(JsonFormatter().format(RECORD))
+    assert found.pop("time").count(":") >= 2
+    assert found == {"level": "INFO", "logger": "runahead.frontend", "message": "request completed"}
+
+
+def test_fields_and_traceback_are_members_of_it() -> None:
+    logger, found = logging.getLogger("test-json"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(JsonFormatter().format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        logger.error("x", extra={"fields": {"status": 200}})
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            logger.exception("failed")
+    finally:
+        logger.removeHandler(handler)
+    assert json.loads(found[0])["status"] == 200
+    assert "\n" not in found[1]
+    assert "ValueError: two\nlines" in json.loads(found[1])["exception"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("2026-11-22 10:00:00,000 ERROR runahead: no model", "no model"),
+        ("2026-11-22 10:00:00,000 INFO runahead: fine", None),
+        ('{"level": "ERROR", "message": "no model"}', "no model"),
+        ('{"level": "INFO", "message": "fine"}', None),
+        ("{not json", None),
+        ("{}", None),
+    ],
+)
+def test_error_is_found_in_both_formats(line: str, text: str | None) -> None:
+    assert error_text(line) == text
+
+
+def test_lines_of_services_carry_their_name_and_others_are_wrapped() -> None:
+    assert json.loads(json_line("worker-1", '{"level": "INFO"}')) == {"service": "worker-1", "level": "INFO"}
+    assert json.loads(json_line("serve", json_line("worker", "{}"))) == {"service": "worker"}
+    assert json.loads(json_line("worker", "Killed")) == {"service": "worker", "message": "Killed"}
