@@ -213,7 +213,7 @@ class WorkerGroup:
     def _on_change(self, text: str, now: float) -> None:
         """A worker came or went."""
         self._formation.on_change(now)
-        self._actions.append(News(f"{text}; there are {len(self.roster)} workers"))
+        self._actions.append(News(f"{text}; workers: {len(self.roster)}"))
 
     def _show_progress(self, member: Member, now: float) -> None:
         member.since = now

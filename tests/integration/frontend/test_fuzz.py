@@ -127,7 +127,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     return body
 
 
-DOCUMENT = document()
+DOCUMENT = document(closed=False)
 
 
 def assert_as_documented(path: str, body: dict[str, Any], text: str) -> None:
