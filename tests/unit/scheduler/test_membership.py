@@ -155,9 +155,9 @@ def test_each_worker_that_comes_or_is_lost_is_news() -> None:
     g.on_message(b"b", WORKER, 1.0)  # again, as after an epoch: no news
     g.on_gone(b"b", "is gone", 2.0)
     assert [action.text for action in g.take_actions() if isinstance(action, News)] == [
-        "worker host:1 has registered; there are 1 workers",
-        "worker host:1 has registered; there are 2 workers",
-        "worker host:1 is gone; there are 1 workers",
+        "worker host:1 has registered; workers: 1",
+        "worker host:1 has registered; workers: 2",
+        "worker host:1 is gone; workers: 1",
     ]
 
 
