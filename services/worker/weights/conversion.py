@@ -20,6 +20,7 @@ from services.worker.weights.gguf_checkpoint import GgufCheckpoint
 log = logging.getLogger("runahead.worker")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = (*FILES, "chat_template.jinja")
 _FORMAT = 1
 """Part of the cache key; a new number makes older directories unused."""
 _SHARD_BYTES = 2 << 30
@@ -87,7 +88,7 @@ def _move(scratch: Path, directory: Path) -> None:
 
 def _write(path: Path, directory: Path, dtype: str) -> None:
     try:
-        texts = {name: read_text(path, name) or "{}" for name in FILES}
+        texts = {name: text for name in _NAMES if (text := read_text(path, name)) is not None}
     except CheckpointError as error:
         raise LoadError(str(error)) from error
     config = json.loads(texts["config.json"])
