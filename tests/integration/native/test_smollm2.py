@@ -1,0 +1,75 @@
+"""The default model in float32: tokens and perplexity of `transformers` on the dequantised weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from protocol.sampling import SamplingParams
+from services.checkpoint import read_text
+from services.checkpoint.default_model import packaged_model
+from services.worker.weights.conversion import convert
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import RunnerDriver
+
+MODEL = packaged_model()
+pytestmark = pytest.mark.skipif(MODEL is None, reason="deploy/model.txt is not installed")
+TOKENS = 12
+PROMPTS = [
+    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time", "In 1969, humans",
+    "The largest planet is", "To bake bread, you", "SELECT name FROM", "Dear Sir or Madam,", "The opposite of hot is",
+    "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", "2 + 2 =", "La capitale de la France est",
+    "A haiku about rain:", "The mitochondria", "Shakespeare wrote", "1, 2, 3, 4,", "Roses are red,", "import numpy",
+    "The sun rises in",
+]  # fmt: skip
+PROSE = Path(__file__).parents[2] / "benchmarks" / "prose_and_code.txt"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    assert MODEL is not None
+    return Tokenizer.from_str(read_text(MODEL, "tokenizer.json") or "")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """The converted checkpoint in `transformers`."""
+    assert MODEL is not None
+    path = tmp_path_factory.mktemp("converted") / "smollm2"
+    convert(MODEL, path, "float32")
+    yield Family(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path)
+    for file in path.iterdir():  # 0.5 GB
+        file.unlink()
+
+
+@pytest.fixture(scope="module")
+def driver() -> RunnerDriver:
+    assert MODEL is not None
+    return RunnerDriver(MODEL, dtype="float32", threads=2)
+
+
+def test_greedy_tokens_of_twenty_prompts(
+    reference: Family, driver: RunnerDriver, tokenizer: Tokenizer
+) -> None:
+    for batch in (PROMPTS[:10], PROMPTS[10:]):
+        requests = [driver.add(tokenizer.encode(text).ids) for text in batch]
+        driver.generate(requests, TOKENS)
+        for request in requests:
+            assert request.output == reference.reference(request.prompt, TOKENS)[0]
+            driver.finish(request)
+
+
+@torch.no_grad()
+def test_perplexity_of_a_text(reference: Family, driver: RunnerDriver, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROSE.read_text(encoding="utf-8")).ids[:512]
+    logits = reference.model(torch.tensor([ids])).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).exp().item()
+    request = driver.add(ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    driver.generate([request], 1)
+    scores = [request.scores[position].values[0] for position in range(1, len(ids))]
+    perplexity = torch.tensor(scores).mean().neg().exp().item()
+    assert perplexity == pytest.approx(expected, rel=0.005)
+    assert 2 < perplexity < 100
