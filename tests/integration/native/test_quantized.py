@@ -24,9 +24,15 @@ each_mode = pytest.mark.parametrize(("dtype", "quantization"), MODES)
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Sizes are multiples of 32, and large enough that the order of sums matters."""
+    """Sizes are multiples of 32, and so large that oneDNN chooses the order of sums by the number of rows."""
     torch.manual_seed(0)
-    sizes = {**SMALL, "hidden_size": 256, "intermediate_size": 384, "vocab_size": 600}
+    sizes = {
+        **SMALL,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "vocab_size": 600,
+        "initializer_range": 0.05,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=64))
     return save(model, tmp_path_factory.mktemp("wide") / "model")
 

@@ -1,0 +1,104 @@
+"""Time of products with int8 and int4 weights, and of batch-invariant ones in bfloat16, over plain bfloat16's.
+
+Every product has enough weights one after the other that none stays in the caches between two calls. All kinds run in
+turn in one process, and bfloat16 runs twice, so that the noise is visible.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from services.worker.backends.native.kernels.interface import Kernels, Linear
+from services.worker.backends.native.kernels.quantized_weight import Weight, quantized
+from services.worker.backends.native.kernels.selection import choose, create, processor_features
+from tests.benchmarks.support.report import report
+
+SHAPES = {
+    "SmolLM2 qkv": (960, 576),
+    "SmolLM2 gate_up": (3072, 576),
+    "SmolLM2 down": (576, 1536),
+    "m155 gate_up": (8192, 1024),
+    "m155 down": (1024, 4096),
+}
+"""Outputs and inputs."""
+ROWS = (1, 4, 8, 16, 64, 256)
+BYTES = 128 << 20
+"""Weights of one product in bfloat16, together."""
+
+
+def kernels(threads: int, quantized: bool = False, invariant: bool = False) -> Kernels:
+    choice = choose("compiled", "cpu", torch.bfloat16, processor_features(), quantized, invariant)
+    made = create(choice)
+    made.use_threads(threads)
+    return made
+
+
+def ways(threads: int) -> dict[str, tuple[Kernels, Callable[[torch.Tensor], Weight]]]:
+    def plain(weight: torch.Tensor) -> Weight:
+        return weight.clone()
+
+    return {
+        "bfloat16": (kernels(threads), plain),
+        "again": (kernels(threads), plain),
+        "bfloat16, invariant": (kernels(threads, invariant=True), plain),
+        "int8": (kernels(threads, quantized=True), lambda weight: quantized(weight, "int8")),
+        "int4": (kernels(threads, quantized=True), lambda weight: quantized(weight, "int4")),
+    }
+
+
+def pass_seconds(linears: list[Linear], x: torch.Tensor, out: torch.Tensor) -> float:
+    started = time.perf_counter()
+    for linear in linears:
+        linear(x, out)
+    return (time.perf_counter() - started) / len(linears)
+
+
+def measured(shape: tuple[int, int], args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Return the median seconds of a product, by rows and kind."""
+    outputs, inputs = shape
+    weight, count = torch.randn(shape).bfloat16(), max(2, BYTES // (2 * outputs * inputs))
+    made = {
+        name: (each, [each.network.linear(pack(weight)) for _ in range(count)])
+        for name, (each, pack) in ways(args.threads).items()
+    }
+    seconds: dict[int, dict[str, float]] = {}
+    for rows in ROWS:
+        taken: dict[str, list[float]] = {name: [] for name in made}
+        for _ in range(args.turns):
+            for name, (each, linears) in made.items():
+                each.use_threads(args.threads)
+                activations = each.network.activations
+                x, out = (
+                    torch.randn(rows, inputs).to(activations),
+                    torch.empty(rows, outputs, dtype=activations),
+                )
+                taken[name].append(pass_seconds(linears, x, out))
+        seconds[rows] = {name: statistics.median(times[1:]) for name, times in taken.items()}
+    return seconds
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=4, help="the first one is not counted")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    args = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    for shape in args.shapes:
+        for number, seconds in measured(SHAPES[shape], args).items():
+            base = seconds["bfloat16"]
+            ratios = {
+                f"{name} over it": value / base for name, value in seconds.items() if name != "bfloat16"
+            }
+            rows.append({"product": shape, "rows": number, "bfloat16 us": base * 1e6, **ratios})
+    worst = max(max(float(str(row[f"{kind} over it"])) for kind in ("int8", "int4")) for row in rows)
+    title = "Quantised products over bfloat16, median of turns"
+    report("quantized_products", title, rows, {"worst_over_bfloat16": worst}, vars(args), rows)
+
+
+if __name__ == "__main__":
+    main()
