@@ -156,7 +156,7 @@ class Linear(Protocol):
         ...
 
 
-class Embedding(Protocol):
+class EmbeddingTable(Protocol):
     """Vectors of tokens."""
 
     tensor: torch.Tensor | None
@@ -210,11 +210,11 @@ class NetworkKernels(Protocol):
         """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
         ...
 
-    def embedding(self, weight: Weight) -> Embedding:
+    def embedding(self, weight: Weight) -> EmbeddingTable:
         """Prepare the vectors of tokens, [tokens, width]."""
         ...
 
-    def tied(self, embedding: Embedding) -> Linear:
+    def tied(self, embedding: EmbeddingTable) -> Linear:
         """A product with the embedding's vectors as weights; it reads the same memory where the layout allows it."""
         ...
 

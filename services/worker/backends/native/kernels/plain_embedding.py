@@ -6,7 +6,7 @@ from services.worker.backends.native.kernels.interface import NetworkKernels
 
 
 class PlainEmbedding:
-    """`Embedding`"""
+    """`EmbeddingTable`"""
 
     def __init__(self, network: NetworkKernels, tensor: torch.Tensor) -> None:
         self._network, self._tensor, self.num_bytes = network, tensor, tensor.nbytes

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.interface import Embedding, Linear, NetworkKernels
+from services.worker.backends.native.kernels.interface import EmbeddingTable, Linear, NetworkKernels
 from services.worker.backends.native.kernels.quantized_weight import (
     Quantization,
     QuantizedWeight,
@@ -43,7 +43,7 @@ class ShardLoader:
         self.types: set[str] = set()
         """Types of the weights that were read."""
 
-    def embedding(self) -> Embedding:
+    def embedding(self) -> EmbeddingTable:
         """This rank's token ids; `vocabulary_width` vectors, the last ones zero, where the head reads them too."""
         weight = self._tokens("model.embed_tokens.weight")
         return self._network.embedding(self._padded(weight) if self._whole.tied else weight)
@@ -75,7 +75,7 @@ class ShardLoader:
             down=self._by_inputs(at + "mlp.down_proj", intermediate, part.intermediate, c.mlp_bias),
         )
 
-    def head(self, embedding: Embedding | None) -> Linear:
+    def head(self, embedding: EmbeddingTable | None) -> Linear:
         """hidden to `vocabulary_width` logits; where a rank has fewer token ids, the last ones are zero."""
         if self._whole.tied and embedding is not None:
             return self._network.tied(embedding)

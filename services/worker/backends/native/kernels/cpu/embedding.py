@@ -8,7 +8,7 @@ from services.worker.backends.native.kernels.cpu.panels import Panels
 
 
 class PanelEmbedding:
-    """`Embedding` in panels, which a tied head shares."""
+    """`EmbeddingTable` in panels, which a tied head shares."""
 
     tensor: torch.Tensor | None = None
 

@@ -25,7 +25,7 @@ from services.worker.backends.native.kernels.interface import (
     AttentionShape,
     Buffers,
     CacheShape,
-    Embedding,
+    EmbeddingTable,
     KVCache,
     Linear,
     Recording,
@@ -67,12 +67,12 @@ class CpuNetwork:
             return Float32Product(self._launcher, weight, bias)
         return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
 
-    def embedding(self, weight: Weight) -> Embedding:
+    def embedding(self, weight: Weight) -> EmbeddingTable:
         if self._tiles or isinstance(weight, QuantizedWeight):
             return PanelEmbedding(self._launcher, Panels.from_weight(weight))
         return PlainEmbedding(self, weight)
 
-    def tied(self, embedding: Embedding) -> Linear:
+    def tied(self, embedding: EmbeddingTable) -> Linear:
         if isinstance(embedding, PanelEmbedding):
             return self._from_panels(embedding.panels, None)
         assert embedding.tensor is not None, "it is one of this network's"

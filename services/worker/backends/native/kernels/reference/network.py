@@ -12,7 +12,7 @@ from services.worker.backends.native.kernels.interface import (
     Buffers,
     CacheShape,
     EagerRecording,
-    Embedding,
+    EmbeddingTable,
     KVCache,
     Linear,
     Recording,
@@ -32,10 +32,10 @@ class ReferenceNetwork:
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         return ReferenceLinear(weight, bias, self.activations)
 
-    def embedding(self, weight: Weight) -> Embedding:
+    def embedding(self, weight: Weight) -> EmbeddingTable:
         return ReferenceEmbedding(weight)
 
-    def tied(self, embedding: Embedding) -> Linear:
+    def tied(self, embedding: EmbeddingTable) -> Linear:
         assert isinstance(embedding, ReferenceEmbedding), "it is one of this network's"
         return self.linear(embedding.weight)
 
@@ -111,7 +111,7 @@ class ReferenceLinear:
 
 
 class ReferenceEmbedding:
-    """`Embedding`"""
+    """`EmbeddingTable`"""
 
     def __init__(self, weight: Weight) -> None:
         self.weight, self.num_bytes = weight, weight.nbytes
