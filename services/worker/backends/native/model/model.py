@@ -2,7 +2,7 @@
 
 Tensor parallelism cuts products in pairs: the first of a pair by its outputs (queries, keys and values; gate and up),
 the second by its inputs (out; down). One sum over the ranks per pair gives every rank the whole residual stream, with
-the same bits. EmbeddingTable and head are cut by token ids.
+the same bits. Embedding and head are cut by token ids.
 """
 
 import torch
