@@ -121,7 +121,7 @@ def test_unknown_model_is_404(client: OpenAI) -> None:
         ({"prompt": PROMPT, "temperature": -1.0}, ["temperature"]),
         ({"prompt": PROMPT, "max_tokens": 0}, ["max_tokens"]),
         ({"prompt": PROMPT, "extra_body": {"top_p": "much"}}, ["top_p"]),
-        ({"prompt": PROMPT, "extra_body": {"beam_width": 4}}, ["beam_width"]),
+        ({"prompt": PROMPT, "extra_body": {"use_beam_search": True}}, ["use_beam_search"]),
         ({"prompt": PROMPT, "extra_body": {"guided_json": {}}}, ["guided_json"]),
     ],
 )
@@ -132,6 +132,14 @@ def test_invalid_request_is_400_with_the_reason(
         client.completions.create(model=model, **values)
     assert refused.value.body["message"]
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_unknown_field_is_ignored_and_named(client: OpenAI, model: str) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=model, prompt=PROMPT, max_tokens=2, extra_body={"beam_width": 4}
+    )
+    assert answer.headers["x-ignored-parameters"] == "beam_width"
+    assert answer.parse().choices[0].text
 
 
 def test_closed_stream_frees_the_engine(server: ServeProcess, client: OpenAI, model: str) -> None:
