@@ -144,7 +144,7 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": {"role": "user"}}, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "narrator", "content": "x"}]}, "messages"),
     (CHAT, {"messages": [{**MESSAGE, "tool_calls": [{}]}]}, "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages"),
     (CHAT, {"messages": [MESSAGE, {"role": "user", "content": None}]}, "messages"),
