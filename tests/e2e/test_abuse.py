@@ -213,12 +213,28 @@ def test_value_out_of_range_is_refused_with_its_parameter(
     assert response.json()["error"]["param"] == param
 
 
+def test_integers_beyond_64_bits_in_passed_on_json_are_no_server_error(sim: ServeProcess) -> None:
+    huge = -(2**64)
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "minimum": huge}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for body in (
+        {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"},
+        {
+            "messages": MESSAGES,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": parameters}},
+        },
+    ):
+        assert send(sim, CHAT, {**body, "max_tokens": 2}).status_code < 500
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": huge}}
+    messages = [*MESSAGES, {"role": "assistant", "content": [use]}, *MESSAGES]
+    assert send(sim, "/v1/messages", {"messages": messages, "max_tokens": 2}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("messages", "word"),
     [
         ([], "messages"),
         ([{"role": "wizard", "content": "x"}], "role"),
-        ([{"role": "tool", "content": "x"}], "role"),
         ([{"content": "x"}], "role"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}], "content"),
         ([{"role": "user", "content": 5}], "content"),

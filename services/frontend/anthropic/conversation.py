@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from services.frontend.anthropic.schemas import (
     AnthropicMessage,
     AnthropicToolChoice,
@@ -16,6 +14,7 @@ from services.frontend.anthropic.schemas import (
     ToolUseBlock,
 )
 from services.frontend.errors import invalid
+from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.body import validated
 from services.frontend.openai.schemas.requests import ChatRequest
 
@@ -101,7 +100,7 @@ def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                arguments = msgspec.json.encode(block.input).decode()
+                arguments = json_text(block.input)
                 calls.append({"id": block.id, "function": {"name": block.name, "arguments": arguments}})
             case ToolResultBlock():
                 raise invalid("messages: a tool_result belongs to a message of the user", "messages")

@@ -1,11 +1,17 @@
-"""Messages between a frontend and the process that renders its chat templates, over a pair of sockets."""
+"""Messages between a frontend and the process that renders its chat templates, as JSON over a pair of sockets.
 
+JSON, because clients' values may have integers of any size.
+"""
+
+import json
 import socket
 import struct
 import time
 from typing import Any
 
 import msgspec
+
+from services.frontend.json_text import json_text
 
 _HEAD = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
@@ -63,12 +69,17 @@ class Closed(Exception):
 
 def send(connection: socket.socket, message: msgspec.Struct, seconds: float | None = None) -> None:
     """Raises: Closed; TimeoutError, after `seconds`"""
-    data = msgspec.msgpack.encode(message)
+    data = json_text(msgspec.to_builtins(message)).encode()
     connection.settimeout(seconds)
     try:
         connection.sendall(_HEAD.pack(len(data)) + data)
     except (BrokenPipeError, ConnectionResetError):
         raise Closed from None
+
+
+def decode(data: bytearray, kind: Any) -> Any:
+    """Return a message, whose type is `kind`."""
+    return msgspec.convert(json.loads(data), kind)
 
 
 def receive(connection: socket.socket, seconds: float | None = None) -> bytearray:

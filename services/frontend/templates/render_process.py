@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import jinja2
-import msgspec
 from jinja2 import meta
 
 from services.frontend.templates.jobs import (
@@ -25,6 +24,7 @@ from services.frontend.templates.jobs import (
     RenderJob,
     TemplateRefused,
     TemplateSources,
+    decode,
     receive,
     send,
 )
@@ -90,14 +90,14 @@ def _limit_seconds(seconds: float) -> None:
 def _compile(data: bytearray) -> tuple[CompiledTemplates | None, Outcome]:
     _limit_seconds(COMPILE_SECONDS)
     try:
-        return CompiledTemplates(msgspec.msgpack.decode(data, type=TemplateSources)), Rendered("")
+        return CompiledTemplates(decode(data, TemplateSources)), Rendered("")
     except (jinja2.TemplateError, MemoryError, RecursionError) as error:
         return None, Broken(" ".join(str(error).split())[:1000] or type(error).__name__)
 
 
 def _outcome(templates: CompiledTemplates, data: bytearray) -> Outcome:
     try:
-        job = msgspec.msgpack.decode(data, type=RenderJob)
+        job: RenderJob = decode(data, RenderJob)
         _limit_seconds(job.seconds)
         return templates.render(job)
     except MemoryError:

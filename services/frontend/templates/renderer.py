@@ -20,7 +20,6 @@ START_SECONDS = 60.0
 """Time limit for a renderer to start and compile the templates."""
 PATIENCE_SECONDS = 5.0
 """Time beyond a job's own limit after which the renderer is killed."""
-_DECODER: msgspec.msgpack.Decoder[Outcome] = msgspec.msgpack.Decoder(Outcome)
 
 
 class _Process:
@@ -54,7 +53,8 @@ class _Process:
     def exchange(self, message: msgspec.Struct, seconds: float) -> Outcome:
         """Raises: Closed, if the process has ended; TimeoutError"""
         jobs.send(self._connection, message, seconds)
-        return _DECODER.decode(jobs.receive(self._connection, seconds))
+        outcome: Outcome = jobs.decode(jobs.receive(self._connection, seconds), Outcome)
+        return outcome
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
+from services.frontend.json_text import json_text
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ResponseFormat, StructuredOutputs
 
 _FIELDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -44,10 +45,6 @@ def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | N
     return StructuredOutputParams(kind, text)
 
 
-def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
 def _from_format(format: ResponseFormat) -> tuple[GrammarKind, str] | None:
     """Return None for plain text. Raises: APIError, also for fields that belong to another type"""
     fields = {"json_schema": {"json_schema"}, "structural_tag": {"structures", "triggers", "format"}}
@@ -73,7 +70,7 @@ def _from_format(format: ResponseFormat) -> tuple[GrammarKind, str] | None:
                     "response_format.json_schema.schema is missing; it is the schema that the answer must match",
                     "response_format",
                 )
-            return GrammarKind.JSON, _text(format.json_schema.schema_)
+            return GrammarKind.JSON, json_text(format.json_schema.schema_)
     return _from_structural_tag(format, given)
 
 
@@ -84,7 +81,7 @@ def _from_structural_tag(format: ResponseFormat, given: set[str]) -> tuple[Gramm
             "response_format of type structural_tag needs either format, or structures and triggers",
             "response_format",
         )
-    return GrammarKind.STRUCTURAL_TAG, _text(
+    return GrammarKind.STRUCTURAL_TAG, json_text(
         {"type": "structural_tag"} | {field: getattr(format, field) for field in sorted(given)}
     )
 
@@ -112,7 +109,7 @@ def _from_outputs(outputs: StructuredOutputs) -> tuple[GrammarKind, str]:
         case "json_object":
             return GrammarKind.JSON_OBJECT, ""
         case "choice":
-            return GrammarKind.CHOICE, _text(value)
+            return GrammarKind.CHOICE, json_text(value)
         case "regex":
             return GrammarKind.REGEX, str(value)
         case "grammar":
@@ -138,7 +135,7 @@ def _whitespace(outputs: StructuredOutputs) -> dict[str, Any]:
 def _schema(value: str | dict[str, Any], spaces: dict[str, Any]) -> str:
     """Return the schema's text, with the options for whitespace under the key that the compiler reads."""
     if not spaces:
-        return value if isinstance(value, str) else _text(value)
+        return value if isinstance(value, str) else json_text(value)
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value, type=dict[str, Any])
@@ -146,4 +143,4 @@ def _schema(value: str | dict[str, Any], spaces: dict[str, Any]) -> str:
             raise invalid(
                 f"structured_outputs.json is not a JSON schema: {error!s:.200}", "structured_outputs"
             ) from None
-    return _text({**value, "x-guidance": spaces})
+    return json_text({**value, "x-guidance": spaces})

@@ -3,10 +3,9 @@
 import enum
 from dataclasses import dataclass
 
-import msgspec
-
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
+from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.structured import constraint_field
 from services.frontend.openai.schemas.requests import ChatRequest, NamedTool
 from services.frontend.tools import schema
@@ -108,7 +107,7 @@ def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
 def _grammar(content: schema.JSON) -> StructuredOutputParams:
     """Raises: APIError"""
     try:
-        text = msgspec.json.encode(content).decode()
+        text = json_text(content)
     except RecursionError:
         raise invalid("tools: parameters are nested too deeply", "tools") from None
     if len(text) > MAX_GRAMMAR_CHARS:
