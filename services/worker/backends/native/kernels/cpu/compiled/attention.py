@@ -58,7 +58,9 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
     def write(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _WRITE)[0]
         head_dim, dim, middle = a.head_dim, a.dim, a.head_dim // 2
-        raw, turned = np.zeros(dim, np.float32), np.zeros(dim, np.float32)
+        start = simd.allocate(2 * dim * 4)
+        raw, turned = simd.f32_at(start, dim), simd.f32_at(start + dim * 4, dim)
+        raw[:], turned[:] = 0, 0
         slots, positions = simd.i32_at(a.slots, a.items), simd.i32_at(a.positions, a.items)
         width = (a.heads + 2 * a.kv_heads) * head_dim
         while True:
@@ -81,7 +83,6 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                     continue
                 weight = a.q_norm if head < a.heads else a.k_norm
                 if weight != 0:
-                    start = raw.ctypes.data
                     total = simd.splat(np.float32(0))
                     for d in range(0, dim, 16):
                         value = simd.load_f32x16(start + d * 4)
@@ -102,6 +103,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                     target = a.keys + ((block * a.kv_heads + h) * dim * a.lanes + offset) * CSIZE
                     for d in range(dim):
                         simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
+        simd.release(start)
 
     return Kernel(write, WRITE, cost=8, beside_torch=half)
 
@@ -181,8 +183,8 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             first, count = np.int64(tiles[tile * 4 + 1]), np.int64(tiles[tile * 4 + 3])
             begin, end = _blocks(first, count, a.window, block_size)
             most = max(most, count * group * (end - begin) * lanes)
-        memory = np.empty(most + 16, np.float32)
-        scores, spare = memory.ctypes.data, memory.ctypes.data + most * 4
+        scores = simd.allocate((most + 16) * 4)
+        spare = scores + most * 4
         while True:
             item = take(address)
             if item >= a.items:
@@ -245,5 +247,6 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                     for j in range(min(16, a.head_dim - d)):
                         simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
                     d += 16
+        simd.release(scores)
 
     return Kernel(attend, ATTEND, cost=2, beside_torch=half)

@@ -73,8 +73,8 @@ def draw_kernel() -> Kernel:
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _DRAW)[0]
         size = (a.vocab + 15) // 16 * 16
-        memory = np.empty(2 * size, np.float32)
-        values, weights = memory.ctypes.data, memory.ctypes.data + size * 4
+        values = simd.allocate(2 * size * 4)
+        weights, scaled = values + size * 4, simd.f32_at(values, size)
         infinite = simd.splat(np.float32(-np.inf))
         minus, ones = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         while True:
@@ -89,9 +89,9 @@ def draw_kernel() -> Kernel:
                 x = simd.div(simd.load_f32x16(source + i * 4), temperature)
                 simd.store_f32x16(values + i * 4, x)
             for i in range(whole, size):
-                memory[i] = -np.inf
+                scaled[i] = -np.inf
             for i in range(whole, a.vocab):
-                memory[i] = simd.load_f32(source + i * 4) / simd.load_f32(a.temperature + item * 4)
+                scaled[i] = simd.load_f32(source + i * 4) / simd.load_f32(a.temperature + item * 4)
             for i in range(0, size, 16):
                 most = simd.maximum(simd.load_f32x16(values + i * 4), most)
             high = simd.reduce_max(most)
@@ -126,9 +126,10 @@ def draw_kernel() -> Kernel:
                 best = simd.maximum(x, best)
                 simd.store_f32x16(values + i * 4, x)
             winner, chosen = simd.reduce_max(best), 0
-            while chosen < a.vocab - 1 and memory[chosen] != winner:
+            while chosen < a.vocab - 1 and scaled[chosen] != winner:
                 chosen += 1
             simd.i32_at(a.ids, a.items)[item] = chosen
+        simd.release(values)
 
     return Kernel(choose, DRAW, cost=1)
 

@@ -123,8 +123,7 @@ def _compiled(half: bool) -> Kernel:
 
     def product(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _PRODUCT)[0]
-        buffer = np.empty(PANEL, np.float32)
-        tail, panel_size = buffer.ctypes.data, a.inputs * PANEL * SIZE
+        tail, panel_size = simd.allocate(PANEL * 4), a.inputs * PANEL * SIZE
         blocks = (a.outputs + BLOCK - 1) // BLOCK
         while True:
             item = take(address)
@@ -147,5 +146,6 @@ def _compiled(half: bool) -> Kernel:
                     else:
                         four_rows(a, row, end - 1, w, at, tail, HALF)
                         row += 4
+        simd.release(tail)
 
     return Kernel(product, PRODUCT, cost=1)

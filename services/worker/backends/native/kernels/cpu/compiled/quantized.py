@@ -58,8 +58,7 @@ def rows_kernel(kind: int) -> Kernel:
     def rows(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _ROWS)[0]
         index, groups = simd.i32_at(a.index, a.items), (a.inputs + GROUP - 1) // GROUP
-        buffer = np.empty(2 * PANEL, np.float32)
-        spare = buffer.ctypes.data
+        spare = simd.allocate(2 * PANEL * 4)
         while True:
             item = take(address)
             if item >= a.items:
@@ -81,5 +80,6 @@ def rows_kernel(kind: int) -> Kernel:
                     to = out + (number * GROUP + 2 * pair) * 4
                     simd.store_f32(to, simd.load_f32(spare + lane * 4))
                     simd.store_f32(to + 4, simd.load_f32(spare + (PANEL + lane) * 4))
+        simd.release(spare)
 
     return Kernel(rows, ROWS, cost=32)

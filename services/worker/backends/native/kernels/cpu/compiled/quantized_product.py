@@ -83,8 +83,8 @@ def _compiled(kind: int) -> Kernel:
         a = carray(simd.pointer(address), 1, _PRODUCT)[0]
         groups = a.inputs // GROUP
         size, few = groups * SIZE, min(a.rows, CHUNK) < 3
-        buffer = np.empty(PANEL + (0 if few else a.inputs * PANEL), np.float32)
-        tail, decoded = buffer.ctypes.data, buffer.ctypes.data + PANEL * 4
+        tail = simd.allocate((PANEL + (0 if few else a.inputs * PANEL)) * 4)
+        decoded = tail + PANEL * 4
         blocks = (a.outputs + BLOCK - 1) // BLOCK
         while True:
             item = take(address)
@@ -109,5 +109,6 @@ def _compiled(kind: int) -> Kernel:
                     else:
                         four_rows(a, row, end - 1, decoded, at, tail, 0)
                         row += 4
+        simd.release(tail)
 
     return Kernel(quantized_product, PRODUCT, cost=1)

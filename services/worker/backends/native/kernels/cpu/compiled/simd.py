@@ -333,6 +333,31 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def allocate(typing_context: Any, size: Any) -> Any:
+    """Address of `size` bytes of scratch memory, aligned to 16, until `release`.
+
+    The address of a numpy array would not do: the compiler frees an array after its last use, and does not see that the
+    address is used later.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(context.nrt.allocate(builder, args[0]), I64)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def release(typing_context: Any, address: Any) -> Any:
+    """Free scratch memory."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        context.nrt.free(builder, builder.inttoptr(args[0], context.get_value_type(types.voidptr)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@intrinsic
 def load_i64(typing_context: Any, address: Any) -> Any:
     """Load the int64 at `address`, which other threads may change, in the same order."""
 

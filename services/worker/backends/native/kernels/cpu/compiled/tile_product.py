@@ -130,8 +130,8 @@ def _compiled(kind: int) -> Kernel:
         panels = 2 * groups * amx.TILE_BYTES if CODED else 0
         copied = 0 if whole else min(a.rows, CHUNK) * stride
         sums = 2 * amx.TILE_BYTES + 64
-        buffer = np.empty(64 + sums + panels + copied, np.uint8)
-        memory = (buffer.ctypes.data + 63) // 64 * 64
+        buffer = simd.allocate(64 + sums + panels + copied)
+        memory = (buffer + 63) // 64 * 64
         scratch = memory + sums
         configured = False
         while True:
@@ -170,5 +170,6 @@ def _compiled(kind: int) -> Kernel:
                 row += 2 * rows
         if configured:
             amx.release()
+        simd.release(buffer)
 
     return Kernel(tile_product, PRODUCT, cost=1)
