@@ -390,6 +390,11 @@ class FrontendConfig(ServiceConfig):
         ge=1,
         description="Maximum number of open requests in one frontend. More are refused with status 429.",
     )
+    response_store: bool = Field(
+        True,
+        description="Keep answers of /v1/responses in memory for an hour, at most 64 MiB, so that a request can "
+        "continue one by previous_response_id.",
+    )
     enable_auto_tool_choice: bool = Field(
         False, description="Let the model decide whether to call a tool. Needs --tool-call-parser."
     )

@@ -22,6 +22,8 @@ from services.frontend.openai.endpoints import Endpoints
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openai.schemas import openapi
 from services.frontend.openai.scores import ScoreEndpoints
+from services.frontend.responses_api.endpoints import ResponsesEndpoints
+from services.frontend.responses_api.store import ResponseStore
 
 log = logging.getLogger("runahead.frontend")
 
@@ -49,6 +51,8 @@ def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> F
     answering, bodies = Answering(engine, model, metrics), BodyParser(config.unknown_parameters)
     Endpoints(answering, bodies).add_to(app)
     MessagesEndpoints(answering, bodies).add_to(app)
+    store = ResponseStore() if config.response_store else None
+    ResponsesEndpoints(answering, bodies, store).add_to(app)
     ScoreEndpoints(answering, bodies).add_to(app)
     return app
 

@@ -228,6 +228,9 @@ def test_integers_beyond_64_bits_in_passed_on_json_are_no_server_error(sim: Serv
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": huge}}
     messages = [*MESSAGES, {"role": "assistant", "content": [use]}, *MESSAGES]
     assert send(sim, "/v1/messages", {"messages": messages, "max_tokens": 2}).status_code == 200
+    tool = {"type": "function", "name": "f", "parameters": parameters}
+    echoed = {"input": "x", "metadata": {"a": huge}, "tools": [tool], "tool_choice": "none"}
+    assert send(sim, "/v1/responses", {**echoed, "max_output_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ MINIMAL = {
 }  # fmt: skip
 POSTS = [
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages",
-    "/v1/messages/count_tokens", "/score", "/rerank", "/pooling",
+    "/v1/messages/count_tokens", "/v1/responses", "/score", "/rerank", "/pooling",
 ]  # fmt: skip
 
 

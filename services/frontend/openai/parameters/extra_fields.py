@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -18,6 +18,12 @@ from services.frontend.openai.schemas.requests import (
     Neutral,
     unserved_in,
 )
+from services.frontend.responses_api.schemas import (
+    FunctionCallOutput,
+    InputMessage,
+    ReasoningItem,
+    ResponsesRequest,
+)
 
 log = logging.getLogger("runahead.frontend")
 
@@ -32,7 +38,7 @@ _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 @cache
 def unserved_of(kind: type[BaseModel]) -> Neutral:
     """Return the known parameters that a kind of body does not serve, with their neutral values."""
-    return kind.unserved if issubclass(kind, CountTokensRequest) else unserved_in(kind)
+    return kind.unserved if issubclass(kind, CountTokensRequest | ResponsesRequest) else unserved_in(kind)
 
 
 class ExtraFields:
@@ -72,6 +78,8 @@ def _unknown(body: BaseModel, refuses: bool) -> Iterator[str]:
     yield from _not_served(body.model_extra or {}, unserved_of(type(body)), "", "", refuses)
     if isinstance(body, CountTokensRequest):
         yield from _of_anthropic(body, refuses)
+    if isinstance(body, ResponsesRequest):
+        yield from _of_responses(body, refuses)
     for index, message in enumerate(body.messages if isinstance(body, ChatRequest) else ()):
         if message.model_extra:
             at = f"messages.{index}."
@@ -88,6 +96,24 @@ def _of_anthropic(body: CountTokensRequest, refuses: bool) -> Iterator[str]:
         yield from _not_served(message.model_extra or {}, {}, at, "messages.", refuses)
         for block in message.content if isinstance(message.content, list) else ():
             yield from _not_served(block.model_extra or {}, {}, f"{at}content.", "messages.content.", refuses)
+
+
+def _of_responses(body: ResponsesRequest, refuses: bool) -> Iterator[str]:
+    for tool in body.tools or ():
+        yield from _not_served(tool.model_extra or {}, {}, "tools.", "tools.", refuses)
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        at = f"input.{index}."
+        yield from _not_served(item.model_extra or {}, {}, at, "input.", refuses)
+        parts: Sequence[BaseModel] | str = ()
+        match item:
+            case InputMessage():
+                parts = item.content
+            case FunctionCallOutput():
+                parts = item.output
+            case ReasoningItem():
+                parts = [*item.summary, *(item.content or ())]
+        for part in parts if not isinstance(parts, str) else ():
+            yield from _not_served(part.model_extra or {}, {}, f"{at}content.", "input.content.", refuses)
 
 
 def _nested(message: MessageParam) -> Iterator[tuple[dict[str, Any], str]]:

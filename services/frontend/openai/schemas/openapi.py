@@ -41,6 +41,13 @@ from services.frontend.openai.tokenize import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
 )
+from services.frontend.responses_api.responses import (
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+    ResponseStreamEvent,
+)
+from services.frontend.responses_api.schemas import ITEMS, PARTS, ResponsesRequest, ResponsesTool
 
 JSON = dict[str, Any]
 _REF = "#/components/schemas/{model}"
@@ -94,6 +101,11 @@ ROUTES = (
           (MessagesRequest,), MessageEvent, error=AnthropicErrorResponse),
     Route("post", "/v1/messages/count_tokens", "Counts the tokens of a conversation", CountTokensResponse,
           (CountTokensRequest,), error=AnthropicErrorResponse),
+    Route("post", "/v1/responses", "Continues a conversation, in the form of items", ResponseObject,
+          (ResponsesRequest,), ResponseStreamEvent),
+    Route("get", "/v1/responses/{id}", "A stored response", ResponseObject),
+    Route("delete", "/v1/responses/{id}", "Deletes a stored response", DeletedResponse),
+    Route("get", "/v1/responses/{id}/input_items", "Items of the request of a stored response", InputItemList),
     Route("post", "/tokenize", "Text or a conversation to token ids", responses.TokenizeResponse,
           (TokenizeCompletionRequest, TokenizeChatRequest)),
     Route("post", "/detokenize", "Token ids to text", responses.DetokenizeResponse, (DetokenizeRequest,)),
@@ -131,7 +143,17 @@ def document(closed: bool) -> JSON:
     for model in {body for route in ROUTES for body in route.bodies}:
         _add_unserved(schemas[model.__name__], unserved_of(model), closed)
     _add_unserved(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE, closed)
-    for part in (TextPart, ToolCall, FunctionCall, AnthropicMessage, AnthropicTool, *BLOCKS):
+    for part in (
+        TextPart,
+        ToolCall,
+        FunctionCall,
+        AnthropicMessage,
+        AnthropicTool,
+        *BLOCKS,
+        *ITEMS,
+        *PARTS,
+        ResponsesTool,
+    ):
         _add_unserved(schemas[part.__name__], {}, closed)
     paths: JSON = {}
     for route in ROUTES:
@@ -169,7 +191,7 @@ def _distinct(values: tuple[Any, ...]) -> list[Any]:
 
 def _operation(route: Route) -> JSON:
     name = re.sub(r"\W+", "_", route.path).strip("_")
-    if route.path == "/ping":  # has two methods
+    if route.path in ("/ping", "/v1/responses/{id}"):  # has two methods
         name = f"{route.method}_{name}"
     operation: JSON = {"operationId": name, "summary": route.summary, "responses": _responses(route)}
     if route.bodies:
@@ -177,10 +199,10 @@ def _operation(route: Route) -> JSON:
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if not route.is_probe:
-        if "{name}" in route.path:
+        if (parameter := re.search(r"{(\w+)}", route.path)) is not None:
             operation["parameters"] = [
                 {
-                    "name": "name",
+                    "name": parameter.group(1),
                     "in": "path",
                     "required": True,
                     "schema": {"type": "string", "maxLength": 512},
@@ -200,7 +222,7 @@ def _responses(route: Route) -> JSON:
             "The response. With `stream`: server-sent events whose data are chunks; the last one is [DONE] or an error"
         )
         content["text/event-stream"] = {"schema": _event(route.chunk, route.error)}
-    more = (404,) if "{name}" in route.path else ()
+    more = (404,) if "{" in route.path else ()
     errors = _UNGUARDED if route.is_probe else _ERRORS if route.bodies else (401, *more, *_UNGUARDED)
     failed = {"application/json": {"schema": _ref(route.error)}}
     by_status |= {str(status): _response(_ERRORS[status], failed) for status in errors}

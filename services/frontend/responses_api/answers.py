@@ -1,0 +1,165 @@
+"""Answers in the form of the Responses API, whole and as events."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from services.frontend.errors import APIError, invalid
+from services.frontend.json_text import json_text
+from services.frontend.openai.answers.chunk import Chunk
+from services.frontend.openai.answers.events import one_line
+from services.frontend.openai.answers.tool_dialect import AnswerParser
+from services.frontend.openai.answers.usage import UsageCounter
+from services.frontend.responses_api.items import OutputItems
+from services.frontend.responses_api.schemas import ResponsesRequest
+
+JSON = dict[str, Any]
+_OPENING = ("response.created", "response.in_progress")
+"""Types of the first events of a stream."""
+
+
+def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, metadata: JSON) -> JSON:
+    """Return the fields of a response that its request decides. Raises: APIError"""
+    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    choice = body.tool_choice
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": _raw(metadata),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": is_stored,
+        "temperature": body.temperature,
+        "text": _raw({"format": {"type": "text"}, **text}),
+        "tool_choice": "auto"
+        if choice is None
+        else choice
+        if isinstance(choice, str)
+        else choice.model_dump(),
+        "tools": _raw(
+            [
+                {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
+                for tool in body.tools or ()
+            ]
+        ),
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    """Encode a client's value, in which integers may have any size. Raises: APIError"""
+    try:
+        return msgspec.Raw(json_text(value).encode())
+    except RecursionError:
+        raise invalid("the request body is nested too deeply") from None
+
+
+class Answer:
+    """One response in the making.
+
+    Args:
+        head: see `head_json`
+        count_tokens: returns the number of tokens of a text.
+    """
+
+    def __init__(
+        self, head: JSON, parser: AnswerParser, usage: UsageCounter, count_tokens: Callable[[str], int]
+    ) -> None:
+        self._head, self._parser, self._usage, self._count_tokens = head, parser, usage, count_tokens
+        self._items = OutputItems()
+        self._finish: str | None = None
+
+    def push(self, chunk: Chunk) -> list[JSON]:
+        """Add a chunk; return the events of the items."""
+        is_last = chunk.finish is not None
+        events = self._items.push(self._parser.push(chunk.text, is_last=is_last))
+        if is_last:
+            self._finish = chunk.finish
+            events += self._items.end("incomplete" if chunk.finish == "length" else "completed")
+        return events
+
+    def to_json(self, error: APIError | None = None) -> JSON:
+        """Return the response as it is now."""
+        is_ended = self._finish is not None
+        status = "incomplete" if self._finish == "length" else "completed" if is_ended else "in_progress"
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": "failed" if error is not None else status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": {"code": "server_error", "message": error.message} if error is not None else None,
+            "incomplete_details": reason,
+            "output": [*self._items.items],
+            "usage": self._usage_json() if is_ended else None,
+        }
+
+    def _usage_json(self) -> JSON:
+        counted, reasoning = self._usage.to_json(), self._items.reasoning
+        cached = (counted["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._count_tokens(reasoning) if reasoning else 0},
+            "total_tokens": counted["total_tokens"],
+        }
+
+
+class ResponseEvents:
+    """Writes the events of one streamed response, which has one choice.
+
+    Args:
+        on_complete: called with the whole response before its last event.
+    """
+
+    def __init__(self, answer: Answer, on_complete: Callable[[JSON], None]) -> None:
+        self._answer, self._on_complete = answer, on_complete
+        self._initial = answer.to_json()
+        self._number = len(_OPENING)  # the first items are encoded before `opening`
+
+    def next_choice(self) -> "ResponseEvents":
+        return self
+
+    def opening(self) -> bytes:
+        events = [{"type": kind, "response": self._initial} for kind in _OPENING]
+        return b"".join(_event(event, number) for number, event in enumerate(events))
+
+    def text(self, text: str) -> bytes:
+        return self.chunk(Chunk(text))
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        return self._encoded(self._answer.push(chunk))
+
+    def closing(self) -> bytes:
+        response = self._answer.to_json()
+        self._on_complete(response)
+        return self._encoded([{"type": f"response.{response['status']}", "response": response}])
+
+    def error(self, error: APIError) -> bytes:
+        return self._encoded([{"type": "response.failed", "response": self._answer.to_json(error)}])
+
+    def _encoded(self, events: list[JSON]) -> bytes:
+        first, self._number = self._number, self._number + len(events)
+        return b"".join(_event(event, number) for number, event in enumerate(events, first))
+
+
+def _event(event: JSON, number: int) -> bytes:
+    numbered = {"type": event["type"], "sequence_number": number, **event}
+    data = one_line(msgspec.json.encode(numbered))
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)

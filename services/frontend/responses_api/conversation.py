@@ -1,0 +1,116 @@
+"""Bodies of the Responses API to chat bodies, so that all dialects share the prompt, sampling and tools."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.frontend.openai.parameters.body import validated
+from services.frontend.openai.schemas.requests import ChatRequest
+from services.frontend.responses_api.schemas import (
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputMessage,
+    InputText,
+    Item,
+    Part,
+    ReasoningItem,
+    ResponsesRequest,
+    ResponsesToolName,
+    TextFormat,
+)
+
+JSON = dict[str, Any]
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "stop", "ignore_eos", "stream",
+    "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that have the same name and meaning in a chat body."""
+
+
+def input_items(body: ResponsesRequest) -> list[Item]:
+    """Return the input as items; a text is a message of the user."""
+    if isinstance(body.input, str):
+        return [InputMessage(role="user", content=body.input)]
+    return body.input
+
+
+def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest:
+    """Return the chat body with the same meaning.
+
+    Args:
+        history: items of the earlier turns, without their instructions.
+
+    Raises: APIError
+    """
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = system + messages_of([*history, *input_items(body)])
+    fields: JSON = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
+    fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        fields["response_format"] = _response_format(body.text.format)
+    if body.tools:
+        fields["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, include=_FUNCTION)}
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if isinstance(choice, ResponsesToolName):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice != "auto" or body.tools:  # clients send "auto" without tools
+        fields["tool_choice"] = choice
+    return validated(fields, ChatRequest)
+
+
+_FUNCTION = {"name", "description", "parameters", "strict"}
+
+
+def _response_format(given: TextFormat) -> JSON:
+    """`chat_request`'s checks name the fields that are missing or do not belong to the type."""
+    if given.type != "json_schema":
+        return {"type": given.type}
+    schema = {"name": given.name or "schema", "schema": given.schema_, "strict": given.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def messages_of(items: Sequence[Item]) -> list[JSON]:
+    """Return chat messages. Reasoning, text and calls of one answer are one message of the assistant."""
+    messages: list[JSON] = []
+    for item in items:
+        match item:
+            case InputMessage(role="assistant"):
+                _join(messages, content=_text(item.content))
+            case InputMessage():
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case ReasoningItem():
+                _join(messages, reasoning="".join(part.text for part in item.content or item.summary))
+            case FunctionCallItem():
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                _join(messages, call=call)
+            case FunctionCallOutput():
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                messages.append(message)
+    return messages
+
+
+def _join(
+    messages: list[JSON], content: str | None = None, reasoning: str | None = None, call: JSON | None = None
+) -> None:
+    """Add a part of an answer to the last message, or begin a new one where the last cannot take it."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    is_new = last is None or (call is None and "tool_calls" in last)
+    is_new = is_new or (last is not None and call is None and bool(last["content"]))
+    if is_new or last is None:
+        messages.append(last := {"role": "assistant", "content": ""})
+    if content is not None:
+        last["content"] = content
+    if reasoning is not None:
+        last["reasoning_content"] = last.get("reasoning_content", "") + reasoning
+    if call is not None:
+        last.setdefault("tool_calls", []).append(call)
+
+
+def _text(content: str | list[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, InputText) else part.refusal for part in content)

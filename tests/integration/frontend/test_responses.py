@@ -1,0 +1,295 @@
+"""/v1/responses, mostly by the official client, whose types check every answer."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+
+from protocol.codec import unpack
+from protocol.requests import FinishReason, GenerateRequest
+from protocol.sampling import GrammarKind
+from tests.integration.frontend.scripted import (
+    PATIENCE,
+    TOKENIZER,
+    Frontend,
+    ScriptedScheduler,
+    answering,
+    ended,
+    ids_of,
+    scripted,
+    tokens,
+)
+
+PATH = "/v1/responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    "strict": False,
+}
+REASONING = {
+    "reasoning_parser": "deepseek_r1",
+    "tool_call_parser": "hermes",
+    "enable_auto_tool_choice": True,
+}
+
+
+def client(frontend: Frontend, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{frontend.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+
+def answer_of(frontend: Frontend, stream: bool, **fields: Any) -> Response:
+    """Return an answer, which the client joins from a stream's events. Checks their numbers."""
+    responses = client(frontend).responses
+    if not stream:
+        return responses.create(model="demo", **{"input": "Hi", **fields})
+    events = list(responses.create(model="demo", stream=True, **{"input": "Hi", **fields}))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    grown: list[str] = []
+    for event in events:
+        match event.type:
+            case "response.output_item.added":
+                assert event.output_index == len(grown)
+                grown.append("")
+            case (
+                "response.output_text.delta"
+                | "response.reasoning_text.delta"
+                | "response.function_call_arguments.delta"
+            ):
+                assert event.output_index == len(grown) - 1
+                grown[-1] += event.delta
+    assert grown == [text_of(item) for item in last.response.output]
+    return last.response
+
+
+def text_of(item: Any) -> str:
+    return item.arguments if item.type == "function_call" else "".join(part.text for part in item.content)
+
+
+def prompt_of(request: GenerateRequest) -> str:
+    return TOKENIZER.decode_all(unpack(request.token_ids).tolist())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
+    scheduler.script(answering("Grüße, 世界", num_cached_tokens=2))
+    answer = answer_of(
+        frontend, stream, instructions="Be brief.", temperature=0.5, top_p=0.9, max_output_tokens=64
+    )
+    Response.model_validate(answer.model_dump(), strict=True)
+    request = scheduler.request()
+    assert (answer.status, answer.output_text, answer.id[:5]) == ("completed", "Grüße, 世界", "resp_")
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len(unpack(request.token_ids))
+    assert answer.usage.input_tokens_details.cached_tokens == 2
+    assert answer.usage.output_tokens == len(ids_of("Grüße, 世界"))
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_p) == (64, 0.5, 0.9)
+    assert prompt_of(request).startswith("<|bos|><|system|>Be brief.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_that_the_length_limit_cut_off_is_incomplete(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    scheduler.script(answering("one two", reason=FinishReason.LENGTH))
+    answer = answer_of(frontend, stream)
+    assert (answer.status, answer.output[0].status) == ("incomplete", "incomplete")
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_empty_answer_is_an_empty_message(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    scheduler.script(answering(""))
+    answer = answer_of(frontend, stream)
+    assert (len(answer.output), answer.output_text) == (1, "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "add"}])
+def test_required_tool_is_called(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool, choice: Any
+) -> None:
+    said = '[{"name": "add", "parameters": {"a": 1}}]' if choice == "required" else '{"a": 1}'
+    scheduler.script(answering(said))
+    answer = answer_of(frontend, stream, tools=[TOOL], tool_choice=choice)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert (call.name, call.arguments, call.status) == ("add", '{"a": 1}', "completed")
+    structured = scheduler.request().structured
+    assert structured is not None
+    assert structured.kind is GrammarKind.JSON
+
+
+def test_reasoning_text_and_calls_are_items() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    with scripted(served_model_name=["demo"], **REASONING) as (frontend, scheduler):
+        scheduler.script(answering(f"Hm.</think>Sure.{call}{call}"))
+        for stream in (False, True):
+            answer = answer_of(frontend, stream, tools=[TOOL], reasoning={"effort": "low"})
+            assert [item.type for item in answer.output] == [
+                "reasoning",
+                "message",
+                "function_call",
+                "function_call",
+            ]
+            assert [text_of(item) for item in answer.output] == ["Hm.", "Sure.", '{"a": 1}', '{"a": 1}']
+            assert len({item.id for item in answer.output}) == 4
+            assert answer.usage is not None
+            assert answer.usage.output_tokens_details.reasoning_tokens == len(ids_of("Hm."))
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+def test_text_format_is_a_grammar(frontend: Frontend, scheduler: ScriptedScheduler, kind: str) -> None:
+    scheduler.script(answering("{}"))
+    schema = {"name": "s", "schema": {"type": "object"}, "strict": True} if kind == "json_schema" else {}
+    answer = answer_of(frontend, False, text={"format": {"type": kind, **schema}})
+    assert answer.output_text == "{}"
+    structured = scheduler.request().structured
+    assert structured is not None
+    assert structured.kind is (GrammarKind.JSON if schema else GrammarKind.JSON_OBJECT)
+
+
+def test_items_are_the_messages_of_a_chat(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("x"))
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "T"}],
+        },
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Wait", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        {"role": "assistant", "content": "Two"},
+        {"role": "user", "content": "And?"},
+    ]
+    answer_of(frontend, False, input=items, instructions="S", tools=[TOOL], tool_choice="none")
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Wait", "reasoning": "T", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": "Two"},
+        {"role": "user", "content": "And?"},
+    ]
+    function = {name: TOOL[name] for name in ("name", "description", "parameters", "strict")}
+    tools = [{"type": "function", "function": function}]
+    frontend.post("/v1/chat/completions", {"messages": messages, "tools": tools, "tool_choice": "none"})
+    assert scheduler.request(0).token_ids == scheduler.request(1).token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stored_response_is_continued(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) -> None:
+    scheduler.script(answering("Hello"))
+    responses = client(frontend).responses
+    first = answer_of(frontend, stream, instructions="Only for this turn.")
+    second = answer_of(frontend, stream, input="And you?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    third = answer_of(frontend, stream, input="Why?", previous_response_id=second.id)
+    assert prompt_of(scheduler.request(2)) == (
+        "<|bos|><|user|>Hi<|eos|><|assistant|>Hello<|eos|><|user|>And you?<|eos|><|assistant|>Hello<|eos|>"
+        "<|user|>Why?<|eos|><|assistant|>"
+    )
+    assert responses.retrieve(third.id).output_text == "Hello"
+    (item,) = responses.input_items.list(third.id).data
+    assert item.type == "message"
+    responses.delete(third.id)
+    with pytest.raises(openai.NotFoundError):
+        responses.retrieve(third.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_that_is_not_stored_is_not_found(
+    frontend: Frontend, scheduler: ScriptedScheduler, stream: bool
+) -> None:
+    scheduler.script(answering("Hello"))
+    first = answer_of(frontend, stream, store=False)
+    with pytest.raises(openai.NotFoundError) as refused:
+        answer_of(frontend, False, previous_response_id=first.id)
+    assert (refused.value.code, refused.value.param) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    assert len(scheduler.requests) == 1
+
+
+def test_responses_belong_to_a_key_and_the_store_can_be_off() -> None:
+    with scripted(served_model_name=["demo"], api_key=["a", "b"]) as (frontend, scheduler):
+        scheduler.script(answering("Hello"))
+        mine = client(frontend, "a").responses.create(model="demo", input="Hi")
+        with pytest.raises(openai.NotFoundError):
+            client(frontend, "b").responses.retrieve(mine.id)
+        with pytest.raises(openai.NotFoundError):
+            client(frontend, "b").responses.delete(mine.id)
+        assert client(frontend, "a").responses.retrieve(mine.id).id == mine.id
+    with scripted(served_model_name=["demo"], response_store=False) as (frontend, scheduler):
+        scheduler.script(answering("Hello"))
+        answer = answer_of(frontend, False)
+        with pytest.raises(openai.NotFoundError, match="no-response-store"):
+            client(frontend).responses.retrieve(answer.id)
+
+
+BAD: list[dict[str, Any]] = [
+    {"input": []},
+    {"input": [{"type": "item_reference", "id": "x"}]},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    {"input": [{"type": "message", "role": "tool", "content": "x"}]},
+    {"tools": [{"type": "web_search"}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "name": "other"}, "tools": [TOOL]},
+    {"background": True},
+    {"truncation": "auto"},
+    {"top_logprobs": 2},
+    {"conversation": "c"},
+    {"include": ["message.output_text.logprobs"]},
+    {"temperature": 3},
+    {"max_output_tokens": 0},
+    {"text": {"format": {"type": "grammar"}}},
+]
+
+
+@pytest.mark.parametrize("fields", BAD, ids=[f"{i}-{next(iter(row))}" for i, row in enumerate(BAD)])
+def test_bad_field_is_refused(
+    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]
+) -> None:
+    response = frontend.post(PATH, {"model": "demo", "input": "Hi", **fields})
+    assert response.status_code == 400, response.text
+    assert next(iter(fields)) in response.json()["error"]["message"]
+    assert scheduler.requests == []
+
+
+def test_unknown_fields_are_named(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(answering("x"))
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi", "mark": 1}], "colour": 1}
+    response = frontend.post(PATH, {"input": [item], "speed": 1})
+    assert response.headers["x-ignored-parameters"] == "speed, input.colour, input.content.mark"
+
+
+def test_failure_in_a_stream_is_its_last_event(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    scheduler.script(lambda request: [tokens(request.number, ids_of("some text "))])
+    body = {"model": "demo", "input": "Hi", "stream": True}
+    with httpx.stream("POST", frontend.url + PATH, json=body, timeout=PATIENCE) as response:
+        scheduler.send(ended(scheduler.request().number, FinishReason.ERROR, message="the worker failed"))
+        *_, last, nothing = response.read().decode().split("\n\n")
+    assert nothing == ""
+    assert last.startswith("event: response.failed\n")
+    assert '"message":"the worker failed"' in last
