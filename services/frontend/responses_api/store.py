@@ -12,7 +12,7 @@ from services.frontend.errors import APIError
 from services.frontend.responses_api.schemas import Item
 
 MAX_BYTES = 64 << 20
-"""Of all stored conversations together, as JSON. The oldest ones make room."""
+"""Size of all stored conversations together, as JSON. The oldest ones make room."""
 MAX_SECONDS = 3600.0
 """Age at which a response is deleted."""
 
