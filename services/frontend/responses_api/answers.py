@@ -70,7 +70,7 @@ def _raw(value: Any) -> msgspec.Raw:
         raise invalid("the request body is nested too deeply") from None
 
 
-class Answer:
+class ResponseInProgress:
     """One response in the making.
 
     Args:
@@ -128,7 +128,7 @@ class ResponseEvents:
         on_complete: called with the whole response before its last event.
     """
 
-    def __init__(self, answer: Answer, on_complete: Callable[[JSON], None]) -> None:
+    def __init__(self, answer: ResponseInProgress, on_complete: Callable[[JSON], None]) -> None:
         self._answer, self._on_complete = answer, on_complete
         self._initial = answer.to_json()
         self._number = len(_OPENING)  # the first items are encoded before `opening`

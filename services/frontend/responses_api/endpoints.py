@@ -17,7 +17,7 @@ from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openai.parameters.structured import structured_params
-from services.frontend.responses_api.answers import Answer, ResponseEvents, head_json
+from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.items import new_id
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
@@ -84,7 +84,9 @@ class ResponsesEndpoints:
         )
         usage = UsageCounter()
         parser = AnswerParser(start, output.tools, eager=bool(given.stream))
-        answer = Answer(head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text)))
+        answer = ResponseInProgress(
+            head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text))
+        )
         keep = self._keeper(http.state.tenant, history, input_items(given), is_stored)
         if given.stream:
             encoder = ResponseEvents(answer, keep)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
 
+from protocol.sampling import MAX_REPETITION_PENALTY
 from services.frontend.openai.schemas.requests import (
     JSON,
     MAX_MESSAGES,
@@ -19,13 +20,13 @@ from services.frontend.openai.schemas.requests import (
 MAX_PARTS = 1024
 
 
-class _Part(BaseModel):
+class _OpenObject(BaseModel):
     """More fields, such as `id`, `status` and `annotations`, are ignored with a notice."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class InputText(_Part):
+class InputText(_OpenObject):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
@@ -34,24 +35,24 @@ class InputText(_Part):
     """Not used."""
 
 
-class Refusal(_Part):
+class RefusalPart(_OpenObject):
     type: Literal["refusal"]
     refusal: Text
 
 
-Part = Annotated[InputText | Refusal, Field(discriminator="type")]
+Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _Item(_Part):
+class _InputItem(_OpenObject):
     id: str | None = Field(None, max_length=256)
     """Not used."""
     status: Status | None = None
     """Not used."""
 
 
-class InputMessage(_Item):
+class InputMessage(_InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text | Parts
@@ -59,20 +60,20 @@ class InputMessage(_Item):
     """Not used."""
 
 
-class FunctionCallItem(_Item):
+class FunctionCallItem(_InputItem):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
     name: str = Field(max_length=128)
     arguments: Text
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(_InputItem):
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=256)
     output: Text | Parts
 
 
-class ReasoningText(_Part):
+class ReasoningText(_OpenObject):
     type: Literal["reasoning_text", "summary_text"]
     text: Text
 
@@ -80,7 +81,7 @@ class ReasoningText(_Part):
 Reasonings = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
     summary: Reasonings = []
     content: Reasonings | None = None
@@ -95,7 +96,7 @@ def _type_of(item: object) -> str:
 
 
 ITEMS = (InputMessage, FunctionCallItem, FunctionCallOutput, ReasoningItem)
-PARTS = (InputText, Refusal, ReasoningText)
+PARTS = (InputText, RefusalPart, ReasoningText)
 Item = Annotated[
     Annotated[InputMessage, _Tag("message")]
     | Annotated[FunctionCallItem, _Tag("function_call")]
@@ -110,7 +111,7 @@ Item = Annotated[
 ]
 
 
-class ResponsesTool(_Part):
+class ResponsesTool(_OpenObject):
     type: Literal["function"]
     """Tools that the server itself would run are not served."""
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
@@ -202,7 +203,7 @@ class ResponsesRequest(BaseRequest):
     """vLLM's addition, as are all fields below."""
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-(2**20), le=2**20)

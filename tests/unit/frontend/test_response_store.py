@@ -9,7 +9,7 @@ from services.frontend.responses_api.schemas import InputMessage
 from services.frontend.responses_api.store import MAX_SECONDS, ResponseStore
 
 
-class Clock:
+class HandClock:
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -37,7 +37,7 @@ def test_the_oldest_make_room_and_a_giant_is_not_stored() -> None:
 
 
 def test_responses_expire() -> None:
-    clock = Clock()
+    clock = HandClock()
     store = ResponseStore(clock=clock)
     store.add("", response("a"), GIVEN, GIVEN)
     clock.now = MAX_SECONDS - 1

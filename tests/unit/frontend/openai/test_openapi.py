@@ -24,7 +24,8 @@ OPEN = {
     "DetokenizeRequest", "MessageParam", "TextPart", "ToolCall", "FunctionCall", "MessagesRequest",
     "ScoreRequest", "RerankRequest",
     "CountTokensRequest", "AnthropicMessage", "AnthropicTool", "TextBlock", "ToolUseBlock", "ToolResultBlock",
-    "ThinkingBlock", "RedactedThinkingBlock",
+    "ThinkingBlock", "RedactedThinkingBlock", "ResponsesRequest", "ResponsesTool", "InputMessage", "FunctionCallItem",
+    "FunctionCallOutput", "ReasoningItem", "InputText", "RefusalPart", "ReasoningText",
 }  # fmt: skip
 """Objects whose unknown fields are ignored."""
 
