@@ -5,7 +5,6 @@ Also relative to bare torch (decode only), from the same run. `vllm_served` comp
 
 import argparse
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import runahead, served
+from tests.benchmarks.support.servers import end_on_sigterm, runahead, served
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -41,7 +40,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
+    end_on_sigterm()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     flags = [f"--threads={args.threads}", f"--dtype={args.dtype}"]
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}

@@ -9,7 +9,6 @@ has the prompts in its cache.
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from tests.benchmarks.support.report import DIRECTORY, report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
     ServerProcess,
+    end_on_sigterm,
     runahead_process,
     served,
     vllm_process,
@@ -133,7 +133,7 @@ SERVERS: Mapping[str, ComparedServer] = {
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
+    end_on_sigterm()
     gguf = Path(args.model) if args.model else _packaged()
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
     names = [name for name in args.servers if name not in absent]

@@ -7,9 +7,7 @@ the others; all servers run with that number of compute threads, and with one mo
 
 import argparse
 import os
-import signal
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import runahead, served, vllm, vllm_python
+from tests.benchmarks.support.servers import end_on_sigterm, runahead, served, vllm, vllm_python
 
 GIB = 1 << 30
 BLOCK = 128
@@ -81,7 +79,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
+    end_on_sigterm()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.repeats):

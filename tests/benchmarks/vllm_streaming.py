@@ -12,7 +12,6 @@ import argparse
 import json
 import signal
 import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.benchmarks.frontend_streaming import (
     round_of,
 )
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import vllm_process
+from tests.benchmarks.support.servers import end_on_sigterm, vllm_process
 
 PACED = Path(__file__).parent / "support" / "vllm_paced.py"
 OURS, PER_TOKEN, PEER = "runahead", "runahead, a write per token", "vLLM, fake engine"
@@ -91,7 +90,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
+    end_on_sigterm()
     streams, tokens = arguments.streams, arguments.tokens
     cases = [
         StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),

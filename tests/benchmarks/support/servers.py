@@ -52,6 +52,18 @@ def _proportional_bytes(path: Path) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
+def end_on_sigterm() -> None:
+    """Make SIGTERM end the benchmark as SIGINT does, so that the servers are stopped.
+
+    An exception that the handler raises may be caught by the callback of a load that it interrupts. On SIGINT asyncio
+    cancels the load instead.
+    """
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored by a process in the background of a script
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 def vllm_python() -> str:
     """Return the Python interpreter with vLLM. Raises: SystemExit, if there is none."""
     python = VLLM_ENVIRONMENT / "bin" / "python"
@@ -161,11 +173,13 @@ def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[st
         try:
             yield process
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            try:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(PATIENCE)
+            finally:  # also when a signal ends the wait
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(url: str, process: subprocess.Popen[str]) -> None:
