@@ -5,6 +5,7 @@ checkpoint.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
 GGUF = ".gguf"
 _COMPLETE = ("config.json", "tokenizer.json")
 """Files that a checkpoint in Hugging Face format has; many repositories of GGUF files have the first one too."""
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+"""End of the name of a file that holds a part of a model."""
 _PROJECTOR = "mmproj"
 """Beginning of the names of GGUF files that hold an image encoder and no language model."""
 
@@ -68,7 +71,7 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
             f"{what}: {path}; give a directory in Hugging Face format, a GGUF file, or a name on the hub"
         )
     files = [] if _is_complete(path) else _language_models(file.name for file in path.glob(f"*{GGUF}"))
-    return path / _only(files, f"{path}; name the file itself", str(path)) if files else path
+    return path / _only(files, f"{path}; name the file itself") if files else path
 
 
 def _default_model() -> Path:
@@ -90,29 +93,45 @@ def _language_models(names: Iterable[str]) -> list[str]:
     return sorted(n for n in names if n.lower().endswith(GGUF) and not Path(n).name.startswith(_PROJECTOR))
 
 
-def _only(files: list[str], place: str, model: str) -> str:
+def _only(files: list[str], place: str) -> str:
     if len(files) == 1:
         return files[0]
-    if not files:
-        raise CheckpointError(f"no such GGUF file: {model}")
     raise CheckpointError(f"several GGUF files are in {place}: {', '.join(files[:40])}")
 
 
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     name, _, choice = model.partition(":")
-    directory = _snapshot(name, revision, patterns)
+    directory = _snapshot(name, revision, CONFIG_FILES if choice else patterns)
     if not choice and _is_complete(directory):
         return directory
     files = _language_models(_listed(name, revision, directory))
     if choice:
-        files = [file for file in files if choice.lower() in Path(file).name.lower()]
+        files = _chosen(files, choice, model)
     elif not files:
         return directory
-    file = _only(files, f"{name}; choose one by its type, as in {name}:Q4_K_M", model)
+    file = _only(files, f"{name}; choose one by its type, as in {name}:Q4_K_M")
     path = _snapshot(name, revision, [file]) / file
     if not path.is_file():
         raise CheckpointError(f"model {model}: {file} was never downloaded, and the hub cannot be reached")
     return path
+
+
+def _chosen(files: list[str], choice: str, model: str) -> list[str]:
+    """Return the files whose names have `choice` as a word, so that F16 is not BF16 and Q4_K is not Q4_K_M; else those
+    whose names contain it. Raises: CheckpointError"""
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(choice)}(?![a-z0-9_])", re.IGNORECASE)
+    found = [file for file in files if word.search(Path(file).name)]
+    found = found or [file for file in files if choice.lower() in Path(file).name.lower()]
+    if not found:
+        raise CheckpointError(
+            f"no such GGUF file: {model}; the repository has {', '.join(files[:40]) or 'none'}"
+        )
+    if all(_PART.search(file) for file in found):
+        raise CheckpointError(
+            f"{model} is divided into {len(found)} files, which is not supported; download them, merge them with "
+            "`llama-gguf-split --merge`, and name the file"
+        )
+    return found
 
 
 def _listed(name: str, revision: str | None, directory: Path) -> list[str]:
