@@ -27,16 +27,19 @@ _SHARD_BYTES = 2 << 30
 """Size at which a file of weights ends. Its tensors are in memory until it is written."""
 
 
-def cached_conversion(path: Path) -> Path:
+def cached_conversion(path: Path, dtype: str = "auto") -> Path:
     """Return the converted checkpoint of a GGUF file in the user's cache directory, converted first if needed.
+
+    Args:
+        dtype: as in `convert`.
 
     Raises: LoadError
     """
-    directory = cache_directory(path, "auto")
+    directory = cache_directory(path, dtype)
     if not directory.is_dir():
         log.info("converting %s to %s, once", path, directory)
         try:
-            convert(path, directory)
+            convert(path, directory, dtype)
         except OSError as error:
             raise LoadError(
                 f"{path} cannot be converted to {directory}: {error.strerror}; run `runahead convert {path} --out DIR` "

@@ -137,6 +137,9 @@ class VllmRunner:
 
 
 def _directory(config: WorkerConfig) -> Path:
-    """Return the model's directory; a GGUF file is converted once, because vLLM reads none. Raises: LoadError"""
+    """Return the model's directory; a GGUF file is converted once, because vLLM reads none. Raises: LoadError
+
+    With `--dtype float32` the file's weights are converted to float32, which loses nothing.
+    """
     path = checkpoint_path(config)
-    return cached_conversion(path) if is_gguf(path) else path
+    return cached_conversion(path, config.dtype) if is_gguf(path) else path
