@@ -3,20 +3,25 @@
 import ipaddress
 import socket
 
-from services.checkpoint import CheckpointError, is_local, resolve
+from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
+from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 
 
 def check_model(model: str) -> None:
-    """Check that a model directory or file exists. The services check its content, and names on the hub.
+    """Check that a model directory or file exists, and that a GGUF file is complete and supported. The services check
+    everything else, and names on the hub.
 
     Raises:
-        ConfigurationError: there is no such directory or file, or a directory has several GGUF files.
+        ConfigurationError: there is no such directory or file, a directory has several GGUF files, or the file cannot
+            be served.
     """
     if is_local(model):
         try:
-            resolve(model)
+            path = resolve(model)
+            if is_gguf(path) and path != packaged_model():  # which has a fixed hash
+                read_json(path, "config.json")
         except CheckpointError as error:
             raise ConfigurationError(str(error)) from None
 

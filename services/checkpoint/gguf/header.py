@@ -128,7 +128,7 @@ def _read(path: Path, size: int, _mtime: int) -> GgufHeader:
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     cursor = Cursor(data)
     if data[: len(MAGIC)] != MAGIC:
-        raise BrokenFileError(f"it begins with {data[: len(MAGIC)]!r}")
+        raise BrokenFileError(f"it begins with {data[: len(MAGIC)]!r}, not with {MAGIC!r}")
     cursor.position = len(MAGIC)
     version = cursor.unpack("I")
     if version not in VERSIONS:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from services.config import ENDPOINTS, ServeConfig
+from tests.unit.checkpoint.gguf_files import RawFile, entry
 from tests.unit.cli.command import run_command, run_process
 
 Capture = pytest.CaptureFixture[str]
@@ -51,6 +52,26 @@ def test_invalid_command_line_exits_2_with_one_line(
     assert reason in done.stderr
     assert done.stderr.startswith("runahead: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (
+            RawFile(magic=b"GGML", data=bytes(64)),
+            "it begins with b'GGML', not with b'GGUF'; download it again",
+        ),
+        (RawFile(counts=(3_000_000, 1)), "3000000 tensors and 1 metadata entries need at least"),
+        (RawFile([entry("general.architecture", "gemma3")]), "architecture gemma3 is not supported"),
+    ],
+)
+def test_serve_refuses_an_unusable_gguf_file_before_a_service_starts(
+    file: RawFile, reason: str, capsys: Capture, tmp_path: Path
+) -> None:
+    path = file.write(tmp_path / "model.gguf")
+    done = run_command(capsys, "serve", str(path))
+    assert (done.status, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert reason in done.stderr
 
 
 def test_serve_refuses_a_port_in_use_before_a_service_starts(capsys: Capture) -> None:
