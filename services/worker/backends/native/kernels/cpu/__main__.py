@@ -1,4 +1,12 @@
-"""`python -m services.worker.backends.native.kernels.cpu` compiles every kernel, so that the first start need not."""
+"""`python -m services.worker.backends.native.kernels.cpu` compiles every kernel, so that the first start need not.
+
+Each processor core compiles other kernels. The variants of one kernel share a file of numba's cache, which only one
+process may write.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
 
 import services.worker.backends.native.kernels.cpu.compiled.rows  # noqa: F401 - compiled when it is imported
 from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
@@ -17,30 +25,39 @@ from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_k
 from services.worker.backends.native.kernels.cpu.recording import replay_kernel
 from services.worker.backends.native.kernels.selection import TILES, processor_features
 
-draw_kernel()
-greedy_kernel()
-most_likely_kernel()
-rules_kernel()
-mask_kernel()
-logprobs_kernel()
-ngram_kernel()
-draft_kernel()
-rotary_kernel()
-replay_kernel()
-for half in (False, True):
-    norm_kernel(half)
-    gate_kernel(half)
-    product_kernel(half, inputs=1)
-    copy_kernel(half, beside_torch=False)
-for kind in (INT8, INT4):
-    rows_kernel(kind)
-    quantized_product_kernel(kind, inputs=1)
-if TILES in processor_features():
+SINGLE = (
+    *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),
+    *(logprobs_kernel, ngram_kernel, draft_kernel, rotary_kernel, replay_kernel),
+)
+"""Kernels without variants."""
+TILED = TILES in processor_features()
+# The kernels that take longest are the first ones.
+KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
+    (attention_kernel, [(False, False), (False, True), (True, True)]),
+    (quantized_product_kernel, [(INT8, 1), (INT4, 1)]),
+    (product_kernel, [(False, 1), (True, 1)]),
+    (rows_kernel, [(INT8,), (INT4,), *([(BF16,)] if TILED else [])]),
+    (norm_kernel, [(False,), (True,)]),
+    (gate_kernel, [(False,), (True,)]),
+    (write_kernel, [(False, False), (False, True), (True, True)]),
+    (copy_kernel, [(False, False), (True, False)]),
+    *((kernel, [()]) for kernel in SINGLE),
+]
+"""Each kernel with the arguments of its variants."""
+if TILED:
     from services.worker.backends.native.kernels.cpu.compiled.tile_product import tile_product_kernel
 
-    rows_kernel(BF16)
-    for kind in (BF16, INT8, INT4):
-        tile_product_kernel(kind, inputs=1)
-for half, half_cache in ((False, False), (False, True), (True, True)):
-    write_kernel(half, half_cache)
-    attention_kernel(half, half_cache)
+    KERNELS.insert(0, (tile_product_kernel, [(BF16, 1), (INT8, 1), (INT4, 1)]))
+
+
+def compile_kernel(number: int) -> None:
+    kernel, variants = KERNELS[number]
+    for arguments in variants:
+        kernel(*arguments)
+
+
+# Forked, because importing torch takes seconds; it has no threads yet.
+with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+    pool.map(compile_kernel, range(len(KERNELS)), chunksize=1)
+    pool.close()
+    pool.join()  # leaving the block kills processes that have not ended
