@@ -2,11 +2,13 @@
 
 Requests with different parameters share batches, under preemption, chunked prefill and arrivals in each step. Each gets
 the tokens and log-probabilities that it gets alone, synchronously, on one rank. In float32 a row of the native backend
-has the same bits in every batch (batch invariance; docs/invariants.md), so they are compared byte for byte.
+has the same bits in every batch (batch invariance; docs/invariants.md), so they are compared byte for byte. Quantised
+weights keep the same promise; there the worker is killed and replaced as well.
 """
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from protocol.codec import pack
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, SamplingParams, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
-from tests.integration.scheduler.engine import FrontendConnection, engine
+from tests.integration.scheduler.engine import EngineProcesses, FrontendConnection, engine
 
 TOKENS, EOS = 24, (2,)
 SCHEMA = {
@@ -67,9 +69,19 @@ LAYOUTS = {
     "drafts, depth 3": {"batch_queue_depth": 3, "speculative_config": OWN_MODEL},
     "drafts, TP=2": {"tensor_parallel_size": 2, "speculative_config": OWN_MODEL},
 }
+QUANTIZED: dict[str, dict[str, object]] = {
+    "int8": {"quantization": "int8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4", "dtype": "float32"},
+}
+"""Settings of the worker by the name of its weights; others are served as the checkpoint stores them."""
+CELLS = [(layout, "plain") for layout in LAYOUTS]
+CELLS += [(f"depth {depth}", weights) for weights in QUANTIZED for depth in (1, 2, 3)]
+KILLED_AFTER = 6
+"""Requests of a quantised run that finish before the worker is killed."""
 Logprobs = dict[int, tuple[int, bytes, bytes]]
 """Position -> token rank, ids and values, as FrontendConnection keeps them."""
 TokensAndLogprobs = tuple[list[int], Logprobs]
+Answers = dict[int, TokensAndLogprobs]
 
 
 def generate(client: FrontendConnection, number: int, plain: bool = False) -> None:
@@ -85,23 +97,48 @@ def generate(client: FrontendConnection, number: int, plain: bool = False) -> No
     client.generate(number, prompt, params, structured=structured)  # type: ignore[arg-type]
 
 
+def worker(weights: str) -> dict[str, object]:
+    return WORKER | QUANTIZED.get(weights, {})
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TokensAndLogprobs]:
-    """Return each request's answer alone on one rank at depth one, with its prompt in one chunk, and its answer without
-    parameters as number + len(REQUESTS)."""
+def alone_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+    """Return a function of the weights that returns each request's answer alone on one rank at depth one, with its
+    prompt in one chunk; for plain weights also its answer without parameters as number + len(REQUESTS)."""
     scheduler = {"batch_queue_depth": 1, "max_model_len": 256, "enable_prefix_caching": False}
-    with engine(tmp_path_factory.mktemp("alone"), scheduler, WORKER) as running:
-        client = FrontendConnection(running.client_endpoint)
-        client.wait_ready()
-        answers: dict[int, TokensAndLogprobs] = {}
-        for plain in (False, True):
-            for number in range(len(REQUESTS)):
-                generate(client, number, plain)
-                client.wait_finished(number)
-                assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
-                answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
-        client.close()
-    return answers
+    made: dict[str, Answers] = {}
+
+    def make(weights: str) -> Answers:
+        if weights in made:
+            return made[weights]
+        with engine(tmp_path_factory.mktemp("alone"), scheduler, worker(weights)) as running:
+            client = FrontendConnection(running.client_endpoint)
+            client.wait_ready()
+            answers = made[weights] = {}
+            for plain in (False, True) if weights == "plain" else (False,):
+                for number in range(len(REQUESTS)):
+                    generate(client, number, plain)
+                    client.wait_finished(number)
+                    assert client.finished.pop(number).reason in (FinishReason.STOP, FinishReason.LENGTH)
+                    answers[number + plain * len(REQUESTS)] = client.tokens[number], client.logprobs[number]
+            client.close()
+        return answers
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(alone_with: Callable[[str], Answers]) -> Answers:
+    return alone_with("plain")
+
+
+def replace_worker(running: EngineProcesses, client: FrontendConnection) -> None:
+    """Kill the worker when some requests have finished, and start another one."""
+    while len(client.finished) < KILLED_AFTER:
+        client.receive()
+    assert len(client.finished) < len(REQUESTS)
+    running.workers.pop().kill()
+    running.add_worker()
 
 
 def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
@@ -114,19 +151,22 @@ def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "weights"), CELLS)
 def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
-    layout: str, alone: dict[int, TokensAndLogprobs], tmp_path: Path
+    layout: str, weights: str, alone_with: Callable[[str], Answers], tmp_path: Path
 ) -> None:
+    alone = alone_with(weights)
     config = CROWD | LAYOUTS[layout]
     ranks = 2 if "=" in layout else 1
-    with engine(tmp_path, config, WORKER, ranks) as running:
+    with engine(tmp_path, config, worker(weights), ranks) as running:
         client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         for number in range(len(REQUESTS)):
             generate(client, number)
             if number % 2:
                 client.receive()  # the others arrive while these are served
+        if weights in QUANTIZED:
+            replace_worker(running, client)
         client.wait_finished(*range(len(REQUESTS)))
         drafted = sum(finish.num_draft_tokens for finish in client.finished.values())
         accepted = sum(finish.num_accepted_tokens for finish in client.finished.values())
@@ -138,12 +178,14 @@ def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
                 assert_close(client.logprobs[number], logprobs)
             else:
                 assert client.logprobs[number] == logprobs, request
+        assert client.state is not None
+        assert client.state.stats["epoch"] == 1 + (weights in QUANTIZED)
         assert preemptions > 0
         assert bool(accepted) == bool(drafted) == ("drafts" in layout)
         client.close()
 
 
-def test_every_parameter_visibly_changes_the_output(alone: dict[int, TokensAndLogprobs]) -> None:
+def test_every_parameter_visibly_changes_the_output(alone: Answers) -> None:
     for number, (name, copy) in enumerate(REQUESTS):
         (tokens, logprobs), (plain, none) = alone[number], alone[number + len(REQUESTS)]
         assert not none
@@ -154,7 +196,7 @@ def test_every_parameter_visibly_changes_the_output(alone: dict[int, TokensAndLo
             assert tokens != plain, (name, copy)
 
 
-def test_log_probabilities_cover_their_positions(alone: dict[int, TokensAndLogprobs]) -> None:
+def test_log_probabilities_cover_their_positions(alone: Answers) -> None:
     for number, (name, copy) in enumerate(REQUESTS):
         tokens, logprobs = alone[number]
         prompt = 20 + 25 * copy
