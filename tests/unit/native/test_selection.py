@@ -74,8 +74,8 @@ def test_a_device_without_kernels_is_refused() -> None:
 def test_the_choice_is_described_in_one_line() -> None:
     line = choose("auto", "cpu", BF16, (ONEDNN_BFLOAT16,)).describe((ONEDNN_BFLOAT16, "amx_bf16", "avx2"))
     assert (
-        line
-        == "kernels: compiled (cpu: avx2, amx_bf16); products: oneDNN, bfloat16; threads: torch's OpenMP threads"
+        line == "kernels: compiled (cpu: avx2, amx_bf16); dtype: bfloat16; products: oneDNN, bfloat16; "
+        "threads: torch's OpenMP threads"
     )
     assert all("\n" not in choice.describe(processor_features()) for choice in TABLE)
 

@@ -55,8 +55,8 @@ class KernelChoice:
         """Return one line for the log."""
         here = ", ".join(name for name in NAMED if name in features) or "baseline"
         return (
-            f"kernels: {self.implementation} ({self.device}: {here}); products: {self.products}; "
-            f"threads: {self.threads}"
+            f"kernels: {self.implementation} ({self.device}: {here}); dtype: {str(self.dtype).removeprefix('torch.')}; "
+            f"products: {self.products}; threads: {self.threads}"
         )
 
 
