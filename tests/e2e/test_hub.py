@@ -1,4 +1,4 @@
-"""Models from a hub: a GGUF file is chosen by its quantisation and downloaded alone."""
+"""Models from a hub: a GGUF file is chosen by its quantisation, downloaded alone, and served; later without the hub."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.hub import LocalHub, local_hub
+from tests.e2e.server import serving
 from tests.integration.native import gguf_models
 from tests.integration.native.conftest import Family
 
@@ -19,6 +20,8 @@ OTHERS = {
     "some/parts": ["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"],
     "some/mixed": ["a-q4_0.gguf", "model.safetensors", "config.json", "tokenizer.json"],
 }
+PROMPT = [5, 9, 250, 17, 3]
+TOKENS = 8
 RESOLVE = """
 import json, sys
 from services.checkpoint import CheckpointError, resolve
@@ -86,3 +89,22 @@ def test_choices_that_fit_no_file_or_several_are_refused_with_the_names(
     assert "divided into 2 files, which is not supported" in parts
     assert "no such directory or repository on the hub" in absent
     assert not any(file.endswith(".gguf") for file in hub.downloads)
+
+
+def test_chosen_file_is_served_and_found_again_without_the_hub(
+    hub: LocalHub, families: dict[str, Family], tmp_path: Path
+) -> None:
+    model, environment = f"{TINY}:Q4_0", hub.environment(tmp_path)
+    arguments = model, "--dtype=float32", f"--kv-cache-memory-bytes={1 << 20}"
+    with serving(*arguments, **environment) as running, running.client() as client:
+        name = client.models.list().data[0].id
+        answer = client.completions.create(
+            model=name, prompt=PROMPT, temperature=0, max_tokens=TOKENS,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        ).choices[0]  # fmt: skip
+    assert name == model
+    assert (answer.model_extra or {})["token_ids"] == families["Q4_0"].reference(PROMPT, TOKENS)[0]
+    assert set(hub.downloads) == {f"{TINY}/tiny-Q4_0.gguf"}
+    offline = resolved([model, f"{TINY}:F16"], **environment, HF_HUB_OFFLINE="1")
+    assert offline[model] == "tiny-Q4_0.gguf"
+    assert offline[f"{TINY}:F16"].startswith("refused: ")
