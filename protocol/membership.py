@@ -20,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 
+from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 
 
@@ -68,8 +69,8 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """Maximum number of stages that the model allows."""
     rendezvous: Name = ""
     """"HOST:PORT" of a listening socket of this worker, to which the other ranks connect if it becomes rank 0."""
-    epoch: Count = 0
-    """Last epoch of this worker; 0: none."""
+    epoch: EpochId = 0
+    """Last epoch of this worker, perhaps of another scheduler; 0: none. The next one is later."""
     shard: Shard | None = None
     """Shard of the weights in memory; None: no weights are loaded."""
 
@@ -77,7 +78,7 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
 class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):
     """Rank of the worker in this epoch, and the limits of the engine for its buffers."""
 
-    epoch: Count
+    epoch: EpochId
     rank: Count
     world_size: Count
     block_size: Count
@@ -109,6 +110,7 @@ class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress")
     phase: Text
     fraction: Fraction
     """0 to 1"""
+    epoch: EpochId = 0
 
 
 class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
@@ -124,9 +126,11 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     num_blocks: Count
     """Number of KV blocks that fit into the memory of this rank."""
     simulated: bool = False
-    epoch: Count = 0
+    epoch: EpochId = 0
     hidden_size: Count = 0
     """Length of an embedding; 0: the backend computes none."""
+    num_loads: Count = 0
+    """Number of times that this process has read weights; it stays equal when they were kept from an epoch before."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):
@@ -134,18 +138,19 @@ class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_ca
 
     num_blocks: Count
     max_model_len: Count
+    epoch: EpochId = 0
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """The KV cache is allocated, and a test step ran on all ranks together, through forward pass and sampling."""
 
-    epoch: Count
+    epoch: EpochId
 
 
 class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     """Sign of life, sent on the connection for results by a thread that the forward pass cannot block."""
 
-    epoch: Count
+    epoch: EpochId
     last_step_id: StepId
     """Last step that this rank has finished."""
 
@@ -159,7 +164,7 @@ class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"
 class RankLost(msgspec.Struct, array_like=True, frozen=True, tag="rank_lost"):
     """A collective failed, because another rank was lost. This worker waits for `EndEpoch`."""
 
-    epoch: Count
+    epoch: EpochId
     error: Text
 
 
@@ -169,12 +174,13 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
     Sent on both connections of a worker, so that it is read even if the executing thread hangs in a collective.
     """
 
-    epoch: Count
+    epoch: EpochId
     reason: Text = ""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Checks the connection. The worker answers with a `Pong`."""
+    """Checks the connection. The worker answers with a `Pong`, except on its connection for results, where a `Ping` a
+    second is the scheduler's sign of life."""
 
     sent: Finite = 0.0
     """Seconds on the scheduler's monotonic clock."""

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
 from protocol.steps import StepTimes
 
@@ -29,7 +30,7 @@ class RankTimes(msgspec.Struct, array_like=True, frozen=True):
 class StepRecord(msgspec.Struct, array_like=True, frozen=True):
     """One step from its plan to its applied result. A step whose epoch ended first has no record."""
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     planned: Finite
     """The scheduler began to form the step."""
@@ -74,7 +75,7 @@ class EngineEvent(msgspec.Struct, array_like=True, frozen=True):
 
     kind: EngineEventKind
     at: Finite
-    epoch: Count
+    epoch: EpochId
     text: Text = ""
     """Reason, or id of the request, for people."""
 

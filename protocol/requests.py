@@ -5,10 +5,12 @@ request ends with exactly one `Finish`.
 """
 
 import enum
+import sys
 from typing import Annotated
 
 import msgspec
 
+from protocol.epochs import Incarnation
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
 from protocol.records import StepRecords, Subscribe
@@ -55,12 +57,26 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     """Grammar of the output. The request waits until it is compiled; other requests do not."""
     pooling: Pooling = Pooling.NONE
     """Other than NONE: the request ends with an `Embedding` and no token; `params` must have one greedy token."""
+    incarnation: Incarnation = 0
+    """The scheduler that this message is for; another one drops it. 0: any."""
+    attempts: Count = 0
+    """Number of schedulers that have died since this request made progress."""
+    age: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
+    """Seconds since the request was first submitted; 0.0: now. A request that was submitted before is not refused for
+    load, and precedes every new one of its priority; the oldest comes first."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """End open requests. Unknown numbers are ignored, and no `Finish` follows."""
 
     numbers: Annotated[list[Number], msgspec.Meta(max_length=MAX_ITEMS)]
+    incarnation: Incarnation = 0
+    """The scheduler that this message is for; another one drops it. 0: any."""
+
+
+class FrontendAlive(msgspec.Struct, array_like=True, frozen=True, tag="frontend_alive"):
+    """Sign of life, sent every second by a frontend whose scheduler has an incarnation. The requests of a frontend that
+    has sent one, and then nothing for a number of seconds, end: its lease is over."""
 
 
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
@@ -119,6 +135,8 @@ class RequestOutputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"
     """Log-probabilities of output tokens, in the message with the token, and of prompt tokens, before the first output
     token of the request. After a preemption a prompt position may be sent again; the first message counts."""
     embeddings: Annotated[list[Embedding], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    incarnation: Incarnation = 0
+    """The scheduler that sends it; 0: unknown."""
 
 
 class EnginePhase(enum.IntEnum):
@@ -132,7 +150,7 @@ class EnginePhase(enum.IntEnum):
 
 
 class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
-    """State of the engine for frontends: sent on connect, on every change, and every second while requests run."""
+    """State of the engine for frontends: sent on connect, on every change, and every second as a sign of life."""
 
     phase: EnginePhase
     detail: Text = ""
@@ -154,9 +172,11 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Combination of features, as in the capability table, and sizes of the group."""
     hidden_size: Count = 0
     """Length of an embedding; 0: none are served."""
+    incarnation: Incarnation = 0
+    """The scheduler that sends it; 0: unknown, and no sign of life follows."""
 
 
-ClientMessage = GenerateRequest | AbortRequest | Subscribe
+ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive
 """frontend -> scheduler, after the handshake"""
 EngineMessage = RequestOutputs | EngineState | StepRecords
 """scheduler -> frontend, after the handshake"""

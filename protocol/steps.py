@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from protocol.epochs import EpochId
 from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
 from protocol.logprobs import Logprobs
 from protocol.sampling import Pooling, SamplingParams
@@ -41,7 +42,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     the scheduler does not know yet are on the device: slot history (docs/invariants.md).
     """
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     """1, 2, 3 ... within an epoch, without gaps."""
     slots: bytes
@@ -78,7 +79,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     """`SchedulerOutput.released` without a step, sent when no step follows: the release notice (docs/invariants.md)."""
 
-    epoch: Count
+    epoch: EpochId
     slots: bytes
     """int32[slots]"""
 
@@ -86,7 +87,7 @@ class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
     """Token masks of the constrained rows of a step. The sampling of that step waits for them."""
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     slots: bytes
     """int32[rows]: slots of the constrained rows, in plan order"""
@@ -124,7 +125,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
     (their count is 0); the next generation of the slot continues at the reported frontier.
     """
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     slots: bytes
     """int32[rows]"""
@@ -157,7 +158,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="resul
 class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):
     """Times of a rank that returns no result. Sent only for plans with `report_times`."""
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     rank: Count
     times: StepTimes
@@ -166,7 +167,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, tag="report"):
 class StepFault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
     """A step failed. This message replaces its result, and no later message of the epoch is valid."""
 
-    epoch: Count
+    epoch: EpochId
     step_id: StepId
     """0: the fault occurred outside of a step."""
     error: Text

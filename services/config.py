@@ -23,6 +23,18 @@ class ServiceConfig(_Config):
     log_format: Literal["text", "json"] = Field(
         "text", description="Form of messages on stderr: lines of text, or a JSON object per line."
     )
+    scheduler_timeout_seconds: float = Field(
+        10.0,
+        ge=2,
+        description="Seconds without a message from the scheduler after which frontends and workers look for another "
+        "one. A scheduler that did not run for so long exits.",
+    )
+    recovery_timeout_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that open requests wait for the replacement of a lost worker or scheduler before they "
+        "fail, and that a worker waits for another scheduler before it exits.",
+    )
 
 
 class SpeculativeConfig(_Config):
@@ -149,11 +161,6 @@ class SchedulerConfig(ServiceConfig):
     )
     heartbeat_timeout_seconds: float = Field(
         5.0, gt=0, description="Seconds without a heartbeat after which a worker counts as lost."
-    )
-    recovery_timeout_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds that open requests wait for the replacement of a lost worker before they fail.",
     )
     step_timeout_seconds: float = Field(
         60.0,
@@ -384,6 +391,11 @@ class FrontendConfig(ServiceConfig):
         "warn",
         description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
         "line and a response header (warn), refused with status 400 (refuse), or ignored (ignore).",
+    )
+    request_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds without a new token, or without an end, after which a request ends with status 504.",
     )
     max_open_requests: int = Field(
         4096,

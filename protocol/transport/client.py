@@ -151,6 +151,8 @@ class Client:
         return int(self.socket.fd), int(self._monitor.socket.fd)
 
     def close(self) -> None:
+        if self.socket.closed:
+            return
         self._monitor.close()
         self.socket.close()
 

@@ -47,12 +47,15 @@ class Server:
         self._disconnected = False
         self.endpoint = ""
         """Endpoint for clients, with the actual port if 0 was requested."""
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the bound ipc socket."""
         try:
             configure(self.socket, endpoint)
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if self._authenticator is not None:
                 self._authenticator.secure(self.socket)
             self.endpoint = bind(self.socket, endpoint, encrypted=keys is not None)
+            self._file = _file_of(self.endpoint)
         except BaseException:
             self.close()
             raise
@@ -158,6 +161,12 @@ class Server:
         """Socket that is readable when a connection was made or lost. `receive` reads it."""
         return self._monitor.socket
 
+    @property
+    def replaced(self) -> bool:
+        """Return whether another server has taken the place of this one: its ipc socket is not the one in the file
+        system any more."""
+        return self._file != _file_of(self.endpoint)
+
     def take_disconnected(self) -> bool:
         """Return whether a connection was lost since the last call. Only `send` to a peer shows whose it was."""
         disconnected, self._disconnected = self._disconnected, False
@@ -182,3 +191,14 @@ class Server:
             self._authenticator.close()
         if (path := ipc_path(self.endpoint)) is not None:
             path.unlink(missing_ok=True)
+
+
+def _file_of(endpoint: str) -> tuple[int, int] | None:
+    """Return device and inode of an ipc socket in the file system; None if there is none."""
+    if (path := ipc_path(endpoint)) is None:
+        return None
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

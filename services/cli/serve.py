@@ -1,6 +1,7 @@
 """`runahead serve`: frontend, scheduler and worker on this machine, over sockets in a private directory."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -20,8 +21,12 @@ DIRECTORY_PREFIX = "runahead-serve-"
 """Prefix of the private directory with the sockets and configurations of a server."""
 POLL_INTERVAL = 0.1
 """Seconds between two requests to a frontend that is not ready."""
-FINAL = (3, 4)
-"""Exit statuses of a worker that is not restarted: its model cannot be served, or the scheduler refused it."""
+ABORT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""A service drains after one signal, and ends at once after two."""
+RESTARTED = {"worker": (3, 4), "scheduler": (1, 5)}
+"""Services that are restarted, and their exit statuses after which they are not: a worker's model cannot be served, or
+the scheduler refused it; a scheduler's configuration cannot be used, or it gave up its workers. The open requests end
+with the frontend, which is not restarted."""
 
 
 def serve(config: ServeConfig) -> int:
@@ -65,8 +70,10 @@ def serve(config: ServeConfig) -> int:
         ):
             # The worker first: it takes longest to start.
             for name, arguments in reversed([*_commands(config, directory)]):
-                is_worker = name.startswith("worker")
-                supervisor.start(name, arguments, _environment(), restarts=is_worker, final=FINAL)
+                final = RESTARTED.get(name.partition("-")[0])
+                supervisor.start(
+                    name, arguments, _environment(), final is not None, final or (), ABORT_SIGNALS
+                )
             status = supervisor.wait(tick)
     finally:
         screen.done()

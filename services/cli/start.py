@@ -14,6 +14,9 @@ from services.process import collection_paused
 
 log = logging.getLogger("runahead")
 
+EXIT_BUG = 70
+"""Exit status after an error that the user cannot correct; it may not occur again after a restart."""
+
 
 def start(config: ServiceConfig) -> int:
     """Run the service that `config` describes until it ends. Return its exit status.
@@ -30,6 +33,7 @@ def start(config: ServiceConfig) -> int:
         log.error("%s", " ".join(str(error).split()))
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
+        return EXIT_BUG
     finally:  # the process is ending, so a late signal must not interrupt it
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

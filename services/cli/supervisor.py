@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 
 from services.cli.logs import error_text
 
-ABORT_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL when all children are stopped at once."""
+ABORT_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when all children are stopped at once. A frontend ends its streams meanwhile."""
 STOP_GRACE = 30.0
 """Seconds that the orderly stop of a child may take, except for the first one, which waits for its clients. It takes
 about one second on an idle machine."""
 RESTARTS, RESTART_WINDOW = 3, 60.0
 """Maximum number of restarts of a child within a number of seconds."""
+STOPPED_GRACE = 10.0
+"""Seconds after which a child that was stopped (SIGSTOP) is killed, if it can be restarted."""
 FIRST_PAUSE = 0.5
 """Seconds until the first restart, doubled for each further one."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -40,10 +42,14 @@ class Child:
     """Starts the process again. None: the child is never restarted."""
     final: Collection[int] = ()
     """Exit statuses after which the child is not restarted."""
+    abort_signals: Sequence[int] = (signal.SIGTERM,)
+    """Signals that end the child at once."""
     restart_at: float | None = None
     """Time of the next restart, monotonic clock, seconds. None: no restart is due."""
     unexpected_ends: list[float] = field(default_factory=list)
     """Times of unexpected ends within the window, monotonic clock, seconds."""
+    stopped_at: float | None = None
+    """Time at which the child was found to be stopped, monotonic clock, seconds. None: it runs."""
     restart_dropped: bool = False
     """The child ended unexpectedly, and a stop began before its restart."""
     _incomplete_line: bytes = b""
@@ -51,6 +57,16 @@ class Child:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process."""
+        if self.process.returncode is not None:
+            return False
+        try:
+            stopped = os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has just ended
+            return False
+        return stopped is not None
 
     def lines(self) -> list[str]:
         """Return the complete lines of output since the last call, and an incomplete one once the output has ended."""
@@ -127,12 +143,14 @@ class Supervisor:
         environment: dict[str, str],
         restarts: bool = False,
         final: Collection[int] = (),
+        abort_signals: Sequence[int] = (signal.SIGTERM,),
     ) -> None:
         """Start a child in a process group of its own, so that only the supervisor handles Ctrl-C from the terminal.
 
         Args:
             restarts: restart the child after an unexpected end, up to `RESTARTS` times, after growing pauses.
             final: exit statuses after which it is not restarted.
+            abort_signals: signals that end it at once; two equal ones may arrive as one.
         """
 
         def spawn() -> subprocess.Popen[bytes]:
@@ -149,7 +167,10 @@ class Supervisor:
             self._selector.register(process.stdout, selectors.EVENT_READ)
             return process
 
-        self.children.insert(0, Child(name, spawn(), respawn=spawn if restarts else None, final=final))
+        respawn = spawn if restarts else None
+        self.children.insert(
+            0, Child(name, spawn(), respawn=respawn, final=final, abort_signals=abort_signals)
+        )
 
     def wait(self, tick: Callable[[], float | None]) -> int:
         """Run until all children have ended.
@@ -207,6 +228,7 @@ class Supervisor:
 
     def _timeout(self, tick_seconds: float | None) -> float | None:
         now, times = time.monotonic(), [self._deadline, *(child.restart_at for child in self.children)]
+        times += [child.stopped_at + STOPPED_GRACE for child in self.children if child.stopped_at is not None]
         left = [max(0.0, at - now) for at in times if at is not None]
         return min(left if tick_seconds is None else [tick_seconds, *left], default=None)
 
@@ -234,6 +256,7 @@ class Supervisor:
         # In reverse: a child fails because a later one has ended more often than the other way round.
         for child in reversed(self.children):
             self._read(child)
+            self._kill_if_stopped(child)
             if child.alive or child.end_expected or child.restart_at is not None or self.failure is not None:
                 continue
             if not self._stopping and child.schedule_restart(time.monotonic()):
@@ -247,6 +270,17 @@ class Supervisor:
             for child in self.children:
                 if child.end_expected:
                     child.signal(signal.SIGKILL)
+
+    def _kill_if_stopped(self, child: Child) -> None:
+        """Kill a child that was stopped for too long. The others do not wait for it any more."""
+        if child.respawn is None or not child.is_stopped():
+            child.stopped_at = None
+            return
+        child.stopped_at = child.stopped_at or time.monotonic()
+        if time.monotonic() - child.stopped_at >= STOPPED_GRACE:
+            child.stopped_at = None
+            self._show(child.name, f"{child.name} was stopped for {STOPPED_GRACE:g} s and is killed")
+            child.process.kill()
 
     def _read(self, child: Child) -> None:
         for line in child.lines():
@@ -271,7 +305,8 @@ class Supervisor:
     def _abort(self) -> None:
         """Stop all children now."""
         for child in self.children:
-            child.signal(signal.SIGTERM)
+            for number in child.abort_signals:
+                child.signal(number)
         self._deadline = time.monotonic() + ABORT_GRACE
 
     def _status(self) -> int:

@@ -10,6 +10,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -17,6 +18,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 ANTHROPIC_PREFIX = "/v1/messages"
 """Path of the routes with Anthropic's dialect."""

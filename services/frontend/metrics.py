@@ -33,7 +33,7 @@ _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
-    "grammar_cache_bytes", "grammars_compiling",
+    "grammar_cache_bytes", "grammars_compiling", "weight_loads",
 }  # fmt: skip
 _LABELS = ("model_name", "engine")
 OURS, VLLM = "runahead:", "vllm:"
@@ -100,6 +100,11 @@ class _EngineStatistics(Collector):
             "version of this frontend",
             value=named | {"version": metadata.version("runahead-engine")},
         )
+        resubmitted = CounterMetricFamily(
+            f"{OURS}requests_resubmitted", "requests that were submitted to a scheduler again", labels=_LABELS
+        )
+        resubmitted.add_metric(self._labels, self._engine.ledger.resubmitted)
+        yield resubmitted
         if state.num_blocks:
             sizes = {
                 "block_size": str(state.block_size),

@@ -30,6 +30,8 @@ MAX_HEAD_BYTES = 65_536
 """Maximum size of a request line with its headers."""
 KEEP_ALIVE_SECONDS = 5
 """Time until an idle connection is closed."""
+STOP_GRACE = 0.5
+"""Seconds that the last bytes of each response have to leave when the server is stopped at once."""
 DRAIN_INTERVAL = 0.05
 """Seconds between checks for open requests while draining."""
 GC_THRESHOLD = 20_000
@@ -48,7 +50,13 @@ class FrontendService:
 
     def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket) -> None:
         self._listener = listener
-        self.engine = EngineClient(config.scheduler_endpoint, config.max_open_requests)
+        self.engine = EngineClient(
+            config.scheduler_endpoint,
+            config.max_open_requests,
+            config.scheduler_timeout_seconds,
+            config.recovery_timeout_seconds,
+            config.request_timeout,
+        )
         app = Guards(build(config, model, self.engine), config.api_key, config.max_body_bytes)
         self.server = _Server(
             uvicorn.Config(
@@ -99,7 +107,11 @@ class FrontendService:
             return
         log.info("stopping now")
         self.engine.fail_all(APIError(503, "the server was stopped; the request was not completed"))
-        self.server.should_exit = self.server.force_exit = True
+        self.server.should_exit = True
+        asyncio.get_running_loop().call_later(STOP_GRACE, self._force_exit)
+
+    def _force_exit(self) -> None:
+        self.server.force_exit = True
 
     async def _exit_when_drained(self) -> None:
         """Stop when no request is open. Until then the port stays open: probes and new requests get a 503."""

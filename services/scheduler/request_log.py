@@ -2,6 +2,7 @@
 
 import logging
 
+from protocol.epochs import number_of
 from protocol.requests import FinishReason, RequestTimes
 from services.scheduler.core.observer import (
     Event,
@@ -33,7 +34,9 @@ class RequestLog:
                 log.debug("request_id=%s refused: %s", request_id, finish.message)
             case StepDispatched(plan=plan, requests=requests) if requests:
                 ids = ", ".join(self._id(key) for key in requests)
-                log.debug("request_id=%s scheduled in step %d of epoch %d", ids, plan.step_id, plan.epoch)
+                log.debug(
+                    "request_id=%s scheduled in step %d of epoch %d", ids, plan.step_id, number_of(plan.epoch)
+                )
             case RequestPreempted(request=key, cause=cause):
                 log.debug("request_id=%s preempted: %s", self._id(key), cause.value)
             case RequestFinished(frontend=frontend, request_id=request_id, finish=finish):

@@ -7,14 +7,17 @@ messages, then the actions of the group, then everything there is to send.
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
 
 import zmq
+from msgspec.structs import replace
 
 from protocol.codec import ProtocolError
+from protocol.epochs import number_of
 from protocol.handshake import Hello
 from protocol.membership import Loaded, WorkerMessage
 from protocol.records import Subscribe
@@ -24,6 +27,7 @@ from protocol.requests import (
     EngineState,
     Finish,
     FinishReason,
+    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -40,6 +44,8 @@ from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.io.workers import WorkerConnections
+from services.scheduler.leadership import Leadership
+from services.scheduler.leases import Leases
 from services.scheduler.membership import (
     Ended,
     FailRequests,
@@ -57,21 +63,25 @@ from services.scheduler.subscriptions import Subscriptions
 log = logging.getLogger("runahead.scheduler")
 
 EXIT_WORKER_LOST = 5
+EXIT_REPLACED = 8
 LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 STATE_INTERVAL = 1.0
-"""Seconds between two reports of the engine's figures while it is busy."""
+"""Seconds between two signs of life; to frontends they are reports of the engine's figures."""
 
 
 class Service:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, incarnation: int) -> None:
         self.config = config
+        self.incarnation = incarnation
+        self._leases = Leases(config.scheduler_timeout_seconds)
+        self._leadership = Leadership(config.scheduler_timeout_seconds)
         self.compiler = _compiler(config)
         self.frontends = FrontendConnections(config.client_endpoint)
         self.workers = WorkerConnections(config.worker_endpoint)
-        self.group = WorkerGroup(config)
+        self.group = WorkerGroup(config, incarnation)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
@@ -98,6 +108,7 @@ class Service:
                     poller.register(self.compiler.fileno(), zmq.POLLIN)
                 while not self._finished():
                     ready = dict(poller.poll(self._poll_ms()))
+                    self._check_leadership()
                     if self.engine is not None:
                         self.engine.advance(time.monotonic())
                     if wakeup.fileno() in ready:
@@ -120,6 +131,16 @@ class Service:
             self.workers.close(LINGER_MS)
             self.subscriptions.close()
 
+    def _check_leadership(self) -> None:
+        """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
+        files, and a message would disturb it."""
+        now = time.monotonic()
+        due = now >= self._next_report
+        if (why := self._leadership.lost(now, due and self.frontends.replaced)) is not None:
+            log.error("%s; it exits", why)
+            logging.shutdown()
+            os._exit(EXIT_REPLACED)
+
     def _poll_ms(self) -> int:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only to check heartbeats."""
         if self.workers.probing or self.subscriptions.pending:
@@ -138,22 +159,31 @@ class Service:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def _read_clients(self) -> None:
+        now = time.monotonic()
         for client, message in self.frontends.receive():
+            self._leases.renew(client, now)
             try:
                 self._on_client_message(client, message)
             except (ProtocolError, ValueError) as error:
                 self.frontends.count_error(client, error)
 
     def _on_client_message(
-        self, client: int, message: Hello | GenerateRequest | AbortRequest | Subscribe
+        self, client: int, message: Hello | GenerateRequest | AbortRequest | Subscribe | FrontendAlive
     ) -> None:
         match message:
             case Hello():
                 self.frontends.send_if_connected(client, self._state())
+            case FrontendAlive():
+                self._leases.grant(client, time.monotonic())
             case Subscribe(steps=subscribed):
                 self.subscriptions.set(client, subscribed)
                 self._attach()
-            case GenerateRequest() if self.engine is None or self._draining:
+            case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
+                0,
+                self.incarnation,
+            ):
+                log.warning("a message for another scheduler was dropped")
+            case GenerateRequest() if self.engine is None or (self._draining and not message.age):
                 why = "the engine is shutting down" if self._draining else "the engine is not ready"
                 finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
                 self.frontends.send(client, RequestOutputs(b"", b"", b"", [finish]))
@@ -213,11 +243,11 @@ class Service:
                     self.workers.refuse(peer, reason)
                 case Started():
                     self._start(action)
-                case Ended(epoch, reason):
-                    log.warning("epoch %d has ended: %s", epoch, reason)
+                case Ended(epoch, reason, is_fault):
+                    log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
                     if self.engine is not None:
-                        self.engine.end_epoch()
+                        self.engine.end_epoch(is_fault)
                 case FailRequests(error):
                     if self.engine is not None:
                         self.engine.fail_all(error)
@@ -236,8 +266,8 @@ class Service:
             return
         log.info(
             "ready: epoch %d, %d x %d ranks, %d blocks of %d tokens, context %d, %d sequences, batch queue depth %d",
-            started.epoch, len(started.peers) // limits.stages, limits.stages, limits.num_blocks, limits.block_size,
-            limits.max_model_len, limits.max_num_seqs, c.depth,
+            number_of(started.epoch), len(started.peers) // limits.stages, limits.stages, limits.num_blocks,
+            limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
         log.info("combined: %s", Combination.from_config(c, self.group.backend))
         if self.engine is not None:
@@ -276,7 +306,11 @@ class Service:
             self._publish()
         self._send_records()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
-        due = busy and time.monotonic() >= self._next_report
+        due = time.monotonic() >= self._next_report
+        if due:
+            self.workers.beat()
+            for frontend in self._leases.expired(time.monotonic()):
+                self.frontends.forget(frontend, "it has sent no sign of life")
         if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
             self._report_state()
         self._was_busy = busy
@@ -284,6 +318,7 @@ class Service:
             self._drop_frontend(frontend)
 
     def _drop_frontend(self, frontend: int) -> None:
+        self._leases.end(frontend)
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self.subscriptions.set(frontend, subscribed=False)
@@ -301,7 +336,7 @@ class Service:
         if self.engine is None:
             return
         for client, outputs in self.engine.take_outputs():
-            self.frontends.send(client, outputs)
+            self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:
         loaded, limits = self._loaded, self._limits
@@ -316,6 +351,7 @@ class Service:
             self._stats(),
             self._info(),
             loaded.hidden_size if loaded else 0,
+            self.incarnation,
         )
 
     def _info(self) -> dict[str, str]:
@@ -399,7 +435,10 @@ def _signals() -> Iterator[socket.socket]:
 
 
 def run(config: SchedulerConfig) -> int:
-    """One scheduler process until it is told to stop. Returns the exit status: 0, or 5 when the workers were lost."""
-    status = Service(config).run()
+    """Run one scheduler process until it is stopped.
+
+    Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
+    """
+    status = Service(config, incarnation=time.time_ns() // 1_000_000).run()
     zmq.Context.instance().term()  # waits until the last words have left
     return status

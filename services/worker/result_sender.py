@@ -19,12 +19,14 @@ from dataclasses import dataclass
 import msgspec.structs
 
 from protocol.codec import Decoder, ProtocolError
+from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
-from protocol.membership import EndEpoch, GroupMessage, Heartbeat, RankLost, Shutdown
+from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLost, Shutdown
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.worker.runner import Output, RanksLost
 from services.worker.session import ResendResult
+from services.worker.silence import SilenceWatch
 
 log = logging.getLogger("runahead.worker")
 
@@ -71,10 +73,12 @@ class ResultSender:
 
     Args:
         abort: makes the executing thread's wait for other ranks fail.
+        silence: seconds without a sign of life after which the scheduler is lost.
     """
 
-    def __init__(self, client: Client, abort: Callable[[], None]) -> None:
+    def __init__(self, client: Client, abort: Callable[[], None], silence: float) -> None:
         self._client, self._abort = client, abort
+        self._silence = SilenceWatch(silence)
         self._connection = threading.Lock()
         """Protects the connection."""
         self._state = threading.Lock()
@@ -213,12 +217,14 @@ class ResultSender:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL
                     self._send(self._heartbeat())
                 self._receive()
+                if (seconds := self._silence.check(time.monotonic())) is not None:
+                    self._on_lost(PeerGone(f"it was silent for {seconds:.1f} s"))
             if not self._abort_useless_wait():
                 deadline = 0.0
                 continue
             deadline = deadline or time.monotonic() + ABORT_GRACE
             if self.in_step and time.monotonic() > deadline:
-                why = self.lost or f"epoch {self._epoch} is over"
+                why = self.lost or f"epoch {number_of(self._epoch)} is over"
                 log.error("%s, but the last step does not end: this process exits", why)
                 os._exit(EXIT_STUCK)
 
@@ -248,6 +254,8 @@ class ResultSender:
                 except ProtocolError as error:
                     log.warning("bad message from the scheduler: %s", error)
                     continue
+                if isinstance(message, Ping):
+                    self._silence.heard(time.monotonic())
                 if isinstance(message, EndEpoch):
                     self._ended_epoch = message.epoch
                 self._dismissed |= isinstance(message, Shutdown)

@@ -16,6 +16,7 @@ import numpy as np
 import zmq
 
 from protocol.codec import Decoder, ProtocolError, pack, unpack
+from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
 from protocol.membership import (
     Assignment,
@@ -48,7 +49,11 @@ log = logging.getLogger("runahead.worker")
 
 EXIT_MODEL, EXIT_REFUSED, EXIT_LOST, EXIT_FAULT = 3, 4, 5, 6
 CONNECT_TIMEOUT = 60.0
-"""Seconds to wait for a scheduler."""
+"""Seconds to wait for the first scheduler."""
+RECONNECT_ATTEMPT = 5.0
+"""Seconds to wait for an answer from another scheduler before connecting anew."""
+RECONNECT_PAUSE = 0.1
+"""Seconds between two attempts."""
 FAILURE_CHECK_INTERVAL = 1.0
 """Seconds between two checks for a failed output thread while no message arrives."""
 PROGRESS_INTERVAL = 0.1
@@ -66,8 +71,7 @@ class Worker:
         self._config = config
         self._runner = runner
         self._session = Session()
-        self._client = _client(config.scheduler_endpoint)
-        self._results = ResultSender(_client(config.scheduler_endpoint), runner.abort)
+        self._client, self._results = self._make_connection()
         self._listener: socket.socket | None = None
         """The rendezvous that was sent with the registration, until the runner owns it."""
         self._shard: Shard | None = None
@@ -100,14 +104,10 @@ class Worker:
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
         try:
-            self._connect()
-            self._register()
-            while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._leaving:
-                frame = self._receive()
-                if frame is not None:
-                    self._handle(frame)
-                if self._results.failed.is_set():
-                    self._session.failed()
+            self._connect(CONNECT_TIMEOUT)
+            while (loss := self._serve()) is not None:
+                log.warning("the scheduler is lost: %s; waiting for another one, with the weights kept", loss)
+                self._reconnect(loss)
         finally:
             self._leaving = True
             self._close_listener()
@@ -116,16 +116,58 @@ class Worker:
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
             self._runner.shutdown()
-        if self._results.lost is not None:
-            raise self._results.lost
         faulted = self._session.phase is Phase.FAILED or self._results.failed.is_set()
         return EXIT_FAULT if faulted else 0
 
-    def _connect(self) -> None:
+    def _serve(self) -> PeerGone | PeerSlow | None:
+        """Register, and execute what the scheduler sends. Return its loss, or None when this worker has to end.
+
+        Raises: LoadError, HandshakeRefused
+        """
+        try:
+            self._register()
+            while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._leaving:
+                frame = self._receive()
+                if frame is not None:
+                    self._handle(frame)
+                if self._results.failed.is_set():
+                    self._session.failed()
+        except (PeerGone, PeerSlow) as error:
+            return error
+        if isinstance(self._results.lost, HandshakeRefused):
+            raise self._results.lost
+        return self._results.lost
+
+    def _make_connection(self) -> tuple[Client, ResultSender]:
+        endpoint, silence = self._config.scheduler_endpoint, self._config.scheduler_timeout_seconds
+        return _client(endpoint), ResultSender(_client(endpoint), self._runner.abort, silence)
+
+    def _connect(self, timeout: float) -> None:
+        """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
         name = f"{socket.gethostname()}:{os.getpid()}"
-        self._client.handshake("worker", name, CONNECT_TIMEOUT)
-        self._results.handshake(name, CONNECT_TIMEOUT)
+        self._client.handshake("worker", name, timeout)
+        self._results.handshake(name, timeout)
         self._results.start()
+
+    def _reconnect(self, loss: PeerGone | PeerSlow) -> None:
+        """End the epoch, keep the weights, and connect to the scheduler that takes the place of the lost one.
+
+        Raises: HandshakeRefused; PeerGone and PeerSlow: the loss, if there is no other scheduler in time.
+        """
+        deadline = time.monotonic() + self._config.recovery_timeout_seconds
+        self._results.begin_epoch(0, 0)
+        self._runner.leave()
+        while True:
+            self._client.close()
+            if self._leaving or not self._results.close(DRAIN_TIMEOUT) or time.monotonic() >= deadline:
+                raise loss
+            self._client, self._results = self._make_connection()
+            self._session.reconnected()
+            try:
+                self._connect(RECONNECT_ATTEMPT)
+                return
+            except (HandshakeTimeout, PeerGone, PeerSlow):
+                time.sleep(RECONNECT_PAUSE)
 
     def _register(self) -> None:
         """Send this worker's model, its weights in memory, and its rendezvous."""
@@ -188,7 +230,7 @@ class Worker:
             case InitializeCache():
                 self._initialize(action)
             case EndEpoch(epoch=epoch, reason=reason):
-                log.warning("epoch %d has ended: %s", epoch, reason)
+                log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                 self._results.begin_epoch(0, 0)
                 self._runner.leave()
                 self._register()
@@ -226,7 +268,7 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_progress or fraction >= 1:
             self._next_progress = now + PROGRESS_INTERVAL
-            self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction))))
+            self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction)), self._session.epoch))
 
     def _initialize(self, init: InitializeCache) -> None:
         with self._starting():

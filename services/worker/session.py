@@ -7,10 +7,12 @@
     any          ── EndEpoch ──►         REGISTERED    (the worker registers again)
     any          ── Shutdown ──►         LEAVING
     any          ── failed ──►           FAILED        (nothing more is executed)
+    any          ── reconnected ──►      REGISTERED    (to another scheduler, whose epochs are later)
 
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
-result of a repeated step is sent again, and a gap is a fault. Messages of another epoch are ignored and counted. A
-message that is not allowed in the current phase raises `ProtocolError` and changes nothing.
+result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
+that is not later than the last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the
+current phase raises `ProtocolError` and changes nothing.
 """
 
 from collections.abc import Callable
@@ -94,6 +96,10 @@ class Session:
         """Another rank is gone: ignore every message until the end of the epoch."""
         self.phase = Phase.RANKS_LOST
 
+    def reconnected(self) -> None:
+        """The scheduler was lost and another one may have taken its place: its next assignment begins a later epoch."""
+        self.phase, self.last_step, self._unsampled = Phase.REGISTERED, 0, None
+
     def failed(self) -> None:
         """A step failed: execute nothing more."""
         self.phase = Phase.FAILED
@@ -126,6 +132,10 @@ class Session:
             return None
         if handle is None:
             raise ProtocolError(f"{type(message).__name__} is not allowed while {self.phase.name}")
+        if isinstance(message, Assignment) and message.epoch <= self.epoch:
+            return None
+        if isinstance(message, InitializeCache) and message.epoch not in (0, self.epoch):
+            return None
         if isinstance(message, StepMessage) and message.epoch != self.epoch:
             return None
         return handle(self, message)

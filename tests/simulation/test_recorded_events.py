@@ -72,8 +72,8 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
                 list(engine.dispatch())
             case PrefixCacheReset(reset_running=reset_running):
                 engine.reset_prefix_cache(reset_running)
-            case EpochEnded():
-                engine.end_epoch()
+            case EpochEnded(is_fault=is_fault):
+                engine.end_epoch(is_fault)
             case EpochStarted(epoch=epoch, limits=limits):
                 engine.start_epoch(limits, build(load, limits, seed), epoch)
             case AllRequestsFailed(error=error):

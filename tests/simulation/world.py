@@ -339,7 +339,7 @@ class World:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, is_fault: bool = False) -> None:
         """The workers are lost. Their results may still arrive."""
         epoch, queue, happened = self.epoch, self.engine.queue, self.coverage
         self.log("end of epoch", epoch.number)
@@ -358,7 +358,7 @@ class World:
         self.pending.clear()
         self._rows.clear()
         self.lost = True
-        self.engine.end_epoch()
+        self.engine.end_epoch(is_fault)
         self.checker.on_void()
         self._transition()
         assert not queue, "ledger: steps are in flight without workers"

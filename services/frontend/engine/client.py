@@ -1,13 +1,15 @@
-"""The frontend's connection to the scheduler, and the requests that are open on it."""
+"""The frontend's connection to the scheduler. What is open on it is in the ledger, and survives the connection."""
 
 import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from protocol.codec import Decoder, ProtocolError, pack
 from protocol.logprobs import Logprobs
@@ -18,6 +20,7 @@ from protocol.requests import (
     EngineState,
     Finish,
     FinishReason,
+    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -25,6 +28,7 @@ from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
+from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
 from services.frontend.errors import APIError
 
@@ -35,6 +39,14 @@ HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
+
+TICK = 1.0
+"""Seconds between two signs of life, and between two checks for those of the scheduler."""
+SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
+"""Phases of an engine that takes requests."""
+STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
+SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
+"""Fields of `EngineState` that requests are checked against."""
 
 MAX_FRAMES = 64
 """Messages decoded before other tasks of the event loop run."""
@@ -68,16 +80,35 @@ class RequestContext:
 
 
 class EngineClient:
-    """Sends requests to the scheduler and groups the rows of its messages by request."""
+    """Sends requests to the scheduler and groups the rows of its messages by request.
 
-    def __init__(self, endpoint: str, max_open_requests: int) -> None:
+    Args:
+        silence: seconds without a message after which the scheduler is lost.
+        patience: seconds that open requests wait for another scheduler.
+        request_timeout: seconds without progress after which a request ends.
+    """
+
+    def __init__(
+        self, endpoint: str, max_open_requests: int, silence: float, patience: float, request_timeout: float
+    ) -> None:
         self._endpoint = endpoint
         self._max_open = max_open_requests
+        self._silence = silence
+        self._patience = patience
+        self._request_timeout = request_timeout
         self._client: AsyncClient | None = None
-        self._streams: dict[int, RequestStream] = {}
-        """Open requests by number."""
+        self._reading: asyncio.Task[None] | None = None
+        self.ledger = RequestLedger()
         self._numbers = itertools.count(1)
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
+        self._last_frame = 0.0
+        """When the scheduler was last heard: seconds on the loop's clock, measured once a tick."""
+        self._heard = False
+        """A message has arrived since the last tick."""
+        self._takes_requests = False
+        """The scheduler that is connected executes requests, or will when it has its workers again."""
+        self._lost_at: float | None = None
+        """When an engine that served was lost, until another one serves; monotonic seconds."""
         self.flush_queue = FlushQueue()
         self.state = NOT_CONNECTED
         self.draining = False
@@ -85,17 +116,16 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """True if requests are executed now."""
-        return self._accepts_requests and self.state.phase is EnginePhase.READY
+        return self._accepts_requests and self._takes_requests and self.state.phase is EnginePhase.READY
 
     @property
     def _accepts_requests(self) -> bool:
-        """New requests may queue while lost workers are replaced."""
-        open_phases = (EnginePhase.READY, EnginePhase.RECOVERING)
-        return self._client is not None and self.state.phase in open_phases and not self.draining
+        """New requests may queue while lost workers, or a lost scheduler, are replaced."""
+        return self.state.phase in SERVING and not self.draining
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        return len(self.ledger)
 
     def check_ready(self) -> None:
         """Raises: APIError, with the reason"""
@@ -106,67 +136,160 @@ class EngineClient:
             raise APIError(503, f"the engine is not ready: {reason}")
 
     async def run(self) -> None:
-        """Connect and read until cancelled. When the scheduler is lost, fail the open requests and connect again.
+        """Connect and read until cancelled. When the scheduler is lost, connect to the next one, which gets the open
+        requests with the tokens that were delivered.
 
         Raises: HandshakeRefused
         """
+        watch = asyncio.create_task(self._watch())
+        try:
+            while True:
+                client = AsyncClient(self._endpoint)
+                try:
+                    await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
+                    self._client = client
+                    await self._read_until_dropped(client)
+                except HandshakeTimeout:
+                    continue
+                except ProtocolError as error:  # in place of a welcome
+                    log.warning("bad message from the scheduler: %s", error)
+                except PeerGone as error:
+                    log.warning("%s", error)
+                    self._on_lost()
+                finally:
+                    self._client = None
+                    client.close()
+                await asyncio.sleep(RECONNECT_INTERVAL)
+        finally:
+            watch.cancel()
+
+    async def _read_until_dropped(self, client: AsyncClient) -> None:
+        """Raises: PeerGone, HandshakeRefused"""
+        self._reading = reading = asyncio.create_task(self._read(client))
+        try:
+            await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.result()
+        finally:
+            if reading.cancel():
+                await asyncio.wait({reading})
+
+    async def _read(self, client: AsyncClient) -> None:
+        """Raises: PeerGone, HandshakeRefused"""
+        for count in itertools.count(1):
+            self._on_frame(await client.receive())
+            if not count % MAX_FRAMES:
+                await asyncio.sleep(0)  # `receive` does not yield while there is something to read
+
+    # -- loss of the scheduler -----------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Send signs of life, and notice silence and the end of patience."""
+        last = time.monotonic()
         while True:
-            client = AsyncClient(self._endpoint)
-            try:
-                await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
-                self._client = client
-                for count in itertools.count(1):
-                    self._on_frame(await client.receive())
-                    if not count % MAX_FRAMES:
-                        await asyncio.sleep(0)  # `receive` does not yield while there is something to read
-            except HandshakeTimeout:
-                continue
-            except ProtocolError as error:  # in place of a welcome
-                log.warning("bad message from the scheduler: %s", error)
-            except PeerGone as error:
-                log.warning("%s", error)
-                if self.state.phase is not EnginePhase.FAILED:
-                    self.state = NOT_CONNECTED
-                self._client = None
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            # Half of a lease: the scheduler may have noticed the pause earlier than this process.
+            was_stopped, last = now - last > max(self._silence / 2, 1.5 * TICK), now
+            if self._heard or self._client is None or not self.state.incarnation:
+                self._last_frame = now
+            self._heard = False
+            if self._client is not None and self.state.incarnation:
+                self._send_quietly(FrontendAlive())
+                if was_stopped or now - self._last_frame > self._silence:
+                    why = "this frontend was stopped" if was_stopped else "the scheduler is silent"
+                    self._drop_connection(f"{why}; connecting again")
+            if stuck := self.ledger.stuck(now, self._request_timeout):
+                why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
+                self._fail(stuck, APIError(504, why))
+            if self._lost_at is not None and now - self._lost_at > self._patience:
+                self._lost_at, self.state = None, NOT_CONNECTED if self._client is None else self.state
                 self.fail_all(APIError(503, "the engine is gone; the request was not completed"))
-            finally:
-                self._client = None
-                client.close()
-            await asyncio.sleep(RECONNECT_INTERVAL)
+
+    def _drop_connection(self, why: str) -> None:
+        log.warning("%s", why)
+        self._last_frame = time.monotonic()
+        self._on_lost()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _on_lost(self) -> None:
+        """Open requests wait for the next scheduler, and so do new ones if this one served."""
+        self._client, self._takes_requests = None, False
+        self.ledger.disconnected()
+        if self.state.phase is EnginePhase.FAILED:
+            return
+        if self.state.phase in (*SERVING, EnginePhase.DRAINING):
+            self._lost_at = self._lost_at or time.monotonic()
+            self.state = replace(
+                self.state,
+                phase=EnginePhase.RECOVERING,
+                detail="the scheduler is lost; waiting for another one",
+            )
+        elif self._lost_at is None:
+            self.state = NOT_CONNECTED
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
-        streams = list(self._streams.values())
+        self._fail(list(self.ledger.streams.values()), error)
+
+    def _fail(self, streams: list[RequestStream], error: APIError) -> None:
         self.abort(streams)
         for stream in streams:
             stream.end = error
             stream.response.mark_due(stream)
 
+    # -- messages of the scheduler -------------------------------------------------------------------------------
+
+    def _on_state(self, state: EngineState) -> None:
+        self._takes_requests = state.phase in SERVING
+        if self._takes_requests:
+            self._lost_at = None
+        elif self._lost_at is not None and state.phase in STARTING:
+            # The sizes of the last engine hold, so that new requests can be checked; `phase` shows the recovery.
+            sizes = {name: getattr(self.state, name) for name in SIZES}
+            state = replace(state, phase=EnginePhase.RECOVERING, **sizes)
+        self.state = state
+        self._submit_open()
+
+    def _submit_open(self) -> None:
+        """Send what the scheduler does not have yet."""
+        if self._client is None or not self._takes_requests:
+            return
+        before = self.ledger.resubmitted
+        for message in self.ledger.submissions(self.state.incarnation, time.monotonic()):
+            try:
+                self._client.send(message)
+            except (PeerGone, PeerSlow) as error:
+                self._drop_connection(str(error))
+                return
+        if (count := self.ledger.resubmitted - before) > 0:
+            log.info("%d open requests were submitted again", count)
+
     def _on_frame(self, frame: bytes) -> None:
+        self._heard = True
         try:
             message = self._decoder.decode(frame)
             if isinstance(message, EngineState):
-                self.state = message
+                self._on_state(message)
+                return
+            if message.incarnation != self.state.incarnation:
+                log.warning("a message of another scheduler was dropped")
                 return
             rows = OutputRows.from_message(message)
             self._group_logprobs(message.logprobs)
         except ProtocolError as error:
             log.warning("bad message from the scheduler: %s", error)
             return
-        streams = self._streams
         tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
-        for number, token in zip(rows.numbers.tolist(), tokens, strict=True):
-            if (stream := streams.get(number)) is not None:
-                stream.tokens.append(token)
-                if not stream.is_due:  # as `mark_due` would find, without a call per token
-                    stream.response.mark_due(stream)
+        self.ledger.deliver(rows.numbers.tolist(), tokens)
         for embedding in message.embeddings:
-            if (stream := streams.get(embedding.number)) is not None:
+            if (stream := self.ledger.streams.get(embedding.number)) is not None:
                 stream.add_embedding(embedding.values)
         for finish in message.finished:
-            if (stream := streams.pop(finish.number, None)) is not None:
-                stream.end = finish
-                stream.response.mark_due(stream)
+            self.ledger.end(finish.number, finish)
+        if message.finished and self.ledger.has_unsent:
+            self._submit_open()
 
     def _group_logprobs(self, logprobs: Logprobs | None) -> None:
         """Raises: ProtocolError, before anything was stored"""
@@ -177,7 +300,7 @@ class EngineClient:
         columns = rows.owners.view(np.uint32), rows.positions, rows.token_ranks, rows.counts
         for number, position, rank, count in zip(*(column.tolist() for column in columns), strict=True):
             end = begin + count
-            if (stream := self._streams.get(number)) is not None:
+            if (stream := self.ledger.streams.get(number)) is not None:
                 stream.add_logprobs(RawLogprobs(position, rank, ids[begin:end], values[begin:end]))
                 stream.response.mark_due(stream)
             begin = end
@@ -190,7 +313,7 @@ class EngineClient:
         Raises: APIError, when the engine cannot take a request now
         """
         self.check_ready()
-        if self._client is None or len(self._streams) >= self._max_open:
+        if len(self.ledger) >= self._max_open:
             raise APIError(429, f"{self._max_open} requests are open already; try again later")
         stream.number = self._next_number()
         message = GenerateRequest(
@@ -204,11 +327,8 @@ class EngineClient:
             context.structured,
             context.pooling,
         )
-        try:
-            self._client.send(message)
-        except (PeerGone, PeerSlow):
-            raise APIError(503, "the engine does not answer; try again later") from None
-        self._streams[stream.number] = stream
+        self.ledger.open(stream, message, time.monotonic())
+        self._submit_open()
         log.debug(
             "request accepted: request_id=%s number=%d prompt_tokens=%d",
             context.request_id, stream.number, len(prompt),
@@ -216,16 +336,21 @@ class EngineClient:
 
     def _next_number(self) -> int:
         """Return a uint32 that no open request has, also after the counter has wrapped around."""
-        while (number := next(self._numbers) & 0xFFFFFFFF) in self._streams:
+        while (number := next(self._numbers) & 0xFFFFFFFF) in self.ledger.streams:
             pass
         return number
 
     def abort(self, streams: Iterable[RequestStream]) -> None:
         """End requests whose outputs are no longer needed. Those that have ended are ignored."""
-        open_streams = [stream for stream in streams if self._streams.pop(stream.number, None) is not None]
-        if open_streams and self._client is not None:
-            try:
-                self._client.send(AbortRequest([stream.number for stream in open_streams]))
-            except (PeerGone, PeerSlow) as error:
-                ids = dict.fromkeys(stream.response.request_id for stream in open_streams)
-                log.warning("an abort was not sent: request_id=%s: %s", ",".join(ids), error)
+        numbers = [stream.number for stream in streams if self.ledger.close(stream.number) is not None]
+        if numbers:
+            self._send_quietly(AbortRequest(numbers, self.state.incarnation))
+
+    def _send_quietly(self, message: AbortRequest | FrontendAlive) -> None:
+        """Send what the next scheduler does not need."""
+        if self._client is None:
+            return
+        try:
+            self._client.send(message)
+        except (PeerGone, PeerSlow) as error:
+            log.warning("a message to the scheduler was not sent: %s", error)

@@ -44,7 +44,7 @@ class RawLogprobs(NamedTuple):
 class RequestStream(ABC):
     """Outputs of one open engine request that arrived since the last flush. Subclasses turn them into bytes."""
 
-    __slots__ = ("end", "has_ended", "is_due", "number", "response", "tokens")
+    __slots__ = ("end", "has_ended", "is_due", "number", "output", "response", "tokens")
 
     def __init__(self, response: "ResponseStream") -> None:
         response.num_open += 1
@@ -52,6 +52,8 @@ class RequestStream(ABC):
         self.number = 0
         """Set when the request is submitted."""
         self.tokens: list[Token] = []
+        self.output: list[int] = []
+        """Every output token that has arrived, each once and in order: what a scheduler needs to continue."""
         self.end: Finish | APIError | None = None
         self.is_due = False
         """True if the next flush feeds this request."""

@@ -36,6 +36,8 @@ class Admission:
         )
         if problem is not None:
             return FinishReason.INVALID, problem
+        if message.age:  # it was admitted before
+            return None
         full = store.num_waiting >= self.max_num_queued_reqs
         if full or store.num_waiting_tokens + len(tokens) > self.max_num_queued_tokens:
             return FinishReason.REJECTED, "the server is overloaded; try again later"

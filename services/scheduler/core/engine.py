@@ -19,6 +19,7 @@ from protocol.requests import (
 )
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.admission import Admission
+from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
@@ -48,6 +49,7 @@ from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request, RequestKey, make_order_key
 from services.scheduler.core.results import decode_result
+from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import Compiler, Grammar
 from services.scheduler.policies import BatchingPolicy
 
@@ -92,7 +94,9 @@ class EngineCore:
         self._hidden_size = hidden_size
         self._admission = Admission(vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens)
         self._use_priority = use_priority
-        self._arrivals = 0
+        self._arrivals = Arrivals()
+        self._admitted = 0
+        """Number of requests admitted so far; also the ticket of the last one."""
         self.stale_results = 0
         """Results that belonged to no step in flight."""
         if observer is not None:
@@ -152,14 +156,14 @@ class EngineCore:
         if refusal is not None:
             self._refuse(frontend, message, *refusal)
             return
-        self._arrivals += 1
+        self._admitted += 1
         request = store.requests[key] = self.parts.request(
             frontend,
             message.number,
             unpack(message.token_ids),
             message.num_prompt_tokens,
             message.params,
-            make_order_key(message.priority if self._use_priority else 0, self._arrivals),
+            make_order_key(message.priority if self._use_priority else 0, self._arrivals.next(message.age)),
             message.cache_salt,
             message.pooling,
             message.request_id,
@@ -169,7 +173,7 @@ class EngineCore:
         if message.structured is None:
             store.waiting.add(request)
         else:
-            store.compiling.submit(self._arrivals, request, message.structured)
+            store.compiling.submit(self._admitted, request, message.structured)
 
     def _refuse(self, frontend: int, message: GenerateRequest, reason: FinishReason, why: str) -> None:
         finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.now))
@@ -226,11 +230,29 @@ class EngineCore:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, is_fault: bool = False) -> None:
         """The workers are lost: nothing in flight is delivered, requests wait with their confirmed tokens. Until
-        `start_epoch`, requests may come and go, but `dispatch` must not be called."""
-        self.observers.emit(EpochEnded(self.epoch.number))
+        `start_epoch`, requests may come and go, but `dispatch` must not be called.
+
+        Args:
+            is_fault: the cause may be a request in flight.
+        """
+        self.observers.emit(EpochEnded(self.epoch.number, is_fault))
+        guilty = self.store.suspects.blame(self._in_flight()) if is_fault else []
         self._void()
+        for key in guilty:
+            request = self.store.requests[key]
+            self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=GUILTY))
+
+    def _in_flight(self) -> list[tuple[RequestKey, int]]:
+        """Return the running requests with a row in flight, and the number of tokens of each."""
+        slots = self.epoch.slots
+        named = {slot for step in self.queue.steps for slot in step.slots.tolist()}
+        return [
+            (slots.request(slot).key, int(slots.tokens[slot]))
+            for slot in self.epoch.running.tolist()
+            if slot in named
+        ]
 
     def start_epoch(self, limits: Limits, policy: BatchingPolicy, number: int) -> None:
         """Go on with another group of workers. Requests that exceed its sizes end with an error."""

@@ -73,6 +73,8 @@ class PrefixCacheReset(msgspec.Struct, frozen=True):
 
 class EpochEnded(msgspec.Struct, frozen=True):
     epoch: int
+    is_fault: bool = False
+    """The workers were lost, perhaps because of a request in flight."""
 
 
 class EpochStarted(msgspec.Struct, frozen=True):
@@ -128,6 +130,8 @@ class PreemptionCause(enum.Enum):
     """A waiting request of better priority takes the seat."""
     RESET = "reset"
     """The prefix cache is reset with running requests."""
+    SUSPECT = "suspect"
+    """Another request that may be the cause of the workers' deaths runs alone next."""
 
 
 class RequestPreempted(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ Its public methods are the parts of forming a step, in the order in which `sched
 ones to inject faults (parts.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -67,14 +68,31 @@ class StepPlanner:
 
     def schedule(self) -> PlannedStep | None:
         """Form the next step and enter it in the ledger. Return None if nothing can be scheduled now."""
-        self.displace()
+        alone = self.suspect()
+        if alone is None:
+            self.displace()
         view = self.epoch.view(self.store.waiting)
         budget = self.epoch.policy.begin(view)
         choice = StepChoice(budget.tokens, _limit(budget.prefill), budget.runner_reports)
         self.choose_running(choice, budget, view)
         if choice.admitting:
-            self.admit_waiting(choice, budget)
+            self.admit_waiting(choice, budget, alone)
         return self.commit(choice) if choice.slots else None
+
+    def suspect(self) -> Request | None:
+        """Return the request that must run alone; None: there is none (suspects)."""
+        suspects, slots = self.store.suspects, self.epoch.slots
+        while suspects.active:
+            key = next(iter(suspects.active))
+            request = self.store.requests[key]
+            is_running = request.status is RequestStatus.RUNNING
+            if not suspects.check(
+                key, int(slots.tokens[request.slot]) if is_running else len(request.token_ids)
+            ):
+                return request
+            if is_running and suspects.active:
+                self.lifecycle.preempt(request.slot, PreemptionCause.SUSPECT)
+        return None
 
     def displace(self) -> None:
         """Preempt the worst running request if all seats are taken and the head of the queue has a strictly better
@@ -146,14 +164,21 @@ class StepPlanner:
 
     # -- waiting requests ----------------------------------------------------------------------------------------
 
-    def admit_waiting(self, choice: StepChoice, budget: StepBudget) -> None:
+    def admit_waiting(self, choice: StepChoice, budget: StepBudget, alone: Request | None) -> None:
         """Admit requests while seats, slots, tokens and blocks last. Nobody passes a request that lacks blocks; one
-        that waits for its stale rows lets others pass (admission order)."""
+        that waits for its stale rows lets others pass (admission order).
+
+        Args:
+            alone: the only request that may run.
+        """
         epoch = self.epoch
         limits, kv = epoch.limits, epoch.kv
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
-        for request in self.store.waiting.in_order():
+        waiting: Iterable[Request] = self.store.waiting.in_order()
+        if alone is not None:
+            waiting = () if len(epoch.running) else (alone,)
+        for request in waiting:
             room = min(choice.tokens_left, choice.prefill_left)
             if room <= 0 or seats <= 0:
                 break

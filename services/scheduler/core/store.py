@@ -17,6 +17,7 @@ from services.scheduler.core.compiling import CompilingRequests
 from services.scheduler.core.observer import Observers, RequestFinished
 from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request, RequestKey, RequestStatus
+from services.scheduler.core.suspects import Suspects
 from services.scheduler.core.waiting import WaitingQueue
 
 
@@ -27,6 +28,7 @@ class RequestStore:
         self.compiling = compiling
         self.waiting = waiting
         self.outputs = outputs
+        self.suspects = Suspects()
         self.counters: Counter[str] = Counter()
         self.observers = Observers()
         self.now = 0.0
@@ -43,6 +45,7 @@ class RequestStore:
     def end(self, request: Request, finish: Finish | None) -> None:
         """Finish a request that has left the queue, its slot or the compiler. `finish` None: nothing is sent."""
         request.become(RequestStatus.FINISHED)
+        self.suspects.forget(request.key)
         if finish is None and not self.observers.listening:
             return
         complete = replace(

@@ -10,7 +10,14 @@ import zmq
 from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.records import StepRecords, Subscribe
-from protocol.requests import AbortRequest, ClientMessage, EngineState, GenerateRequest, RequestOutputs
+from protocol.requests import (
+    AbortRequest,
+    ClientMessage,
+    EngineState,
+    FrontendAlive,
+    GenerateRequest,
+    RequestOutputs,
+)
 from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
@@ -24,7 +31,9 @@ class FrontendConnections:
 
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"frontend"})
-        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
+        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe | FrontendAlive] = Decoder(
+            ClientMessage
+        )
         self._numbers: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
         """By number, in the order of arrival."""
@@ -39,11 +48,18 @@ class FrontendConnections:
         """`receive` is to be called when it is readable."""
         return self._server.socket
 
+    @property
+    def replaced(self) -> bool:
+        """Return whether another scheduler serves this endpoint now."""
+        return self._server.replaced
+
     def __len__(self) -> int:
         """Number of frontends that are not known to be gone."""
         return len(self._peers)
 
-    def receive(self) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest | Subscribe]]:
+    def receive(
+        self,
+    ) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest | Subscribe | FrontendAlive]]:
         """Yield what has arrived, each message with the number of its frontend; a new frontend's first is a `Hello`."""
         for peer, message in self._server.messages(self._decoder):
             if peer not in self._numbers:
@@ -100,6 +116,11 @@ class FrontendConnections:
         if self.sweep_due:
             again = now - self._broke_at < SWEEP_SECONDS
             self._sweep_at = now + SWEEP_SECONDS if again else None
+
+    def forget(self, frontend: int, why: str) -> None:
+        """Lose a frontend that is still connected. It gets a new number if it sends something again."""
+        if frontend in self._peers:
+            self._lose(frontend, PeerGone(why))
 
     def _lose(self, frontend: int, error: Exception) -> None:
         log.info("frontend %d is gone: %s", frontend, error)

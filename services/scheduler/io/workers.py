@@ -75,6 +75,12 @@ class WorkerConnections:
         for worker in workers:
             self.send(worker, Ping(time.monotonic()))
 
+    def beat(self) -> None:
+        """Send each worker a sign of life, on the connection that a hanging step does not block."""
+        ping = encode(Ping(time.monotonic()))
+        for worker, results in list(self._results.items()):
+            self._send_frame(results, worker, ping)
+
     def clock_offset(self, worker: bytes) -> float:
         """Seconds to subtract from the worker's clock to get this process's; 0.0 if it was not measured yet."""
         return self._clocks[worker].seconds if worker in self._clocks else 0.0

@@ -42,6 +42,8 @@ class Ended:
 
     epoch: int
     reason: str
+    is_fault: bool = True
+    """A rank was lost; otherwise another size fits the workers better."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The current epoch: its number, its size, and what its ranks are sent."""
+"""The current epoch: its identifier, its size, and what its ranks are sent."""
 
+from protocol.epochs import first_epoch
 from protocol.membership import EndEpoch, InitializeCache, Loaded, Register
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
@@ -12,10 +13,10 @@ from services.scheduler.membership.sizes import fit
 
 
 class Epoch:
-    def __init__(self, config: SchedulerConfig, roster: Roster) -> None:
+    def __init__(self, config: SchedulerConfig, roster: Roster, incarnation: int) -> None:
         self._config = config
         self._roster = roster
-        self.number = 0
+        self.id = first_epoch(incarnation)
         """The current epoch's, or the last one's if there is none."""
         self.size: GroupSize | None = None
         """None: there is no epoch."""
@@ -24,15 +25,17 @@ class Epoch:
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""
-        self.number, self.size = self.number + 1, size
         ranks = assign_ranks(self._roster.spares, size)
+        # Later than every epoch that a worker knows, even if the clock went back between two schedulers.
+        self.id = max(self.id, *(member.register.epoch for member in ranks)) + 1
+        self.size = size
         self.model = self.model or ranks[0].register
         rendezvous = ranks[0].register.rendezvous if len(ranks) > 1 else ""
         for rank, member in enumerate(ranks):
             member.rank, member.loaded, member.last_step = rank, None, 0
             self._roster.apply(member.peer, MemberEvent.ASSIGN, now)
         return [
-            Send(member.peer, make_assignment(self._config, size, self.number, rank, rendezvous))
+            Send(member.peer, make_assignment(self._config, size, self.id, rank, rendezvous))
             for rank, member in enumerate(ranks)
         ]
 
@@ -52,19 +55,21 @@ class Epoch:
         limits, ranks = self.limits(), self._roster.ranks
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.INITIALIZE, now)
-        return [Send(m.peer, InitializeCache(limits.num_blocks, limits.max_model_len)) for m in ranks]
+        return [
+            Send(m.peer, InitializeCache(limits.num_blocks, limits.max_model_len, self.id)) for m in ranks
+        ]
 
     def start(self) -> Started:
         """All ranks are ready."""
         peers = [member.peer for member in self._roster.ranks]
-        return Started(self.number, peers, self.limits(), self._loaded()[0])
+        return Started(self.id, peers, self.limits(), self._loaded()[0])
 
     def end(self, reason: str, now: float) -> list[Action]:
         """Send all ranks that are left back to registration."""
         ranks, self.size = self._roster.ranks, None
         for member in ranks:
             self._roster.apply(member.peer, MemberEvent.END, now)
-        return [Send(m.peer, EndEpoch(self.number, reason), everywhere=True) for m in ranks]
+        return [Send(m.peer, EndEpoch(self.id, reason), everywhere=True) for m in ranks]
 
     def _loaded(self) -> list[Loaded]:
         """In the order of ranks."""

@@ -8,6 +8,7 @@ formed if there is none and enough workers are spare.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from protocol.epochs import number_of
 from protocol.membership import EndEpoch, Register, Shutdown, WorkerMessage
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
@@ -46,12 +47,12 @@ class GroupStatus(NamedTuple):
 
 
 class WorkerGroup:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, incarnation: int = 0) -> None:
         self._config = config
         self.state = GroupState.WAITING
         self.roster = Roster()
         self.losses = Losses()
-        self._epoch = Epoch(config, self.roster)
+        self._epoch = Epoch(config, self.roster, incarnation)
         self._formation = Formation(config)
         self._watch = StepWatch(config.step_timeout_seconds)
         self._recovering_since: float | None = None
@@ -82,8 +83,8 @@ class WorkerGroup:
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch, or of the last one if there is none."""
-        return self._epoch.number
+        """The current epoch, or the last one if there is none."""
+        return self._epoch.id
 
     @property
     def size(self) -> GroupSize | None:
@@ -98,9 +99,10 @@ class WorkerGroup:
     def stats(self) -> dict[str, float]:
         """Return gauges and totals by metric name, without a prefix."""
         return {
-            "epoch": self.epoch,
+            "epoch": number_of(self.epoch),
             "epochs_lost_total": self.losses.total,
             "num_workers": len(self.roster),
+            "weight_loads": self.roster.num_loads,
         }
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -265,9 +267,9 @@ class WorkerGroup:
         """Raises: IllegalTransition, with nothing changed"""
         self.state, actions = group_transition(self.state, event)
         for action in actions:
-            self._act(action, reason, now)
+            self._act(action, event, reason, now)
 
-    def _act(self, action: GroupAction, reason: str, now: float) -> None:
+    def _act(self, action: GroupAction, event: GroupEvent, reason: str, now: float) -> None:
         match action:
             case GroupAction.ASSIGN:
                 self._assign(now)
@@ -285,7 +287,7 @@ class WorkerGroup:
                 self.losses.on_end(now)
                 self._recovering_since = now
                 self._watch.reset()
-                self._actions.append(Ended(self.epoch, reason))
+                self._actions.append(Ended(self.epoch, reason, event is GroupEvent.BREAK))
             case GroupAction.COUNT:
                 self.losses.on_fault(reason)
             case GroupAction.END_REQUESTS:

@@ -179,6 +179,8 @@ def event_of(message: WorkerMessage | StepFault, epoch: int) -> MemberEvent | No
     """
     if isinstance(message, Heartbeat | Loaded | Ready | RankLost | StepFault) and message.epoch != epoch:
         return None
+    if isinstance(message, LoadProgress) and message.epoch not in (0, epoch):
+        return None
     return MESSAGES[type(message)]
 
 

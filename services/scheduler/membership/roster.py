@@ -53,6 +53,11 @@ class Roster:
         """The workers of the current epoch, in the order of their ranks."""
         return sorted((member for member in self if member.in_epoch), key=lambda member: member.rank)
 
+    @property
+    def num_loads(self) -> int:
+        """Number of times that the present workers' processes have read weights."""
+        return sum(member.loaded.num_loads for member in self if member.loaded is not None)
+
     def before_step(self, step_id: int) -> list[int]:
         """Return the ranks whose heartbeats have not reported the end of a step yet."""
         return [member.rank for member in self.ranks if member.last_step < step_id]

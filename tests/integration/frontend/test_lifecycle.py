@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.requests import EnginePhase, EngineState
+from protocol.codec import unpack
+from protocol.requests import EnginePhase, EngineState, GenerateRequest
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from tests.integration.frontend.scripted import (
@@ -75,10 +76,16 @@ def test_probes_answer_head(frontend: Frontend, scheduler: ScriptedScheduler) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_lost_scheduler_ends_open_requests_and_is_connected_again(stream: bool) -> None:
+def test_without_another_scheduler_in_time_open_requests_end_and_the_next_one_is_connected(
+    stream: bool,
+) -> None:
     with endpoint() as address:
         scheduler = ScriptedScheduler(address)
-        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0))
+        frontend = Frontend(
+            FrontendConfig(
+                model=str(DEMO_MODEL), scheduler_endpoint=address, port=0, recovery_timeout_seconds=0.2
+            )
+        )
         try:
             frontend.wait_ready()
             scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
@@ -105,6 +112,68 @@ def test_lost_scheduler_ends_open_requests_and_is_connected_again(stream: bool) 
         finally:
             frontend.close()
             scheduler.close()
+
+
+def test_the_next_scheduler_gets_open_requests_with_their_output_and_new_ones() -> None:
+    """Tokens that it repeats are dropped. A request that arrives between the two waits."""
+    with endpoint() as address:
+        scheduler = ScriptedScheduler(address)
+        frontend = Frontend(FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=address, port=0))
+        try:
+            frontend.wait_ready()
+            words, more = ids_of("first words "), ids_of("and the rest")
+            scheduler.script(lambda request: [tokens(request.number, words)])
+            answers: dict[str, str] = {}
+
+            def ask(prompt: str) -> None:
+                answer = frontend.post(COMPLETIONS, {"prompt": prompt, "seed": 5})
+                answers[prompt] = answer.json()["choices"][0]["text"]
+
+            asking = [threading.Thread(target=ask, args=(prompt,)) for prompt in ("early", "late")]
+            asking[0].start()
+            first = scheduler.request()
+            wait_until(
+                lambda: frontend.metric("time_to_first_token_seconds_count") == 1, "its tokens have arrived"
+            )
+            scheduler.close()
+            wait_until(lambda: not frontend.ready(), "the loss is noticed")
+            asking[1].start()
+            wait_until(lambda: httpx.get(f"{frontend.url}/load").json()["server_load"] == 2, "it waits")
+            scheduler = ScriptedScheduler(address)
+            scheduler.script(
+                lambda request: [
+                    tokens(request.number, [*words, *more][delivered(request) :], delivered(request)),
+                    tokens(request.number, more, len(words)),
+                    ended(request.number),
+                ]
+            )
+            for thread in asking:
+                thread.join(PATIENCE)
+            assert answers == {"early": "first words and the rest", "late": "first words and the rest"}
+            again = scheduler.request(0)
+            assert unpack(again.token_ids).tolist() == [*unpack(first.token_ids).tolist(), *words]
+            assert (again.params, again.num_prompt_tokens) == (first.params, first.num_prompt_tokens)
+            assert (again.age > 0, scheduler.request(1).age) == (True, 0.0)
+            assert frontend.metric("requests_resubmitted_total") == 1
+        finally:
+            frontend.close()
+            scheduler.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_progress_ends_with_504(stream: bool) -> None:
+    with scripted(request_timeout=0.5) as (frontend, scheduler):
+        scheduler.script(lambda request: [tokens(request.number, ids_of("words "))])
+        answer = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream})
+        assert answer.status_code == (200 if stream else 504)
+        error = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+        assert (error["type"], "no progress" in error["message"]) == ("timeout_error", True)
+        scheduler.wait_aborted(scheduler.request().number)
+
+
+def delivered(request: GenerateRequest) -> int:
+    """Return the number of output tokens that a request brings along."""
+    return len(unpack(request.token_ids)) - request.num_prompt_tokens
 
 
 def test_sigterm_lets_the_open_stream_finish_and_refuses_new_requests() -> None:

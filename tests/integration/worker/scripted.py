@@ -18,6 +18,7 @@ from protocol.membership import (
     InitializeCache,
     Loaded,
     LoadProgress,
+    Ping,
     Ready,
     Register,
     Shutdown,
@@ -128,6 +129,10 @@ class ScriptedWorkerServer:
         for peer in (self.results_peer, self.worker):
             self._server.send(peer, Shutdown("the script ends"))
         self._server.close(int(1000 * PATIENCE))
+
+    def beat(self) -> None:
+        """Send a sign of life; the worker counts the silence after it."""
+        self._server.send(self.results_peer, Ping())
 
     def refuse(self, reason: str) -> None:
         self._server.refuse(self.worker, reason)

@@ -39,7 +39,9 @@ class RankProcess:
         directory.mkdir()
         self.scheduler = ScriptedWorkerServer(f"ipc://{directory}/w")
         stack.callback(self.scheduler.close)
-        self.process: subprocess.Popen[str] = stack.enter_context(worker_process(directory))
+        self.process: subprocess.Popen[str] = stack.enter_context(
+            worker_process(directory, recovery_timeout_seconds=0.2)
+        )
 
     def next_of(self, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]
         """Return the next message of this kind; only progress and lost ranks may be reported before."""

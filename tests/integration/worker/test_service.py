@@ -14,13 +14,16 @@ import pytest
 from numpy.typing import NDArray
 
 from protocol.codec import pack
+from protocol.epochs import NUMBER_BITS
 from protocol.membership import (
     Heartbeat,
     InitializeCache,
+    Loaded,
     LoadFailed,
     LoadProgress,
     Ready,
     Register,
+    Shard,
     Shutdown,
 )
 from protocol.steps import ModelRunnerOutput, ReleaseSlots, StepFault, StepTimes
@@ -36,7 +39,18 @@ from tests.integration.worker.scripted import (
     worker_thread,
 )
 from tests.unit.worker.fake_device import FakeDevice
-from tests.unit.worker.plans import GREEDY, VOCAB, PlanBuilder, alone, grammar_output, prompt, sampled, tokens
+from tests.unit.worker.plans import (
+    BLOCKS,
+    CONTEXT,
+    GREEDY,
+    VOCAB,
+    PlanBuilder,
+    alone,
+    grammar_output,
+    prompt,
+    sampled,
+    tokens,
+)
 
 
 def step_ids(results: list[ModelRunnerOutput | StepFault]) -> list[int]:
@@ -362,13 +376,53 @@ def test_a_worker_that_reads_the_shutdown_late_leaves_in_order(
         assert "leaving: the script ends" in log
 
 
-def test_a_lost_scheduler_ends_the_worker(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
-    with worker_process(tmp_path) as process:
+def test_a_worker_without_another_scheduler_in_time_ends(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
+    with worker_process(tmp_path, recovery_timeout_seconds=0.2) as process:
         scheduler.serve()
         scheduler.close()
         status, text = exit_status(process)
         assert status == EXIT_LOST
         assert "the scheduler is lost" in text
+
+
+def test_a_worker_registers_with_the_next_scheduler_and_keeps_its_weights(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
+    """The epoch goes on counting, and an assignment of the older scheduler is ignored."""
+    first, second = 7 << NUMBER_BITS | 1, 9 << NUMBER_BITS | 1
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.serve(first)
+        scheduler.close()
+        scheduler = ScriptedWorkerServer(f"ipc://{tmp_path}/w")
+        try:
+            register = scheduler.registered()
+            assert (register.epoch, register.shard) == (first, Shard())
+            scheduler.assign(first)
+            scheduler.assign(second)
+            assert isinstance(progress := scheduler.next_message(), LoadProgress)
+            assert progress.epoch == second
+            assert isinstance(scheduler.next_message(), Loaded)
+            scheduler.send(InitializeCache(BLOCKS, CONTEXT, first), InitializeCache(BLOCKS, CONTEXT, second))
+            assert scheduler.next_message() == Ready(second)
+            plans = PlanBuilder()
+            scheduler.send(msgspec.structs.replace(plans.step(plans.admit(prompt(1, 6))), epoch=second))
+            assert step_ids(scheduler.results(1)) == [1]
+            scheduler.send(Shutdown())
+            assert worker.exit_status() == 0
+        finally:
+            scheduler.close()
+
+
+def test_a_silent_scheduler_is_lost(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
+    """Its process may be stopped: the connections last."""
+    with worker_thread(
+        scheduler, tmp_path, scheduler_timeout_seconds=2, recovery_timeout_seconds=0.2
+    ) as worker:
+        scheduler.serve()
+        scheduler.beat()
+        assert worker.exit_status() == EXIT_LOST
 
 
 def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.cli import supervisor as supervisor_module
-from services.cli.serve import FINAL
+from services.cli.serve import RESTARTED
 from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
+from services.scheduler.service import EXIT_WORKER_LOST
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
 
 PRELUDE = """
@@ -230,6 +231,28 @@ def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildre
 
 
 @pytest.mark.usefixtures("short_pauses")
+def test_child_that_was_stopped_is_killed_and_restarted(
+    supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STOPPED_GRACE", 0.05)
+    worker = supervised.supervisor.children
+    signalled: list[int] = []
+
+    def stop_once() -> None:
+        if not signalled and supervised.events().count("worker up") == 1:
+            signalled.append(worker[-1].process.pid)
+            os.kill(signalled[0], signal.SIGSTOP)
+        if supervised.events().count("worker up") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert supervised.run((STOPPING, STOPPING, STOPPING), stop_once, restarts=True) == 0
+    assert supervised.lines == [
+        ("worker", "worker was stopped for 0.05 s and is killed"),
+        ("worker", "worker was killed by SIGKILL; restarting"),
+    ]
+
+
+@pytest.mark.usefixtures("short_pauses")
 def test_child_that_ends_too_often_stops_all(supervised: SupervisedChildren) -> None:
     assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarts=True) == 9
     assert supervised.events().count("worker up") == 1 + RESTARTS
@@ -266,8 +289,8 @@ def test_failure_names_the_child_without_restarts_when_both_end_together(
     assert supervised.failure == "scheduler was killed by SIGKILL"
 
 
-def test_final_statuses_are_those_of_a_bad_model_and_a_refused_worker() -> None:
-    assert FINAL == (EXIT_MODEL, EXIT_REFUSED)
+def test_final_statuses_are_those_of_services_that_cannot_serve() -> None:
+    assert RESTARTED == {"worker": (EXIT_MODEL, EXIT_REFUSED), "scheduler": (1, EXIT_WORKER_LOST)}
 
 
 def test_stop_does_not_wait_for_a_restart(

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.requests import EnginePhase, EngineState
+from services.frontend.engine.ledger import RequestLedger
 from services.frontend.metrics import VLLM_NAMES, LatencyHistogram, Metrics
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
@@ -43,7 +44,8 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
     engine = SimpleNamespace(
         state=EngineState(
             EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
-        )
+        ),
+        ledger=RequestLedger(),
     )
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
     for line in (
@@ -56,7 +58,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
 
 
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, **state))  # type: ignore[arg-type]
+    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger())  # type: ignore[arg-type]
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -105,7 +107,9 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         ),
         1.0,
     )  # fmt: skip
-    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats))
+    engine = SimpleNamespace(
+        state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats), ledger=RequestLedger()
+    )
     lines = Metrics(engine, "demo").render().decode().splitlines()  # type: ignore[arg-type]
     families = [
         line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")

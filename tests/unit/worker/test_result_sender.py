@@ -68,7 +68,7 @@ class ResultConnection:
     def __init__(self, directory: Path) -> None:
         self.server = Server(f"ipc://{directory}/w", {"worker-results"})
         self.aborted = threading.Event()
-        self.results = ResultSender(Client(f"ipc://{directory}/w"), self.aborted.set)
+        self.results = ResultSender(Client(f"ipc://{directory}/w"), self.aborted.set, silence=PATIENCE)
         self._decoder: Decoder[msgspec.Struct] = Decoder(WorkerMessage | StepResult)
         greeting = threading.Thread(target=self.results.handshake, args=("test", PATIENCE))
         greeting.start()

@@ -53,6 +53,8 @@ class NativeRunner:
         self._config = config
         self._identity: Identity | None = None
         self._model: Model | None = None
+        self._num_loads = 0
+        """Number of times that weights were read."""
         self._drafter: Drafter | None = None
         self._drafter_for: tuple[object, ...] = ()
         self._ranks: Ranks | None = None
@@ -107,12 +109,14 @@ class NativeRunner:
             bytes_per_block=bytes_per_block,
             num_blocks=num_kv_blocks(self._config, assignment, bytes_per_block, limit),
             hidden_size=model.part.whole.hidden_size,
+            num_loads=self._num_loads,
         )
 
     def _weights(self, shard: Shard, progress: Progress) -> Model:
         """Return the weights: those of an earlier epoch, if the shard is the same, else read now."""
         if self._model is None or self._model.part.shard != shard:
             self._model = None  # freed before the next ones are read
+            self._num_loads += 1
             path = checkpoint_path(self._config)
             config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
             if self._digest(path, checkpoint) != self.identify().model_hash:

@@ -37,6 +37,8 @@ class VllmRunner:
         self._engine: VllmEngine | None = None
         self._groups: ProcessGroups | None = None
         self._assignment = EpochValue[Assignment]("load")
+        self._num_loads = 0
+        """Number of times that weights were read."""
         self._epoch = EpochValue[VllmEpoch]("init_kv_cache")
 
     def identify(self) -> Identity:
@@ -57,6 +59,7 @@ class VllmRunner:
         if self._engine is None or self._engine.options != options:
             self._close()
             progress("weights", 0.0)
+            self._num_loads += 1
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
                 self._engine = VllmEngine(options, assignment, self._groups)
@@ -73,6 +76,7 @@ class VllmRunner:
                 self._config, assignment, engine.bytes_per_block, engine.max_model_len, RESERVED_BLOCKS
             ),
             hidden_size=engine.hidden_size,
+            num_loads=self._num_loads,
         )
 
     def _options(self, assignment: Assignment) -> EngineOptions:

@@ -41,7 +41,7 @@ def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
 
 def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
     config = FrontendConfig(model=str(DEMO_MODEL))
-    app = build(config, ServedModel.load(config), EngineClient("ipc:///nowhere", 1))
+    app = build(config, ServedModel.load(config), EngineClient("ipc:///nowhere", 1, 10.0, 300.0, 600.0))
     served = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes

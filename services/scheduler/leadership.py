@@ -1,0 +1,23 @@
+"""The scheduler's right to go on, without a clock of its own.
+
+Frontends and workers look for another scheduler when this one was silent for a number of seconds. A scheduler that did
+not run for as long, because its process was stopped, may have been replaced. It must not send anything any more.
+"""
+
+
+class Leadership:
+    def __init__(self, silence: float) -> None:
+        """`silence`: seconds after which the others look for another scheduler."""
+        self._silence = silence
+        self._ran: float | None = None
+
+    def lost(self, now: float, replaced: bool) -> str | None:
+        """Return why this scheduler must exit, or None. Call it in each turn, before anything is sent.
+
+        Args:
+            replaced: another scheduler serves this endpoint.
+        """
+        pause, self._ran = now - (now if self._ran is None else self._ran), now
+        if pause > self._silence:
+            return f"this scheduler did not run for {pause:.1f} s, and the others have turned to another one"
+        return "another scheduler has taken the place of this one" if replaced else None

@@ -1,0 +1,172 @@
+"""`serve` whose scheduler is killed, stopped or gives up: no stream loses or repeats a token, and each one ends."""
+
+import asyncio
+import json
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from tests.e2e.server import ServeProcess, serving, wait_until
+
+SIM = ("--backend", "sim", "--sim-step-ms", "20")
+DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", DRAFTS)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+Fault = Callable[[], Awaitable[None]]
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Return sixteen requests with 20 answers: greedy and sampled ones, penalties, logprobs, grammars, n = 3."""
+    plain: list[dict[str, Any]] = [
+        {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)}
+        for i in range(16)
+    ]
+    for body in plain:
+        body["extra_body"] = {"ignore_eos": True}
+    for body in plain[0:4]:
+        body |= {"frequency_penalty": 0.5, "logprobs": 2}
+    for body in plain[4:8]:
+        body["extra_body"] = {"structured_outputs": {"json": SCHEMA}, "min_tokens": 30}
+    for body in plain[8:10]:
+        body |= {"n": 3, "max_tokens": 60}
+    plain[10]["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    return plain
+
+
+async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
+    """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun."""
+    model, requests = (await client.models.list()).data[0].id, bodies()
+    begun = asyncio.Barrier(len(requests) + 1)
+
+    async def one(body: dict[str, Any]) -> Any:
+        choices: dict[int, list[Any]] = {}
+        waits = True
+        async for chunk in await client.completions.create(model=model, stream=True, **body):
+            if waits:
+                waits = False
+                await begun.wait()
+            for choice in chunk.choices:
+                text, reason, scores = choices.setdefault(choice.index, ["", None, []])
+                scores += choice.logprobs.tokens if choice.logprobs else []
+                choices[choice.index] = [text + choice.text, choice.finish_reason or reason, scores]
+        return choices
+
+    async def disturb() -> None:
+        await begun.wait()
+        if fault is not None:
+            await fault()
+
+    *texts, _ = await asyncio.gather(*map(one, requests), disturb())
+    return texts
+
+
+async def restart_of_scheduler(server: ServeProcess, number: int) -> None:
+    """Send a signal to the scheduler and wait for the next one."""
+    before = server.services["scheduler"]
+    before.send_signal(number)
+    while server.services["scheduler"] == before:
+        await asyncio.sleep(0.02)
+        server.find_services()
+
+
+@pytest.mark.parametrize(
+    ("layout", "loads"),
+    [((*SIM, "--speculative-config", DRAFTS), 0), (NATIVE, 1)],
+    ids=["simulated", "demo model"],
+)
+async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...], loads: int) -> None:
+    """Kill it twice. Workers keep their weights, and requests that arrive meanwhile wait."""
+    with serving(*layout) as server:
+        async with server.async_client() as client:
+            undisturbed = await answers(client)
+            model = (await client.models.list()).data[0].id
+            for _ in range(2):
+                late: list[Any] = []
+
+                async def kill(late: list[Any] = late) -> None:
+                    await restart_of_scheduler(server, signal.SIGKILL)
+                    late.append(await client.completions.create(model=model, prompt="Late", max_tokens=3))
+
+                assert await answers(client, kill) == undisturbed
+                assert late[0].usage.completion_tokens == 3
+            assert server.metric("weight_loads") == loads
+            assert server.metric("requests_resubmitted_total") >= 20
+            assert "scheduler was killed by SIGKILL; restarting" in server.log.read_text()
+            server.find_services()
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0, server.log.read_text()
+            server.assert_nothing_is_left()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(7))
+async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: int) -> None:
+    """Three deaths per server, the most that `serve` allows within a minute: 21 moments."""
+    rng = random.Random(seed)
+    with serving(*NATIVE) as server:
+        async with server.async_client() as client:
+            undisturbed = await answers(client)
+            for _ in range(3):
+
+                async def kill() -> None:
+                    await asyncio.sleep(3 * rng.random())
+                    await restart_of_scheduler(server, signal.SIGKILL)
+
+                assert await answers(client, kill) == undisturbed
+            assert server.metric("weight_loads") == 1
+
+
+async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
+    """The fourth death of the scheduler within a minute is the last."""
+    with serving(*SIM) as server:
+        async with server.async_client() as client:
+            model = (await client.models.list()).data[0].id
+            streams = [
+                await client.completions.create(
+                    model=model,
+                    prompt=f"Number {i}",
+                    max_tokens=2000,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for i in range(4)
+            ]
+            for stream in streams:
+                await anext(stream)
+            for _ in range(3):
+                await restart_of_scheduler(server, signal.SIGKILL)
+            server.services["scheduler"].kill()
+            for stream in streams:
+                with pytest.raises(APIError, match="stopped"):
+                    async for _chunk in stream:
+                        pass
+            assert server.wait() == 128 + signal.SIGKILL
+            assert server.last_line() == "runahead: scheduler was killed by SIGKILL"
+            server.assert_nothing_is_left()
+
+
+async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes() -> None:
+    """Meanwhile the others have turned away from it. It is restarted, and the streams continue."""
+    with serving(*SIM, "--scheduler-timeout-seconds", "2") as server:
+        async with server.async_client() as client:
+            undisturbed = await answers(client)
+
+            async def stop() -> None:
+                server.services["scheduler"].send_signal(signal.SIGSTOP)
+                wait_until(lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
+                await restart_of_scheduler(server, signal.SIGCONT)
+
+            assert await answers(client, stop) == undisturbed
+            assert "scheduler exited with status 8" in server.log.read_text()

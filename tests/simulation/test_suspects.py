@@ -1,0 +1,94 @@
+"""A request that takes its workers down is found and refused; the others finish as without it."""
+
+import pytest
+
+from protocol.requests import FinishReason
+from services.scheduler.core.suspects import GUILTY, PROGRESS, SUSPECT_AFTER
+from services.scheduler.policies import ChunkedPolicy
+from tests.simulation.test_acceptance import DEPTHS, ROOMY, prompt_of
+from tests.simulation.world import SimulatedStream, World, params
+
+
+def lose_workers(world: World) -> None:
+    world.end_epoch(is_fault=True)
+    world.publish()
+    world.start_epoch(world.limits, ChunkedPolicy())
+
+
+def in_flight(world: World, stream: SimulatedStream) -> bool:
+    request = stream.request
+    assert request is not None
+    named = {slot for step in world.engine.queue.steps for slot in step.slots.tolist()}
+    return not request.finished and request.slot in named
+
+
+def run(world: World, poison: SimulatedStream, tokens: int) -> int:
+    """Run until nothing is left. The workers die of `poison` in each step after it has a number of output tokens.
+
+    Return the number of deaths.
+    """
+    deaths = 0
+    for _ in range(5000):
+        world.dispatch()
+        if poison.finish is None and len(poison.tokens) >= tokens and in_flight(world, poison):
+            deaths += 1
+            poison.doomed = deaths > SUSPECT_AFTER
+            world.end_epoch(is_fault=True)
+            world.publish()
+            world.start_epoch(world.limits, ChunkedPolicy())
+            continue
+        if not world.pending:
+            break
+        world.complete()
+    world.drain()
+    return deaths
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_the_guilty_request_is_refused_and_the_others_finish(depth: int, tokens: int) -> None:
+    world = World(ROOMY, depth)
+    world.conserves_work = False  # suspects run alone
+    streams = [world.add(prompt_of(30, seed=i), params(40, eos=False)) for i in range(6)]
+    poison = streams[3]
+    assert run(world, poison, tokens) == SUSPECT_AFTER + 1
+    assert poison.finish is not None
+    assert (poison.finish.reason, poison.finish.message) == (FinishReason.ERROR, GUILTY)
+    assert all(
+        s.finish is not None and s.finish.reason is FinishReason.LENGTH for s in streams if s is not poison
+    )
+    assert not world.store.suspects.active
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_suspects_run_alone_until_they_make_progress(depth: int) -> None:
+    world = World(ROOMY, depth)
+    world.conserves_work = False
+    streams = [world.add(prompt_of(30, seed=i), params(60, eos=False)) for i in range(3)]
+    for _ in range(SUSPECT_AFTER):
+        world.dispatch()
+        lose_workers(world)
+    active = world.store.suspects.active
+    for number in range(len(streams)):
+        while (0, number) in active:
+            world.dispatch()
+            assert len(world.epoch.running) == 1 or not active
+            world.complete()
+        assert len(streams[number].tokens) >= PROGRESS
+    world.drain()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_workers_that_die_of_another_cause_accuse_nobody(depth: int) -> None:
+    """Each time the requests have made progress since the last death."""
+    world = World(ROOMY, depth)
+    stream = world.add(prompt_of(30), params(200, eos=False))
+    for _ in range(2 * SUSPECT_AFTER):
+        for _ in range(PROGRESS + depth + 1):
+            world.step()
+        world.dispatch()
+        lose_workers(world)
+        assert not world.store.suspects.active
+    world.drain()
+    assert stream.finish is not None
+    assert stream.finish.reason is FinishReason.LENGTH

@@ -1,0 +1,152 @@
+"""The ledger of open requests: what is submitted again to which scheduler, and what is refused at last."""
+
+import asyncio
+
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.sampling import SamplingParams
+from services.frontend.engine.ledger import GUILTY, PROGRESS, RequestLedger
+from services.frontend.engine.streams import FlushQueue, ResponseStream
+from tests.unit.frontend.engine.test_streams import RecordingStream
+
+FIRST, SECOND, THIRD, FOURTH = 11, 12, 13, 14
+"""Incarnations."""
+
+
+class OpenRequests:
+    """A ledger with requests whose prompt is their number. Time advances by a second with each event."""
+
+    def __init__(self, *numbers: int, max_tokens: int = 1000) -> None:
+        self.ledger = RequestLedger()
+        self.streams: dict[int, RecordingStream] = {}
+        self._now = 100.0
+        for number in numbers:
+            self.open(number, max_tokens)
+
+    def open(self, number: int, max_tokens: int = 1000) -> None:
+        self._now += 1
+        stream = RecordingStream(ResponseStream(FlushQueue()))
+        stream.number = number
+        self.streams[number] = stream
+        request = GenerateRequest(
+            number, pack([number]), 1, SamplingParams(max_tokens=max_tokens, seed=number)
+        )
+        self.ledger.open(stream, request, self._now)
+
+    def connect(self, incarnation: int) -> list[GenerateRequest]:
+        self._now += 1
+        return self.ledger.submissions(incarnation, self._now)
+
+    def reconnect(self, incarnation: int) -> list[GenerateRequest]:
+        self.ledger.disconnected()
+        return self.connect(incarnation)
+
+    def deliver(self, number: int, *tokens: int, at: int | None = None) -> None:
+        first = len(self.streams[number].output) if at is None else at
+        self.ledger.deliver([number] * len(tokens), enumerate(tokens, first))
+
+
+@pytest.fixture(autouse=True)
+async def loop() -> None:
+    """Streams are flushed by the event loop."""
+    asyncio.get_running_loop()
+
+
+async def test_a_request_is_sent_once_and_again_with_its_output_to_the_next_scheduler() -> None:
+    requests = OpenRequests(1, 2)
+    new = requests.connect(FIRST)
+    assert [(r.number, r.age, r.attempts, r.incarnation) for r in new] == [
+        (1, 0.0, 0, FIRST),
+        (2, 0.0, 0, FIRST),
+    ]
+    assert requests.connect(FIRST) == []
+    requests.deliver(2, 7, 8)
+    again = requests.reconnect(SECOND)
+    assert [(r.number, unpack(r.token_ids).tolist(), r.num_prompt_tokens) for r in again] == [
+        (1, [1], 1),
+        (2, [2, 7, 8], 1),
+    ]
+    assert [(r.attempts, r.incarnation, r.params.seed) for r in again] == [(1, SECOND, 1), (1, SECOND, 2)]
+    assert again[0].age > again[1].age > 0
+    assert requests.ledger.resubmitted == 2
+
+
+async def test_a_cut_connection_is_no_death() -> None:
+    requests = OpenRequests(1)
+    requests.connect(FIRST)
+    (again,) = requests.reconnect(FIRST)
+    assert (again.attempts, again.age > 0) == (0, True)
+
+
+async def test_only_the_next_index_becomes_output() -> None:
+    requests = OpenRequests(1)
+    requests.connect(FIRST)
+    requests.deliver(1, 7, 8)
+    requests.deliver(1, 7, 8, 9, at=0)
+    requests.deliver(1, 11, at=4)
+    assert requests.streams[1].output == [7, 8, 9]
+
+
+async def test_a_request_that_arrives_without_a_scheduler_is_new_for_the_next_one() -> None:
+    requests = OpenRequests(1)
+    requests.connect(FIRST)
+    requests.ledger.disconnected()
+    requests.open(2)
+    assert [(r.number, r.attempts, r.age > 0) for r in requests.connect(SECOND)] == [
+        (1, 1, True),
+        (2, 0, False),
+    ]
+
+
+async def test_a_request_that_lacks_only_its_end_ends_by_length() -> None:
+    requests = OpenRequests(1, max_tokens=2)
+    requests.connect(FIRST)
+    requests.deliver(1, 7, 8)
+    assert requests.reconnect(SECOND) == []
+    assert requests.streams[1].end == Finish(1, FinishReason.LENGTH)
+    assert len(requests.ledger) == 0
+
+
+async def test_an_ended_request_is_not_sent_again() -> None:
+    requests = OpenRequests(1, 2)
+    requests.connect(FIRST)
+    requests.ledger.end(1, Finish(1, FinishReason.STOP))
+    assert [r.number for r in requests.reconnect(SECOND)] == [2]
+
+
+async def test_suspects_are_sent_one_by_one_and_the_one_that_kills_again_is_refused() -> None:
+    """1 kills every scheduler; 3 makes progress; 4 is new."""
+    requests = OpenRequests(1, 2, 3)
+    requests.connect(FIRST)
+    requests.deliver(3, *range(PROGRESS + 1))
+    requests.reconnect(SECOND)
+    requests.open(4)
+    assert [r.number for r in requests.connect(SECOND)] == [4]
+    requests.deliver(3, *range(PROGRESS + 1))
+    assert [(r.number, r.attempts) for r in requests.reconnect(THIRD)] == [(1, 2), (3, 1), (4, 1)]
+    assert requests.connect(THIRD) == []
+    assert [(r.number, r.attempts) for r in requests.reconnect(FOURTH)] == [(2, 2)]
+    assert requests.streams[1].end == Finish(1, FinishReason.ERROR, message=GUILTY)
+
+
+async def test_a_suspect_that_makes_progress_is_cleared() -> None:
+    requests = OpenRequests(1, 2)
+    for incarnation in (FIRST, SECOND):
+        assert len(requests.reconnect(incarnation)) == 2
+    assert [r.number for r in requests.reconnect(THIRD)] == [1]
+    requests.deliver(1, *range(PROGRESS + 1))
+    assert [r.number for r in requests.connect(THIRD)] == [2]
+    requests.ledger.end(2, Finish(2, FinishReason.STOP))
+    assert [(r.number, r.attempts) for r in requests.reconnect(FOURTH)] == [(1, 1)]
+
+
+async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
+    requests = OpenRequests(1, 2)
+    requests.connect(FIRST)
+    assert requests.ledger.stuck(110.0, 10.0) == []
+    requests.deliver(2, 7)
+    assert requests.ledger.stuck(111.0, 10.0) == []
+    assert requests.ledger.stuck(112.0, 10.0) == [requests.streams[1]]
+    assert requests.ledger.stuck(121.5, 10.0) == [requests.streams[1], requests.streams[2]]
