@@ -101,7 +101,7 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Times of one step on one rank, in this order: seconds on the monotonic clock of its process; 0.0: not
-    measured."""
+    measured. The last three are durations."""
 
     received: Finite = 0.0
     """The executing thread read the plan."""
@@ -115,6 +115,14 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """The result was handed to the socket."""
     idle: Finite = 0.0
     """Seconds directly before the forward pass in which the device had no work, because no plan was queued."""
+    plan_wait: Finite = 0.0
+    """Seconds that the executing thread waited for this plan with none queued."""
+    forward_gap: Finite = 0.0
+    """Seconds from the end of the forward pass before to the beginning of this one."""
+
+
+STEP_DURATIONS = ("idle", "plan_wait", "forward_gap")
+"""Fields of `StepTimes` that are seconds, not times."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):

@@ -59,6 +59,7 @@ from services.scheduler.membership import (
 from services.scheduler.policies import make_policy
 from services.scheduler.request_log import RequestLog
 from services.scheduler.subscriptions import Subscriptions
+from services.scheduler.worker_seconds import WorkerSeconds
 
 log = logging.getLogger("runahead.scheduler")
 
@@ -87,7 +88,7 @@ class Service:
         """The workers of the epoch in effect; empty: no step may be dispatched."""
         self._limits: Limits | None = None
         self._loaded: Loaded | None = None
-        self._worker_seconds = {"idle": 0.0, "busy": 0.0}
+        self._worker_seconds = WorkerSeconds()
         self._draining = False
         self._stop_now = False
         self._reported: GroupStatus | None = None
@@ -206,8 +207,7 @@ class Service:
                 self.group.on_result(message.epoch, message.step_id, now)
                 if message.epoch == self.group.epoch:
                     self._add_times(worker, message)
-                    self._worker_seconds["idle"] += message.times.idle
-                    self._worker_seconds["busy"] += message.times.sampled - message.times.forward_began
+                    self._worker_seconds.add(message.times)
                 try:
                     self.engine.on_result(message)
                 except UnknownResult as error:  # worker and scheduler disagree about the batch
@@ -371,7 +371,7 @@ class Service:
     def _stats(self) -> dict[str, float]:
         if self.engine is None:
             return {}
-        seconds = {f"worker_{name}_seconds_total": s for name, s in self._worker_seconds.items()}
+        seconds = self._worker_seconds.stats()
         grammars = self.compiler.stats() if self.compiler is not None else {}
         return self.engine.stats() | seconds | self.group.stats() | grammars
 

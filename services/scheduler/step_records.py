@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from protocol.codec import pack, unpack
 from protocol.records import EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords
-from protocol.steps import StepTimes
+from protocol.steps import STEP_DURATIONS, StepTimes
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.observer import (
     AllRequestsFailed,
@@ -245,7 +245,7 @@ class StepRecorder:
 
 def _shifted(times: StepTimes, offset: float) -> StepTimes:
     """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
-    moments = {name: at for name, at in asdict(times).items() if at and name != "idle"}
+    moments = {name: at for name, at in asdict(times).items() if at and name not in STEP_DURATIONS}
     return replace(times, **{name: at - offset for name, at in moments.items()})
 
 

@@ -85,7 +85,7 @@ class ResultSender:
         """Protects the attributes of an epoch, which change together: a late result must not enter the next epoch."""
         self._queue: queue.SimpleQueue[LaunchedStep | StepFault | ResendResult | None] = queue.SimpleQueue()
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
-        self._last_sampled = 0.0
+        self._last_sampled = self._last_forward = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
         self.waits_for_ranks = False
         """True while the executing thread may wait for other ranks: when it joins them, and in a step."""
@@ -118,7 +118,7 @@ class ResultSender:
         with self._state:
             self._epoch, self._rank, self._last_step = epoch, rank, 0
             self._kept.clear()
-            self._last_sampled = 0.0
+            self._last_sampled = self._last_forward = 0.0
 
     def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
         """Queue what is to be sent next."""
@@ -179,12 +179,15 @@ class ResultSender:
         measured = result if isinstance(result, StepTimes) else result.times
         # The device is idle while both hold: no plan is queued, and the step before has ended.
         pause = measured.forward_began - self._last_sampled if self._last_sampled else 0.0
-        self._last_sampled = measured.sampled
+        gap = measured.forward_began - self._last_forward if self._last_forward else 0.0
+        self._last_sampled, self._last_forward = measured.sampled, measured.forward_ended
         times = msgspec.structs.replace(
             measured,
             received=launched.received,
             sent=time.monotonic(),
             idle=max(0.0, min(pause, launched.waited)),
+            plan_wait=launched.waited,
+            forward_gap=max(0.0, gap),
         )
         if isinstance(result, StepTimes):  # another rank returns the result
             report = StepReport(self._epoch, launched.step_id, self._rank, times)

@@ -39,7 +39,7 @@ class Output(Protocol):
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
         Return `StepTimes` on a rank that is not the output rank: its part of the step has ended, and another rank
-        returns the result. The caller sets `received`, `sent` and `idle`.
+        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`.
         """
         ...
 

@@ -4,8 +4,9 @@ Every backend applies a plan through `SlotTable.apply`, so plans are checked in 
 host knows without reading from the device: numbers of tokens, never sampled ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,25 +50,17 @@ class Rows:
         return Rows(*(column[mask] for column in vars(self).values()))
 
 
-class SlotTable:
-    """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned."""
+class SlotColumns:
+    """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned.
 
-    def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
-        self.num_slots, self.block_size = num_slots, block_size
-        self.total_blocks, self.max_model_len = num_blocks, max_model_len
+    The part of the batch that the computation of a step reads. Changes are not checked here: `SlotTable` checks them.
+    """
+
+    def __init__(self, num_slots: int, block_size: int, max_model_len: int) -> None:
+        self.num_slots, self.block_size, self.max_model_len = num_slots, block_size, max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.generation = np.full(num_slots, EMPTY, np.int32)
-        self.num_tokens = np.zeros(num_slots, np.int32)
-        """Tokens known or promised: those in the request's message, and one per sampling row launched since."""
         self.num_prompt = np.zeros(num_slots, np.int32)
-        self.computed = np.zeros(num_slots, np.int32)
-        """Positions launched, which is the start of the next row. EMPTY before the first row, which starts after the
-        prefix hit. With drafts it is an upper bound, as if every draft were accepted: only the device knows the
-        true position (docs/invariants.md)."""
-        self.unsettled = np.zeros(num_slots, np.int32)
-        """Drafts launched and not settled. `computed` exceeds the planned start of the next row by at most this."""
-        self.corrected = np.zeros(num_slots, np.bool_)
-        """True after a row ended elsewhere than planned: further rows of this generation are void."""
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
@@ -91,6 +84,62 @@ class SlotTable:
         self.pooling = np.zeros(num_slots, np.int8)
         """A `Pooling`."""
 
+    def apply_changes(self, plan: StepRows, new: Sequence[NewRequest]) -> None:
+        """Apply the changes of a plan that a `SlotTable` has accepted: release slots, assign requests, append blocks.
+
+        Nothing is kept of the plan's arrays."""
+        self.release(plan.released)
+        for request in new:
+            self.assign(request)
+        self.append_blocks(plan.block_slots, plan.block_ids)
+
+    def release(self, slots: I32) -> None:
+        if len(slots):
+            self.generation[slots] = EMPTY
+
+    def assign(self, request: NewRequest) -> None:
+        slot, params = request.slot, request.params
+        self.generation[slot], self.num_prompt[slot] = request.generation, request.num_prompt_tokens
+        blocks = unpack(request.block_ids)
+        self.block_table[slot, : len(blocks)], self.block_table[slot, len(blocks) :] = blocks, 0
+        self.num_blocks[slot] = len(blocks)
+        self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
+        self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
+        self.seed[slot] = params.seed
+        self.params[slot], self.pooling[slot] = params, request.pooling
+        self.penalized[slot] = params.penalizes
+        self.edited[slot] = bool(params.logit_bias or params.bad_words or params.allowed_token_ids)
+        self.logprobs[slot] = NONE if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = NONE if params.prompt_logprobs is None else params.prompt_logprobs
+        self.banned[slot] = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
+        self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
+
+    def append_blocks(self, slots: I32, blocks: I32) -> None:
+        for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
+            at = self.num_blocks[slot]
+            self.block_table[slot, at] = block
+            self.num_blocks[slot] = at + 1
+
+
+class SlotTable(SlotColumns):
+    """The batch of the host, which checks plans: beside the columns, what was launched for every slot."""
+
+    def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
+        super().__init__(num_slots, block_size, max_model_len)
+        self.total_blocks = num_blocks
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        """Tokens known or promised: those in the request's message, and one per sampling row launched since."""
+        self.computed = np.zeros(num_slots, np.int32)
+        """Positions launched, which is the start of the next row. EMPTY before the first row, which starts after the
+        prefix hit. With drafts it is an upper bound, as if every draft were accepted: only the device knows the
+        true position (docs/invariants.md)."""
+        self.unsettled = np.zeros(num_slots, np.int32)
+        """Drafts launched and not settled. `computed` exceeds the planned start of the next row by at most this."""
+        self.corrected = np.zeros(num_slots, np.bool_)
+        """True after a row ended elsewhere than planned: further rows of this generation are void."""
+        self._row_of = np.zeros(num_slots, np.intp)
+        """For the check that no slot has two rows; written before it is read."""
+
     # -- changes -------------------------------------------------------------------------------------------------
 
     def apply(self, step: SchedulerOutput) -> Rows:
@@ -102,23 +151,26 @@ class SlotTable:
                 count of tokens or blocks that does not add up. The worker cannot continue after it.
             ProtocolError: a column is malformed.
         """
-        plan = StepRows.from_message(step)
-        self.release(plan.released)
-        for request in step.new:
-            self._assign(request)
-        self._append_blocks(plan.block_slots, plan.block_ids)
+        return self.apply_plan(StepRows.from_message(step), step.new)
+
+    def apply_plan(self, plan: StepRows, new: Sequence[NewRequest]) -> Rows:
+        """Apply a plan whose columns are unpacked; see `apply`."""
+        self.apply_changes(plan, new)
         rows = self._without_void(Rows(*plan[:6]))
+        slots = rows.slots
         self._settle(rows)
         self._check(rows)
-        self.computed[rows.slots] = rows.ends
-        self.num_tokens[rows.slots] += rows.samples + rows.drafts
-        self.unsettled[rows.slots] += rows.drafts
+        self.computed[slots] = rows.ends
+        self.num_tokens[slots] += rows.samples
+        if len(rows.drafts) and rows.drafts.any():
+            self.num_tokens[slots] += rows.drafts
+            self.unsettled[slots] += rows.drafts
         return rows
 
     def release(self, slots: I32) -> None:
         """Empty slots. Raises: PlanError, for a slot that is empty already."""
         self._check_range(slots)
-        for slot in slots:
+        for slot in slots.tolist():
             if self.generation[slot] == EMPTY:
                 raise PlanError(f"slot {slot} is released, but it is empty")
             self.generation[slot] = EMPTY
@@ -160,9 +212,11 @@ class SlotTable:
         self.corrected[next_one] = False
         return rows.select(~void)
 
-    def _assign(self, request: NewRequest) -> None:
-        slot, params = request.slot, request.params
-        self._check_range(np.array([slot], np.int32))
+    def assign(self, request: NewRequest) -> None:
+        """Raises: PlanError, for an occupied slot, no tokens or too many of them, or blocks that do not exist."""
+        slot = request.slot
+        if not 0 <= slot < self.num_slots:
+            self._check_range(np.array([slot], np.int32))
         if self.generation[slot] != EMPTY:
             raise PlanError(
                 f"slot {slot} is assigned to generation {request.generation}, "
@@ -173,38 +227,23 @@ class SlotTable:
             raise PlanError(
                 f"slot {slot}: {num_tokens} tokens, but the context holds 1 to {self.max_model_len}"
             )
-        self.generation[slot] = request.generation
-        self.num_tokens[slot], self.num_prompt[slot] = num_tokens, request.num_prompt_tokens
-        self.computed[slot] = EMPTY
-        self.unsettled[slot] = 0
-        self.num_blocks[slot] = 0
-        self.block_table[slot] = 0
         blocks = unpack(request.block_ids)
-        self._append_blocks(np.full(len(blocks), slot, np.int32), blocks)
-        self.temperature[slot], self.top_p[slot] = params.temperature, params.top_p
-        self.top_k[slot], self.min_p[slot] = params.top_k, params.min_p
-        self.seed[slot] = params.seed
-        self.params[slot], self.pooling[slot] = params, request.pooling
-        self.penalized[slot] = params.penalizes
-        self.edited[slot] = bool(params.logit_bias or params.bad_words or params.allowed_token_ids)
-        self.logprobs[slot] = NONE if params.logprobs is None else params.logprobs
-        self.prompt_logprobs[slot] = NONE if params.prompt_logprobs is None else params.prompt_logprobs
-        self.banned[slot] = params.eos_token_ids + params.stop_token_ids if params.min_tokens else ()
-        self.banned_until[slot] = request.num_prompt_tokens + params.min_tokens
+        self._check_blocks(blocks)
+        if len(blocks) > self.block_table.shape[1]:
+            raise self._full(slot, int(blocks[self.block_table.shape[1]]))
+        super().assign(request)
+        self.num_tokens[slot], self.computed[slot], self.unsettled[slot] = num_tokens, EMPTY, 0
 
-    def _append_blocks(self, slots: I32, blocks: I32) -> None:
+    def append_blocks(self, slots: I32, blocks: I32) -> None:
+        """Raises: PlanError, for an empty slot, a full block table, or a block that does not exist."""
         if not len(slots):
             return
         self._check_range(slots)
-        if int(blocks.min()) < 0 or int(blocks.max()) >= self.total_blocks:
-            bad = blocks[(blocks < 0) | (blocks >= self.total_blocks)][0]
-            raise PlanError(f"block {bad} does not exist; the cache has {self.total_blocks}")
+        self._check_blocks(blocks)
         for slot, block in zip(slots.tolist(), blocks.tolist(), strict=True):
             at = self.num_blocks[slot]
             if self.generation[slot] == EMPTY or at == self.block_table.shape[1]:
-                raise PlanError(
-                    f"block {block} is appended to slot {slot}, which is empty or has a full block table"
-                )
+                raise self._full(slot, block)
             self.block_table[slot, at] = block
             self.num_blocks[slot] = at + 1
 
@@ -214,7 +253,38 @@ class SlotTable:
         if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):
             raise PlanError(f"slots {slots.tolist()}: only slots 0 to {self.num_slots - 1} exist")
 
+    def _check_blocks(self, blocks: I32) -> None:
+        if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= self.total_blocks):
+            bad = blocks[(blocks < 0) | (blocks >= self.total_blocks)][0]
+            raise PlanError(f"block {bad} does not exist; the cache has {self.total_blocks}")
+
+    @staticmethod
+    def _full(slot: int, block: int) -> PlanError:
+        return PlanError(
+            f"block {block} is appended to slot {slot}, which is empty or has a full block table"
+        )
+
     def _check(self, rows: Rows) -> None:
+        """Check all rows in few operations, because every step pays for them; `_explain` finds what is wrong.
+
+        Raises: PlanError
+        """
+        slots, starts = rows.slots, rows.starts
+        numbers = np.arange(len(slots))
+        self._row_of[slots] = numbers
+        computed, known, ends = self.computed[slots], self.num_tokens[slots], starts + rows.counts
+        last = ends - rows.drafts
+        fine = self._row_of[slots] == numbers
+        fine &= self.generation[slots] == rows.generations
+        fine &= (computed == starts) | (computed == EMPTY)
+        fine &= last <= known
+        fine &= (last == known) == rows.samples
+        fine &= ends <= np.minimum(self.num_blocks[slots] * self.block_size, self.max_model_len)
+        if not fine.all():
+            self._explain(rows)
+
+    def _explain(self, rows: Rows) -> NoReturn:
+        """Raises: PlanError, for the first check that a row fails."""
         slots = rows.slots
         if len(np.unique(slots)) != len(slots):
             raise PlanError(f"a slot has two rows in one step: {sorted(slots.tolist())}")
@@ -248,6 +318,7 @@ class SlotTable:
             end=ends,
             held=held,
         )
+        raise AssertionError("a check refuses rows that no explanation fits")
 
     @staticmethod
     def _refuse(rows: Rows, bad: NDArray[np.bool_], text: str, **columns: NDArray[Any]) -> None:

@@ -90,10 +90,14 @@ def test_a_record_tells_rows_counts_and_times_in_order() -> None:
 def test_a_rank_s_times_are_shifted_to_the_scheduler_s_clock_and_what_was_not_measured_stays_zero() -> None:
     core = RecordedCore()
     event = core.dispatch(1)
-    core.recorder.add_times(1, 1, 0, StepTimes(received=101.0, sampled=102.0, idle=0.5), clock_offset=100.0)
+    durations = {"idle": 0.5, "plan_wait": 0.25, "forward_gap": 0.75}
+    times = StepTimes(received=101.0, sampled=102.0, **durations)
+    core.recorder.add_times(1, 1, 0, times, clock_offset=100.0)
     core.apply(event)
     (record,) = core.take().records
-    assert record.ranks[0].times == StepTimes(received=1.0, sampled=2.0, idle=0.5)
+    assert record.ranks[0].times == StepTimes(
+        received=1.0, sampled=2.0, idle=0.5, plan_wait=0.25, forward_gap=0.75
+    )
 
 
 def test_the_next_step_is_planned_from_the_moment_the_one_before_was_dispatched() -> None:

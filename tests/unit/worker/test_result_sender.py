@@ -222,3 +222,14 @@ def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: Resu
     assert late.begun.wait(PATIENCE)
     assert connection.results.lost is None
     assert not connection.results.failed.is_set()
+
+
+def test_the_gap_between_forward_passes_is_measured(connection: ResultConnection) -> None:
+    gaps = []
+    for step_id, began in enumerate((2.0, 3.25, 3.5), start=1):
+        times = StepTimes(forward_began=began, forward_ended=began + 1, sampled=began + 1)
+        connection.results.put(done(1, step_id, replace(result(1, step_id), times=times)))
+        message = connection.next_message()
+        assert isinstance(message, ModelRunnerOutput)
+        gaps.append(message.times.forward_gap)
+    assert gaps == [0.0, 0.25, 0.0]

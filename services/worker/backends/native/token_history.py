@@ -37,5 +37,8 @@ class TokenHistory:
 
     def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
         """Write int32[tokens] ids at their positions. Positions beyond the context are skipped: no step reads them."""
+        if positions.max(initial=0) < self._limit:
+            self._array[slots, positions] = ids.numpy()
+            return
         inside = positions < self._limit
         self._array[slots[inside], positions[inside]] = ids.numpy()[inside]

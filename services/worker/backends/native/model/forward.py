@@ -92,6 +92,7 @@ class ForwardPass:
         """New buffers, and what is computed on them."""
         model = self._model
         self._buffers = ForwardBuffers(model, self._taps, **capacity)
+        self._smallest = min(capacity.values())
         self._attention = self._network.attention(
             model.attention, self._cache, self._table, capacity["tokens"]
         )
@@ -108,21 +109,24 @@ class ForwardPass:
 
         Raises: RuntimeError, when the history has no token at a position.
         """
-        kernels, sampled = self._model.kernels.rows, 1 + rows.drafts[rows.samples]
-        tokens = int(rows.counts.sum())
-        needed = {
-            "tokens": tokens,
-            "tiles": len(rows.slots) + tokens // kernels.tile,
-            "sampled": int(sampled.sum()),
-        }
-        if not self._buffers.holds(**needed):
-            before = self._buffers.capacity
-            self._make_room({kind: max(before[kind], _power(count)) for kind, count in needed.items()})
+        kernels, tokens = self._model.kernels.rows, int(rows.counts.sum())
+        if tokens > self._smallest:  # else there is room, as a tile or a sampled token is at least one token
+            self._require_room(rows, tokens)
         where = history.tokens if history is not None and ids is None else None
         counts = kernels.lay_out(rows, where, self._model.part.whole.vocab_size, self._buffers.batch)
         self._counts = Counts(tokens, *counts)
         if ids is not None:
             self._buffers.ids[:tokens] = ids
+
+    def _require_room(self, rows: Rows, tokens: int) -> None:
+        needed = {
+            "tokens": tokens,
+            "tiles": len(rows.slots) + tokens // self._model.kernels.rows.tile,
+            "sampled": int((1 + rows.drafts[rows.samples]).sum()),
+        }
+        if not self._buffers.holds(**needed):
+            before = self._buffers.capacity
+            self._make_room({kind: max(before[kind], _power(count)) for kind, count in needed.items()})
 
     def run(
         self, pooled: PooledRows | None = None, prompts: PromptScores | None = None

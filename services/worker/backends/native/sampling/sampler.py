@@ -20,7 +20,8 @@ from services.worker.backends.native.sampling.grammar_mask import GrammarMask
 from services.worker.backends.native.sampling.logit_rules import rule_of_slot
 from services.worker.backends.native.sampling.logprobs import score
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, SlotTable
+from services.worker.batch.slots import NONE, SlotColumns
+from services.worker.sampling.reference import GREEDY_BELOW
 
 I32 = NDArray[np.int32]
 
@@ -41,15 +42,19 @@ class SampledTokens(NamedTuple):
 class Sampler:
     """Sampling on the output rank. For one calling thread."""
 
-    def __init__(self, table: SlotTable, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
+    def __init__(self, table: SlotColumns, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
         self._table, self._history, self._vocab_size, self._kernels = table, history, vocab_size, kernels
         self.rules = kernels.sampling.logit_rules(table.num_slots, vocab_size, history.tokens)
+        self._special = np.zeros(table.num_slots, np.bool_)
+        """Slots with a logit rule or log-probabilities. Steps without any need only a token of each row."""
         self._copy = torch.empty(0, vocab_size)
         """Raw logits of one step; reused, because allocating memory costs more than the copy."""
 
     def assign(self, slot: int) -> None:
         """Another request gets the slot. The table already has its parameters, and the history its tokens."""
-        self.rules.assign(slot, rule_of_slot(self._table, slot, self._vocab_size))
+        rule = rule_of_slot(self._table, slot, self._vocab_size)
+        self.rules.assign(slot, rule)
+        self._special[slot] = rule is not None or self._table.logprobs[slot] != NONE
 
     def sample(
         self,
@@ -72,6 +77,8 @@ class Sampler:
         drafts = none if drafts is None else drafts
         if not len(slots):
             return SampledTokens(torch.empty(0, dtype=torch.int32), none, none, None)
+        if grammar is None and not drafts.any() and not self._special[slots].any():
+            return SampledTokens(self._chosen(logits, slots, positions), none + np.int32(1), none, None)
         rows = SamplePositions.from_rows(kernels.rows, slots, positions, drafts)
         slots, positions = rows.slots, rows.positions
         mask = None
@@ -82,7 +89,7 @@ class Sampler:
         self.rules.apply(logits, slots, positions)
         if mask is not None and len(mask.rows):
             kernels.sampling.apply_bitmask(logits, mask.rows, mask.words)
-        ids = kernels.sampling.choose(logits, self._columns(slots, positions))
+        ids = self._chosen(logits, slots, positions)
         acceptable = drafts if mask is None else mask.acceptable
         accepted = rows.accept(kernels.rows, ids, self._history.tokens, acceptable)
         tokens = ids.numpy()
@@ -113,8 +120,10 @@ class Sampler:
         torch.index_select(logits, 0, torch.from_numpy(scored), out=copy)
         return copy, np.arange(len(scored), dtype=np.int32)
 
-    def _columns(self, slots: I32, positions: I32) -> DrawColumns:
-        t = self._table
-        return DrawColumns(
-            t.temperature[slots], t.min_p[slots], t.top_k[slots], t.top_p[slots], t.seed[slots], positions
-        )
+    def _chosen(self, logits: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
+        """Return a token of each row, int32[rows]."""
+        t, temperature = self._table, self._table.temperature[slots]
+        if (temperature < GREEDY_BELOW).all():
+            return self._kernels.sampling.greedy(logits)
+        columns = temperature, t.min_p[slots], t.top_k[slots], t.top_p[slots], t.seed[slots]
+        return self._kernels.sampling.choose(logits, DrawColumns(*columns, positions))

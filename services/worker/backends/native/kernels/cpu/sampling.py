@@ -36,6 +36,8 @@ class CpuSampling:
         draws = columns.temperature >= GREEDY_BELOW
         if not draws.any():
             return self.greedy(logits)
+        if draws.all():
+            return torch.from_numpy(self._drawn(logits, np.arange(len(logits), dtype=np.int32), columns))
         ids = np.empty(len(logits), np.int32)
         if len(rows := np.flatnonzero(~draws).astype(np.int32)):
             ids[rows] = self._greatest(logits, rows)
@@ -51,9 +53,11 @@ class CpuSampling:
 
     def _drawn(self, logits: torch.Tensor, rows: I32, columns: DrawColumns) -> I32:
         ids = np.empty(len(rows), np.int32)
-        noise = keys(columns.seed[rows], columns.position[rows])
-        filters = columns.temperature, columns.min_p, columns.top_k, columns.top_p
-        drawn: list[NDArray[Any]] = [*(column[rows] for column in filters), *noise, ids]
+        chosen: list[NDArray[Any]] = [*columns]
+        if len(rows) < len(logits):
+            chosen = [column[rows] for column in columns]
+        *filters, seed, position = chosen
+        drawn = [*filters, *keys(seed, position), ids]
         addresses = logits.data_ptr(), rows.ctypes.data
         self._draw.run(len(rows), (*addresses, logits.shape[1], *(column.ctypes.data for column in drawn)))
         return ids
