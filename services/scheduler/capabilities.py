@@ -1,4 +1,4 @@
-"""Which features can be combined: one table, as data. `runahead capabilities` prints it; refusals come from it alone.
+"""The table of features that can be combined. `runahead capabilities` prints it; combinations are refused only by it.
 
 A combination is (batching policy, more than one pipeline stage, more steps in flight than stages, backend, speculative
 decoding, structured output). Whatever is not listed in `REFUSED` works: tests/integration/scheduler runs these

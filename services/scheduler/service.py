@@ -440,5 +440,5 @@ def run(config: SchedulerConfig) -> int:
     Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
     """
     status = Service(config, incarnation=time.time_ns() // 1_000_000).run()
-    zmq.Context.instance().term()  # waits until the last words have left
+    zmq.Context.instance().term()  # waits until the last messages are sent
     return status

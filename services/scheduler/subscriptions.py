@@ -43,7 +43,7 @@ class Subscriptions:
             self._recorder.set_num_ranks(num_ranks)
 
     def attach(self, core: EngineCore) -> None:
-        """Attach a recorder if somebody subscribed, or detach it if nobody is left."""
+        """Attach a recorder if there are subscribers, or detach it if there are none."""
         if self.active and self._recorder is None:
             self._recorder = StepRecorder(self._num_ranks, self._epoch)
             core.attach(self._recorder)

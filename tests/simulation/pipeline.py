@@ -233,7 +233,7 @@ def simulate(
                 results.append((run.steps[-1].ended[-1], _result(message)))
                 if keep_plans:
                     run.plans.append(message)
-    run.preemptions = core.store.counters["preemptions"]
+    run.preemptions = core.store.counters["num_preemptions"]
     return run
 
 

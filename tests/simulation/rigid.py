@@ -254,7 +254,7 @@ class RigidWorld(World):
         rows = self.epoch.running
         part = rows[(s.computed[rows] < s.entry[rows]) & (s.computed[rows] > 0)]
         demand(
-            len(part) <= 1 or self.store.counters["rollbacks"] > 0,
+            len(part) <= 1 or self.store.counters["rollbacks_total"] > 0,
             "single prefill",
             f"slots {part} in prefill",
         )
@@ -315,7 +315,7 @@ class RigidWorld(World):
         return sent
 
     def _check_scheduled(self, name: str, stream: SimulatedStream, finish: object) -> None:
-        if not self.store.counters["rollbacks"]:
+        if not self.store.counters["rollbacks_total"]:
             super()._check_scheduled(name, stream, finish)  # type: ignore[arg-type]
 
 

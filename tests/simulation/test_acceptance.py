@@ -134,7 +134,7 @@ def _two_hundred(depth: int) -> list[SimulatedStream]:
         for _ in range(rng.choice((0, 0, 1, 4))):
             world.step()
     world.drain()
-    assert world.store.counters["preemptions"] > 0
+    assert world.store.counters["num_preemptions"] > 0
     return world.streams
 
 
@@ -156,8 +156,8 @@ def test_preemption_storm(num_blocks: int, depth: int) -> None:
         return world
 
     storm, calm = run(num_blocks, depth), run(1024, 1)
-    assert storm.store.counters["preemptions"] > 0
-    assert calm.store.counters["preemptions"] == 0
+    assert storm.store.counters["num_preemptions"] > 0
+    assert calm.store.counters["num_preemptions"] == 0
     assert storm.coverage["chunked prefills"] > 0
     assert [stream.tokens for stream in storm.streams] == [stream.tokens for stream in calm.streams]
 

@@ -6,12 +6,18 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import EventRecorder, RequestFinished
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
+
+
+def num_aborted(recorder: EventRecorder) -> int:
+    ends = [event.finish.reason for event in recorder.events if isinstance(event, RequestFinished)]
+    return ends.count(FinishReason.ABORT)
 
 
 def test_abort_while_waiting() -> None:
@@ -56,6 +62,8 @@ def test_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -
     streams = [world.add(prompt_of(9, seed=i), params(3 + 20 * i, eos=False)) for i in range(5)]
     while streams[0].finish is None:
         world.step()
+    recorder = EventRecorder()
+    world.engine.attach(recorder)
     world.abort(streams[0], streams[1], streams[1])
     world.engine.abort(0, [977])
     world.engine.abort(7, [0])
@@ -63,7 +71,7 @@ def test_abort_twice_after_the_finish_of_an_unknown_one_and_of_all(depth: int) -
     world.abort(*streams)
     world.drain()
     assert streams[0].finish is not None
-    assert world.store.counters["aborted"] == 4
+    assert num_aborted(recorder) == 4
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -73,10 +81,12 @@ def test_abort_crosses_a_finish_that_is_not_yet_published(depth: int) -> None:
     stream = world.add(prompt_of(9), params(1))
     world.dispatch()
     world.complete()
+    recorder = EventRecorder()
+    world.engine.attach(recorder)
     world.engine.abort(stream.frontend, [stream.number])
     world.drain()
     assert stream.finish is not None
-    assert world.store.counters["aborted"] == 0
+    assert num_aborted(recorder) == 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -158,7 +168,7 @@ def test_reset_prefix_cache_with_a_full_queue(depth: int, reset_running: bool) -
         world.reset_prefix_cache(reset_running)
         world.step()
     world.drain()
-    assert (world.store.counters["preemptions"] > 0) == reset_running
+    assert (world.store.counters["num_preemptions"] > 0) == reset_running
     assert all(stream.tokens == stream.answer.tokens for stream in world.streams)
 
 

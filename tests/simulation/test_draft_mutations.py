@@ -171,15 +171,11 @@ def tokens_behind_a_stop_enter_the_prefix_cache(commit: Any) -> Any:
     return broken
 
 
-def a_stale_row_delivers_behind_its_stop(deliver: Any) -> Any:
-    def broken(self: ResultApplier, slot: int, token_ids: list[int], embedding: Any) -> int:
-        appended = int(deliver(self, slot, token_ids, embedding))
-        request = self.epoch.slots.request(slot)
-        if request.finished and len(token_ids) > 1:
-            self.store.outputs.token(
-                request, int(self.epoch.slots.tokens[slot]) - request.num_prompt_tokens, token_ids[-1]
-            )
-        return appended
+def a_stale_row_delivers_behind_its_stop(until: Any) -> Any:
+    def broken(self: ResultApplier, rows: Any, token_ids: Any, first: Any, counts: Any) -> Any:
+        tokens = until(self, rows, token_ids, first, counts)
+        stale = self.epoch.slots.state[rows] == DELIVER
+        return tokens._replace(counts=np.where(stale, counts, tokens.counts))
 
     return broken
 
@@ -306,7 +302,7 @@ RARE_FAULTS = [
     Fault("applier", "publish_logprobs", logprobs_of_tokens_behind_a_stop),
     Fault("applier", "cut", min_tokens_hold_for_rows_of_one_token),
     Fault("kv", "commit", tokens_behind_a_stop_enter_the_prefix_cache),
-    Fault("applier", "deliver_stale", a_stale_row_delivers_behind_its_stop),
+    Fault("applier", "cut", a_stale_row_delivers_behind_its_stop),
 ]
 """Faults in situations that are rare in random workloads: grammars, log-probabilities, rows that go on behind a
 stop."""

@@ -210,6 +210,6 @@ def test_every_order_of_events_gives_the_same_answers(name: str, depth: int) -> 
         except Exception as error:
             pytest.fail(f"{type(error).__name__}: {error}\nevents, then drained: {list(path)}")
         happened += world.coverage
-        happened["preemptions"] += world.store.counters["preemptions"]
+        happened["preemptions"] += world.store.counters["num_preemptions"]
     assert happened[case.proves]
     assert seen > 100, f"only {seen} states explored"

@@ -47,7 +47,7 @@ def test_a_lack_of_blocks_preempts_no_request_in_flight(depth: int) -> None:
     for i in range(4):
         world.add(prompt_of(8, seed=i), params(16, eos=False))
     world.drain()
-    assert world.store.counters["preemptions"] > 0
+    assert world.store.counters["num_preemptions"] > 0
     assert world.coverage["stale deliveries"] == 0
 
 

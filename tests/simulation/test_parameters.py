@@ -77,7 +77,7 @@ def assert_it_shows(world: World, name: str) -> None:
 @pytest.mark.parametrize("name", MATRIX + OTHERS)
 def test_the_permutation_matrix(name: str, depth: int) -> None:
     world = storm(STORM, depth, name)
-    assert world.store.counters["preemptions"] > 0
+    assert world.store.counters["num_preemptions"] > 0
     assert world.coverage["chunked prefills"] > 0
     assert world.coverage["resumed"] > 0
     if STRUCTURED in name:
@@ -92,6 +92,6 @@ def test_the_matrix_on_stages(name: str, stages: int) -> None:
     limits = replace(STORM, stages=stages)
     for depth in (stages, stages + 1):
         world = storm(limits, depth, name)
-        assert world.store.counters["preemptions"] > 0
+        assert world.store.counters["num_preemptions"] > 0
         assert world.pipeline.stalls == 0
         assert_it_shows(world, name)

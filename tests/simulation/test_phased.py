@@ -203,7 +203,7 @@ def test_the_whole_request_is_reserved_and_the_head_waits_for_it() -> None:
     assert not third.steps
     world.drain()
     assert second.steps
-    assert world.store.counters["preemptions"] == 0
+    assert world.store.counters["num_preemptions"] == 0
 
 
 def test_the_last_chunk_waits_until_the_context_holds_both() -> None:
@@ -302,7 +302,7 @@ def test_less_progress_with_the_next_chunk_in_flight() -> None:
     assert world.epoch.kv.tables[0] == table
     world.drain()
     assert starts(world, stream)[:4] == [(1, 0, 8), (1, 8, 16), (2, 4, 8), (2, 8, 16)]
-    assert world.store.counters["rollbacks"] == 1
+    assert world.store.counters["rollbacks_total"] == 1
 
 
 def test_more_progress_with_the_next_chunk_in_flight() -> None:
@@ -343,7 +343,7 @@ def test_a_request_leaves_while_its_rows_are_void(when: str) -> None:
             world.reset_prefix_cache(reset_running=True)
     world.drain()
     assert stream.aborted or len(stream.tokens) == 3
-    assert world.store.counters["rollbacks"] >= 1
+    assert world.store.counters["rollbacks_total"] >= 1
 
 
 def test_progress_of_a_request_that_has_left_is_ignored() -> None:
@@ -353,7 +353,7 @@ def test_progress_of_a_request_that_has_left_is_ignored() -> None:
     world.dispatch()
     world.abort(stream)
     world.drain()
-    assert world.store.counters["rollbacks"] == 0
+    assert world.store.counters["rollbacks_total"] == 0
 
 
 def test_workers_are_lost_while_rows_are_void() -> None:
@@ -363,7 +363,7 @@ def test_workers_are_lost_while_rows_are_void() -> None:
     stream = world.add(prompt(24), params(3, eos=False))
     world.dispatch()
     world.complete()
-    assert world.store.counters["rollbacks"] == 1
+    assert world.store.counters["rollbacks_total"] == 1
     world.replace_workers()
     assert world.epoch.ledger.newest is None
     world.drain()

@@ -98,7 +98,7 @@ def played(seeds: range, speculates: bool = False) -> Counter[str]:
                 command += " --speculates" * speculates
                 pytest.fail(f"{type(error).__name__}: {error}\nreplay: {command}")
             happened += world.coverage
-            happened["preemptions"] += world.store.counters["preemptions"]
+            happened["preemptions"] += world.store.counters["num_preemptions"]
     return happened
 
 

@@ -189,7 +189,7 @@ def test_the_permutation_matrix_on_the_simulator_backend(name: str, drafts: int,
             engine.add(ReceivedText(prompt(rng.randrange(6), rng.randint(16, 44)), sampling, structured))
         engine.step()
     engine.runner.shutdown()
-    assert engine.core.store.counters["preemptions"] > 0
+    assert engine.core.store.counters["num_preemptions"] > 0
     assert bool(engine.deferred) == (STRUCTURED in name and depth > 1)
     counters = engine.core.store.counters
     if drafts:

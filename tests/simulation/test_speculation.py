@@ -70,7 +70,7 @@ def test_drafted_and_accepted_are_equal_per_request_at_any_depth(acceptance: str
     assert [counted(world) for world in ahead] == [expected, expected]
     for world in (synchronous, *ahead):
         assert [stream.tokens for stream in world.streams] == [plain(stream) for stream in world.streams]
-        assert world.store.counters["preemptions"] == 0
+        assert world.store.counters["num_preemptions"] == 0
     drafted, accepted = (sum(column) for column in zip(*expected, strict=True))
     assert drafted > 100
     assert {"always": accepted > 0.8 * drafted, "never": not accepted}.get(acceptance, 0 < accepted < drafted)
@@ -98,7 +98,7 @@ def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
     """Preemptions, chunks, requests that join and leave in every step; each step draws its number of drafts."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
     world = storm(STORM, depth, name, speculating=how)
-    assert world.store.counters["preemptions"] > 0
+    assert world.store.counters["num_preemptions"] > 0
     assert world.coverage["chunked prefills"] > 0
     assert world.coverage["resumed"] > 0
     assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
@@ -288,7 +288,7 @@ def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], sta
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
     for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
         world = storm(replace(STORM, stages=stages), depth, name, speculating=how, policy=policy())
-        assert world.store.counters["preemptions"] > 0
+        assert world.store.counters["num_preemptions"] > 0
         assert world.coverage["resumed"] > 0
         assert 0 < world.coverage["drafts: accepted"] < world.coverage["drafts: verified"]
         assert_it_shows(world, name)

@@ -414,12 +414,14 @@ class World:
         self.expected_stale += 1
         self.log("late result", result.epoch, result.step_id)
         self.engine.on_result(result)
-        assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
+        assert self.engine.store.counters["stale_messages_total"] == self.expected_stale, (
+            "a late result was not counted"
+        )
         self.checker.check()
 
     def _advance(self) -> None:
         """Advance the clock by a millisecond."""
-        self.engine.advance(self.engine.now + 1e-3)
+        self.engine.advance(self.engine.store.now + 1e-3)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -490,7 +492,7 @@ class World:
         self.delivered.append(frame)
         self.engine.on_result(_RESULTS.decode(frame))
         self.checker.check_cache(self.worker.kv)
-        assert self.engine.stale_results == self.expected_stale
+        assert self.engine.store.counters["stale_messages_total"] == self.expected_stale
 
     def repeat_result(self, which: int, epoch_before: bool) -> None:
         """Deliver a result again, or one of an earlier epoch. It must be dropped and counted."""
@@ -505,7 +507,9 @@ class World:
         self.expected_stale += 1
         self.coverage["late results: old epoch" if epoch_before else "late results: repeated"] += 1
         self.engine.on_result(_RESULTS.decode(frame))
-        assert self.engine.stale_results == self.expected_stale, "a late result was not counted"
+        assert self.engine.store.counters["stale_messages_total"] == self.expected_stale, (
+            "a late result was not counted"
+        )
         self.checker.check()
 
     def step(self) -> None:
@@ -726,7 +730,7 @@ class World:
         if times is None or not times.ended:
             raise DeliveryError(f"{name} ended, but its times are {times}")
         known = [t for t in (times.queued, times.scheduled, times.first_token, times.ended) if t]
-        known.append(self.engine.now)
+        known.append(self.engine.store.now)
         gave_tokens = len(stream.tokens) > stream.replayed
         if (request is None and len(known) > 2) or known != sorted(known):
             raise DeliveryError(f"{name} has the times {times}")

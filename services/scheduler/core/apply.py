@@ -4,6 +4,7 @@ The applier has no state; it acts on the `RequestStore` and the `EpochState`. It
 `apply`, in the order in which it calls them. Tests override single ones to inject faults (parts.py).
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +24,11 @@ from services.scheduler.core.store import RequestStore
 
 _MISMATCH = "the output could not be kept within what was asked for; simplify the grammar or schema"
 
+RequestEnd = tuple[Request, Finish]
+
 
 class NewTokens(NamedTuple):
-    """New tokens of live rows."""
+    """New tokens of rows that are used."""
 
     rows: SlotIds
     ids: Column
@@ -47,15 +50,13 @@ class AppliedResult(NamedTuple):
     ended: tuple[RequestKey, ...]
 
 
+@dataclass(eq=False)
 class ResultApplier:
-    def __init__(
-        self, store: RequestStore, epoch: EpochState, lifecycle: Lifecycle, drafting: Drafting | None
-    ) -> None:
-        """`drafting` None: no speculation."""
-        self.store = store
-        self.epoch = epoch
-        self.lifecycle = lifecycle
-        self.drafting = drafting
+    store: RequestStore
+    epoch: EpochState
+    lifecycle: Lifecycle
+    drafting: Drafting | None
+    """None: no speculation."""
 
     def apply(self, step: InflightStep, result: DecodedResult) -> AppliedResult:
         """Apply the result of the oldest step.
@@ -66,12 +67,9 @@ class ResultApplier:
         epoch, s, counts = self.epoch, self.epoch.slots, result.counts
         if result.progress is not None:
             self.apply_progress(step, result.progress)
-        every = step.samples.all()
-        rows = step.slots if every else step.slots[step.samples]
-        drafts = step.drafts if every else step.drafts[step.samples]
-        current = epoch.ledger.current(step)
-        current = current if every else current[step.samples]
-        states = s.state.take(rows)
+        sampling = slice(None) if step.samples.all() else step.samples
+        rows, drafts = step.slots[sampling], step.drafts[sampling]
+        current, states = epoch.ledger.current(step)[sampling], s.state.take(rows)
         live = current & (states == LIVE)
         all_live = bool(live.all())
         self.check(step, result, rows, drafts, live)
@@ -80,39 +78,31 @@ class ResultApplier:
             self.drafting.observe(step, result.drafted, counts, result.seconds)
         if step.drafts.any():
             self.settle(rows, drafts, result, live)
-        logprobs = self.wanted_logprobs(result.logprobs)
+        logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
         first = np.cumsum(counts, dtype=np.int32) - counts
-        appended, ended = counts, []
+        used: Mask | slice = slice(None)
         if not all_live:
-            appended = np.zeros(len(rows), np.int32)
             states[~current] = DROP
-            for row in np.flatnonzero(states == DELIVER).tolist():
-                slot, token_ids = int(rows[row]), result.token_ids[first[row] : first[row] + counts[row]]
-                request = s.request(slot)
-                appended[row] = self.deliver_stale(slot, token_ids.tolist(), result.embeddings.get(slot))
-                if request.finished:
-                    ended.append(request.key)
-            rows, first, counts = rows[live], first[live], counts[live]
-        tokens = self.cut(rows, result.token_ids, first, counts)
-        failures: list[tuple[Request, Finish]] = []
-        special = s.constrained.take(rows) | s.pooling.take(rows)
-        if special.any():
-            tokens = self._take_special(tokens, special, result, failures)
+            used = (states != DROP) & (counts > 0)
+        tokens = self.cut(rows[used], result.token_ids, first[used], counts[used])
+        tokens, ends = self._take_special(tokens, result)
         self.append(tokens)
-        if all_live:
-            appended = tokens.counts
-        else:
-            appended[live] = tokens.counts
+        appended = tokens.counts
+        if not all_live:
+            self.deliver_stale(rows[states == DELIVER])
+            appended = np.zeros(len(rows), np.int32)
+            appended[used] = tokens.counts
         if result.draft_ids is not None:
-            self.keep_drafts(rows, result.draft_ids[live])
+            self.keep_drafts(tokens.rows, result.draft_ids[used])
         if logprobs is not None:
             self.publish_logprobs(logprobs)
-        epoch.kv.commit(rows if len(rows) == len(step.slots) else step.slots[s.state[step.slots] == LIVE])
-        for request, finish in [*self._ends(tokens), *failures]:
+        all_sampled = len(rows) == len(step.slots)
+        epoch.kv.commit(rows if all_live and all_sampled else step.slots[s.state.take(step.slots) == LIVE])
+        ends = [*self._ends(tokens), *ends]
+        for request, finish in ends:
             self.lifecycle.finish(request, finish)
-            ended.append(request.key)
         epoch.open_fence(step)
-        return AppliedResult(states, appended, tuple(ended))
+        return AppliedResult(states, appended, tuple(request.key for request, _ in ends))
 
     # -- checks and corrections of the plan ----------------------------------------------------------------------
 
@@ -140,7 +130,7 @@ class ResultApplier:
                 )
             if frontier != end and current[row] and s.state[slot] == LIVE:
                 self.epoch.ledger.roll_back(slot, frontier)
-                self.store.counters["rollbacks"] += 1
+                self.store.counters["rollbacks_total"] += 1
 
     def check(
         self, step: InflightStep, result: DecodedResult, rows: SlotIds, drafts: Column, live: Mask
@@ -179,29 +169,6 @@ class ResultApplier:
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def deliver_stale(self, slot: int, token_ids: list[int], embedding: bytes | None) -> int:
-        """Append tokens that were in flight when their request was preempted (stale delivery). Return their number."""
-        s, request = self.epoch.slots, self.epoch.slots.request(slot)
-        request.stale_rows -= 1
-        s.give_draft_counts(slot)
-        params, prompt, before = request.params, request.num_prompt_tokens, len(request.token_ids)
-        for token in token_ids:
-            if request.pooling is not Pooling.NONE:
-                self.lifecycle.finish(request, self._embed(request, embedding))
-            elif not request.finished and not request.matching([token]):
-                self.lifecycle.finish(request, _mismatch(request))
-            if request.finished:
-                break
-            self.store.record_first_token(request)
-            self.store.waiting.append_token(request, token)
-            s.tokens[slot] = total = len(request.token_ids)
-            self.store.outputs.token(request, total - prompt - 1, token)
-            self.store.counters["generation_tokens"] += 1
-            stop = token in params.eos_token_ids + params.stop_token_ids and total >= request.stops_from
-            if stop or total >= min(prompt + params.max_tokens, self.epoch.limits.max_model_len):
-                self.lifecycle.finish(request, _complete(request, token, stop))
-        return len(request.token_ids) - before
-
     def cut(self, rows: SlotIds, token_ids: Column, first: Column, counts: Column) -> NewTokens:
         """Cut each row behind its first stop token or its last token by length (row cut).
 
@@ -223,23 +190,25 @@ class ResultApplier:
         counts = np.where(ended, last + 1, counts).astype(np.int32)
         return NewTokens(rows, ids, counts, ended, ended & stops[np.arange(len(rows)), last])
 
-    def _take_special(
-        self, tokens: NewTokens, special: Mask, result: DecodedResult, ends: list[tuple[Request, Finish]]
-    ) -> NewTokens:
-        """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Appends the requests that end
-        with it to `ends`; these rows get no token that does not match, and embeddings no token at all."""
-        counts, goes_on, some = tokens.counts.copy(), tokens.ends.copy(), np.flatnonzero(special)
+    def _take_special(self, tokens: NewTokens, result: DecodedResult) -> tuple[NewTokens, list[RequestEnd]]:
+        """Advance grammars by the tokens (emitted tokens only) and deliver embeddings. Return the tokens without those
+        that do not match and those of embeddings, and the requests that end with it."""
+        s, ends = self.epoch.slots, list[RequestEnd]()
+        some = np.flatnonzero(s.constrained.take(tokens.rows) | s.pooling.take(tokens.rows))
+        if not len(some):
+            return tokens, ends
+        counts, goes_on = tokens.counts.copy(), tokens.ends.copy()
         columns = (some, tokens.rows[some], tokens.ids[some], counts[some])
         for row, slot, ids, count in zip(*(column.tolist() for column in columns), strict=True):
-            request = self.epoch.slots.request(slot)
+            request = s.request(slot)
             if request.pooling is not Pooling.NONE:
                 ends.append((request, self._embed(request, result.embeddings.get(slot))))
                 matched = 0
             elif (matched := request.matching(ids[:count])) < count:
-                ends.append((request, _mismatch(request)))
+                ends.append((request, request.finish_message(FinishReason.ERROR, message=_MISMATCH)))
             if matched < count:
                 counts[row], goes_on[row] = matched, False
-        return tokens._replace(counts=counts, ends=goes_on)
+        return tokens._replace(counts=counts, ends=goes_on), ends
 
     def _embed(self, request: Request, values: bytes | None) -> Finish:
         if values is None:
@@ -253,7 +222,8 @@ class ResultApplier:
         totals = s.tokens.take(rows)
         if (entering := totals == s.entry.take(rows)).any():
             for slot in rows[entering & (counts > 0)].tolist():
-                self.store.record_first_token(s.request(slot))
+                request = s.request(slot)
+                request.first_token = request.first_token or self.store.now
         s.tokens[rows] = totals + counts
         if ids.shape[1] == 1 and counts.all():
             token_ids = ids[:, 0]
@@ -266,16 +236,23 @@ class ResultApplier:
         self.store.outputs.tokens(s.frontend.take(rows), s.number.take(rows), indices, token_ids)
         self.store.counters["generation_tokens"] += len(rows)
 
+    def deliver_stale(self, retired: SlotIds) -> None:
+        """Return to preempted requests the tokens that their retired slots got since (stale delivery)."""
+        slots = self.epoch.slots
+        for slot in retired.tolist():
+            request = slots.request(slot)
+            request.stale_rows -= 1
+            slots.give_draft_counts(slot)
+            self.store.waiting.set_tokens(request, slots.token_ids(slot))
+
     def keep_drafts(self, rows: SlotIds, draft_ids: Column) -> None:
         """Keep the drafts of constrained rows: the masks of their next rows depend on them."""
         s = self.epoch.slots
         for row in np.flatnonzero(s.constrained.take(rows)).tolist():
             s.request(int(rows[row])).draft_ids = draft_ids[row]
 
-    def wanted_logprobs(self, logprobs: LogprobRows | None) -> LogprobRows | None:
+    def wanted_logprobs(self, logprobs: LogprobRows) -> LogprobRows:
         """Select the log-probabilities of rows that are used, before this result ends any request."""
-        if logprobs is None:
-            return None
         return logprobs.select(np.isin(self.epoch.slots.state.take(logprobs.owners), (LIVE, DELIVER)))
 
     def publish_logprobs(self, logprobs: LogprobRows) -> None:
@@ -287,20 +264,12 @@ class ResultApplier:
         numbers = s.number.take(owners).view(np.int32)
         self.store.outputs.logprobs(s.frontend.take(owners), logprobs._replace(owners=numbers))
 
-    def _ends(self, tokens: NewTokens) -> list[tuple[Request, Finish]]:
+    def _ends(self, tokens: NewTokens) -> list[RequestEnd]:
         """Requests that end with their row's last token."""
         ends = []
         for row in np.flatnonzero(tokens.ends).tolist():
-            request = self.epoch.slots.request(int(tokens.rows[row]))
+            request, stop = self.epoch.slots.request(int(tokens.rows[row])), bool(tokens.stops[row])
             last = int(tokens.ids[row, tokens.counts[row] - 1])
-            ends.append((request, _complete(request, last, bool(tokens.stops[row]))))
+            reason = FinishReason.STOP if stop else FinishReason.LENGTH
+            ends.append((request, request.finish_message(reason, last if stop else None)))
         return ends
-
-
-def _complete(request: Request, token: int, stop: bool) -> Finish:
-    reason = FinishReason.STOP if stop else FinishReason.LENGTH
-    return request.finish_message(reason, token if stop else None)
-
-
-def _mismatch(request: Request) -> Finish:
-    return request.finish_message(FinishReason.ERROR, message=_MISMATCH)

@@ -25,9 +25,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.blank) + len(self.cached)
 
-    def is_free(self, block: int) -> bool:
-        return self.refs[block] == 0
-
     def take(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one holder and no hash; the caller has checked that they exist."""
         blank = min(count, len(self.blank))

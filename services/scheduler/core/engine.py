@@ -87,18 +87,14 @@ class EngineCore:
             observer: receives every event from the first one on; others may be added to `observers` at any time.
         """
         self.parts = parts
-        self.vocab_size = vocab_size
         self.store = parts.build_store(compiler)
         self.queue = parts.queue(depth)
         self.drafting = drafting
-        self._hidden_size = hidden_size
         self._admission = Admission(vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens)
         self._use_priority = use_priority
         self._arrivals = Arrivals()
         self._admitted = 0
         """Number of requests admitted so far; also the ticket of the last one."""
-        self.stale_results = 0
-        """Results that belonged to no step in flight."""
         if observer is not None:
             self.observers.add(observer)
         self._build_epoch(epoch, limits, policy)
@@ -117,11 +113,6 @@ class EngineCore:
     def requests(self) -> dict[RequestKey, Request]:
         """Open requests."""
         return self.store.requests
-
-    @property
-    def now(self) -> float:
-        """The time of the last `advance`, in seconds."""
-        return self.store.now
 
     @property
     def has_requests(self) -> bool:
@@ -167,7 +158,7 @@ class EngineCore:
             message.cache_salt,
             message.pooling,
             message.request_id,
-            self.now,
+            store.now,
         )
         store.counters["prompt_tokens"] += request.num_prompt_tokens
         if message.structured is None:
@@ -176,9 +167,9 @@ class EngineCore:
             store.compiling.submit(self._admitted, request, message.structured)
 
     def _refuse(self, frontend: int, message: GenerateRequest, reason: FinishReason, why: str) -> None:
-        finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.now))
+        finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.store.now))
         self.store.outputs.finish(frontend, finish)
-        self.store.counters["rejected" if reason is FinishReason.REJECTED else "invalid"] += 1
+        self.store.counters["admission_rejections"] += reason is FinishReason.REJECTED
         self.observers.emit(RequestRefused(frontend, message.request_id, finish))
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:
@@ -197,7 +188,6 @@ class EngineCore:
                 return
             grammar = "the tokens delivered before do not match what the output must match"
         self.store.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
-        self.store.counters["invalid"] += 1
 
     def abort(self, frontend: int, numbers: list[int]) -> None:
         """End requests without a `Finish`; unknown and finished numbers are ignored. A number may be used again at
@@ -213,7 +203,6 @@ class EngineCore:
             if request is not None and not request.finished:
                 self.lifecycle.finish(request, None)
                 aborted += 1
-        self.store.counters["aborted"] += aborted
         return aborted
 
     def drop_frontend(self, frontend: int) -> int:
@@ -328,7 +317,7 @@ class EngineCore:
         """Masks of the step that waits for them, as soon as the tokens before it are known."""
         if self.queue.unsampled is None:
             return None
-        grammar = self.planner.grammar_output(self.queue.unsampled, self.vocab_size)
+        grammar = self.planner.grammar_output(self.queue.unsampled, self._admission.vocab_size)
         if grammar is not None:
             self.queue.unsampled = None
         return grammar
@@ -360,43 +349,26 @@ class EngineCore:
         if self.observers.listening:
             self.observers.emit(ResultArrived(message))
         if message.epoch != self.epoch.number or not self.queue.deliver(message):
-            self.stale_results += 1
+            self.store.counters["stale_messages_total"] += 1
             self.observers.emit(StaleResultDropped(message))
             return
         while (ready := self.queue.pop()) is not None:
             step, result = ready
-            decoded = decode_result(step, result, self.vocab_size, self._hidden_size)
+            decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
             applied = self.applier.apply(step, decoded)
-            self._count(step)
+            tokens = int(step.counts.sum())
+            self.store.counters["steps_total"] += 1
+            self.store.counters["iteration_tokens_sum"] += tokens
+            self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
             if self.observers.listening:
                 self.observers.emit(ResultApplied(step, result, *applied))
 
-    def _count(self, step: InflightStep) -> None:
-        counters, tokens = self.store.counters, int(step.counts.sum())
-        counters["steps"] += 1
-        counters["iteration_tokens_sum"] += tokens
-        counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
-
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's metric names, without a prefix."""
-        counters = self.store.counters
         return {
             "num_requests_running": len(self.epoch.running),
             "num_requests_waiting": self.store.num_waiting,
             "kv_cache_usage_perc": self.epoch.kv.usage,
-            "num_preemptions": counters["preemptions"],
-            "prefix_cache_queries": counters["prefix_cache_queries"],
-            "prefix_cache_hits": counters["prefix_cache_hits"],
-            "prompt_tokens": counters["prompt_tokens"],
-            "generation_tokens": counters["generation_tokens"],
-            "admission_rejections": counters["rejected"],
-            "steps_total": counters["steps"],
-            "rollbacks_total": counters["rollbacks"],
-            **{
-                name: count
-                for name, count in counters.items()
-                if name.startswith(("spec_decode_", "iteration_tokens"))
-            },
             "inflight_steps": len(self.queue),
-            "stale_messages_total": self.stale_results,
+            **self.store.counters,
         }

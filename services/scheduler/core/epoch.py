@@ -11,6 +11,8 @@ Rules (docs/invariants.md):
   another epoch.
 """
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from services.scheduler.core.kv_cache import KVCacheManager
@@ -22,29 +24,21 @@ from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import BatchingPolicy, SchedulerView
 
 
+@dataclass(eq=False)
 class EpochState:
-    def __init__(
-        self,
-        number: int,
-        limits: Limits,
-        policy: BatchingPolicy,
-        slots: SlotColumns,
-        ledger: Ledger,
-        kv: KVCacheManager,
-    ) -> None:
-        self.number = number
-        self.limits = limits
-        self.policy = policy
-        self.slots = slots
-        self.ledger = ledger
-        self.kv = kv
-        self.running: SlotIds = np.empty(0, np.int64)
-        """Live slots by order key."""
-        self.fences: dict[int, list[int]] = {}
-        """step_id -> retired slots that become free when that step was processed."""
-        self.released: list[int] = []
-        """Free slots that the workers have not been notified of."""
-        self.next_step = 1
+    number: int
+    limits: Limits
+    policy: BatchingPolicy
+    slots: SlotColumns
+    ledger: Ledger
+    kv: KVCacheManager
+    running: SlotIds = field(default_factory=lambda: np.empty(0, np.int64))
+    """Live slots by order key."""
+    fences: dict[int, list[int]] = field(default_factory=dict)
+    """step_id -> retired slots that become free when that step was processed."""
+    released: list[int] = field(default_factory=list)
+    """Free slots that the workers have not been notified of."""
+    next_step: int = 1
 
     def view(self, waiting: WaitingQueue) -> SchedulerView:
         return SchedulerView(

@@ -34,9 +34,6 @@ class KVCacheManager:
         """Share of the blocks that are held, 0 to 1."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def find_prefix(self, request: Request) -> list[int]:
         """Return the blocks of the request's longest cached prefix, without its last token: the logits of that one are
         needed, so it is always computed."""
@@ -55,8 +52,8 @@ class KVCacheManager:
 
     def num_missing(self, prefix: list[int], num_tokens: int) -> int:
         """Return how many free blocks a new request takes that holds `num_tokens` and starts with `prefix`."""
-        held = sum(not self.pool.is_free(block) for block in prefix)
-        return self.blocks_for(num_tokens) - held
+        held = sum(self.pool.refs[block] > 0 for block in prefix)
+        return -(-num_tokens // self.block_size) - held
 
     def adopt(self, slot: int, prefix: list[int]) -> None:
         """Start the slot's table with cached blocks."""
@@ -92,16 +89,14 @@ class KVCacheManager:
         crossed = frontiers >= self._slots.next_commit.take(rows)
         if not (self.enable_prefix_caching and crossed.any()):
             return
-        rows, size, owner, register = rows[crossed], self.block_size, self._slots.owner, self.pool.register
+        rows, size, register = rows[crossed], self.block_size, self.pool.register
         lasts = frontiers[crossed] // size
         firsts = self._slots.next_commit[rows] // size - 1
         self._slots.next_commit[rows] = (lasts + 1) * size
         newest = self._slots.history[rows[:, None], (lasts * size)[:, None] + np.arange(-size, 0)].tobytes()
         width, at = 4 * size, 0
         for slot, first, last in zip(rows.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
-            request, table = owner[slot], self.tables[slot]
-            if request is None:
-                raise KeyError(f"slot {slot} is free")
+            request, table = self._slots.request(slot), self.tables[slot]
             hashes = request.block_hashes
             if len(hashes) == last - 1 and hashes:  # the usual case: a decode filled one more block
                 hashes.append(sha256(hashes[-1] + newest[at : at + width]).digest())

@@ -63,7 +63,7 @@ class Ledger:
         return step.generations == self._slots.generation.take(step.slots)
 
     def roll_back(self, slot: int, frontier: int) -> None:
-        """Void everything in flight for the slot; it goes on from position `frontier` with its blocks (rollback)."""
+        """Void everything in flight for the slot; it continues from position `frontier` with its blocks (rollback)."""
         s = self._slots
         s.generation[slot] += 1
         s.inflight[slot] = s.placeholders[slot] = s.sampling[slot] = 0

@@ -3,6 +3,8 @@
 Stateless; acts on what survives (`RequestStore`) and on the present epoch (`EpochState`).
 """
 
+from dataclasses import dataclass
+
 from protocol.requests import Finish
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.observer import PreemptionCause, RequestPreempted
@@ -11,10 +13,10 @@ from services.scheduler.core.slots import DELIVER, DROP
 from services.scheduler.core.store import RequestStore
 
 
+@dataclass(eq=False)
 class Lifecycle:
-    def __init__(self, store: RequestStore, epoch: EpochState) -> None:
-        self.store = store
-        self.epoch = epoch
+    store: RequestStore
+    epoch: EpochState
 
     def finish(self, request: Request, finish: Finish | None) -> None:
         """End a request in any state; `finish` None: nothing is sent (abort). Its rows in flight are ignored."""
@@ -22,8 +24,7 @@ class Lifecycle:
             self.epoch.leave(request.slot, DROP)
         elif not self.store.compiling.cancel(request):
             self.store.waiting.remove(request)
-            if request.stale_rows:
-                self.drop_stale(request)
+            self.drop_stale(request)
         self.store.end(request, finish)
 
     def preempt(self, slot: int, cause: PreemptionCause, stale: int = DELIVER) -> None:
@@ -36,7 +37,7 @@ class Lifecycle:
         request = self._return(slot, DELIVER if promised else DROP)
         request.stale_rows += promised
         request.num_preemptions += 1
-        self.store.counters["preemptions"] += 1
+        self.store.counters["num_preemptions"] += 1
         self.store.observers.emit(RequestPreempted(request.key, slot, cause))
 
     def _return(self, slot: int, state: int) -> Request:
@@ -49,7 +50,7 @@ class Lifecycle:
     def drop_stale(self, request: Request) -> None:
         """Ignore the rows in flight of a preempted request (stale drop)."""
         slots = self.epoch.slots
-        for slot, owner in enumerate(slots.owner):
+        for slot, owner in enumerate(slots.owner if request.stale_rows else ()):
             if owner is request and slots.state[slot] == DELIVER:
                 slots.state[slot] = DROP
         request.stale_rows = 0
@@ -68,7 +69,6 @@ class Lifecycle:
         the epoch is void."""
         for slot in self.epoch.running.tolist():
             self._return(slot, DROP)
-        for request in list(self.store.waiting):
-            if request.stale_rows:
-                self.drop_stale(request)
+        for request in self.store.waiting:
+            self.drop_stale(request)
         self.epoch.void()

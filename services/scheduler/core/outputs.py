@@ -1,12 +1,13 @@
 """Outputs on their way to the frontends: columns per frontend, one message per turn of the loop."""
 
+from collections import defaultdict
+
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import pack
 from protocol.requests import Embedding, Finish, RequestOutputs
 from protocol.rows import LogprobRows
-from services.scheduler.core.request import Request
 from services.scheduler.core.slots import Column
 
 
@@ -36,10 +37,7 @@ class _FrontendOutputs:
 
 class OutputBuffer:
     def __init__(self) -> None:
-        self._by_frontend: dict[int, _FrontendOutputs] = {}
-
-    def _for_frontend(self, frontend: int) -> _FrontendOutputs:
-        return self._by_frontend.setdefault(frontend, _FrontendOutputs())
+        self._by_frontend = defaultdict[int, _FrontendOutputs](_FrontendOutputs)
 
     def tokens(
         self, frontends: Column, numbers: NDArray[np.uint32], indices: Column, token_ids: Column
@@ -49,27 +47,23 @@ class OutputBuffer:
             frontend = int(frontends[0])
             mine = frontends == frontend
             if mine.all():
-                self._for_frontend(frontend).add(numbers, indices, token_ids)
+                self._by_frontend[frontend].add(numbers, indices, token_ids)
                 return
-            self._for_frontend(frontend).add(numbers[mine], indices[mine], token_ids[mine])
+            self._by_frontend[frontend].add(numbers[mine], indices[mine], token_ids[mine])
             others = ~mine
             frontends, numbers = frontends[others], numbers[others]
             indices, token_ids = indices[others], token_ids[others]
 
-    def token(self, request: Request, index: int, token_id: int) -> None:
-        number, row = np.array([request.number], np.uint32), np.array([index, token_id], np.int32)
-        self._for_frontend(request.frontend).add(number, row[:1], row[1:])
-
     def logprobs(self, frontends: Column, rows: LogprobRows) -> None:
         """Add log-probabilities; `rows.owners` are request numbers of `frontends`, int32[rows]."""
         for frontend in np.unique(frontends).tolist():
-            self._for_frontend(frontend).logprobs.append(rows.select(frontends == frontend))
+            self._by_frontend[frontend].logprobs.append(rows.select(frontends == frontend))
 
     def embedding(self, frontend: int, embedding: Embedding) -> None:
-        self._for_frontend(frontend).embeddings.append(embedding)
+        self._by_frontend[frontend].embeddings.append(embedding)
 
     def finish(self, frontend: int, finish: Finish) -> None:
-        self._for_frontend(frontend).finished.append(finish)
+        self._by_frontend[frontend].finished.append(finish)
 
     def drop_frontend(self, frontend: int) -> None:
         self._by_frontend.pop(frontend, None)

@@ -10,7 +10,7 @@ ones to inject faults (parts.py).
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,6 @@ from services.scheduler.policies import SchedulerView, StepBudget
 _NO_SLOTS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
 _UNLIMITED = np.iinfo(np.int32).max
-
-T = TypeVar("T", SlotIds, Column)
 
 
 class PlannedStep(NamedTuple):
@@ -54,17 +52,15 @@ class StepChoice:
     admitting: bool = True
 
 
+@dataclass(eq=False)
 class StepPlanner:
     """Single-threaded and clock-free; waits for nothing (non-blocking schedule)."""
 
-    def __init__(
-        self, store: RequestStore, epoch: EpochState, lifecycle: Lifecycle, drafting: Drafting | None
-    ) -> None:
-        """`drafting` None: no speculation."""
-        self.store = store
-        self.epoch = epoch
-        self.lifecycle = lifecycle
-        self.drafting = drafting
+    store: RequestStore
+    epoch: EpochState
+    lifecycle: Lifecycle
+    drafting: Drafting | None
+    """None: no speculation."""
 
     def schedule(self) -> PlannedStep | None:
         """Form the next step and enter it in the ledger. Return None if nothing can be scheduled now."""
@@ -191,13 +187,17 @@ class StepPlanner:
             count = min(count, room)
             del prefix[hit // limits.block_size :]
             end = np.array([len(request.token_ids) if budget.runner_reports else hit + count], np.int32)
-            if not count or kv.num_missing(prefix, int(limits.held(end)[0])) > kv.num_free:
+            held = limits.held(end)
+            if not count or kv.num_missing(prefix, int(held[0])) > kv.num_free:
                 break
-            self.admit(request, prefix, count, choice)
+            self.admit(request, prefix, count, held, choice)
             seats -= 1
 
-    def admit(self, request: Request, prefix: list[int], count: int, choice: StepChoice) -> None:
-        """Move a request from the queue to a slot; its first row computes `count` positions behind `prefix`."""
+    def admit(
+        self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice
+    ) -> None:
+        """Move a request from the queue to a slot with blocks for `held` tokens, int32[1]; its first row computes
+        `count` positions behind `prefix`."""
         store, epoch = self.store, self.epoch
         kv, tokens, hit = epoch.kv, request.token_ids, len(prefix) * epoch.limits.block_size
         store.waiting.remove(request)
@@ -208,12 +208,9 @@ class StepPlanner:
         request.become(RequestStatus.RUNNING)
         request.token_ids = _NO_TOKENS
         row = np.array([slot], np.int64)
-        end = np.array([hit + count], np.int32)
-        if choice.runner_reports:
-            kv.grow(row, kv.missing(row, np.array([len(tokens)], np.int32)))
-        else:
-            kv.grow(row, kv.missing(row, epoch.limits.held(end)))
-            kv.register(row, end)
+        kv.grow(row, kv.missing(row, held))
+        if not choice.runner_reports:
+            kv.register(row, np.array([hit + count], np.int32))
         store.counters["prefix_cache_queries"] += len(tokens)
         store.counters["prefix_cache_hits"] += hit
         choice.new.append(
@@ -239,7 +236,7 @@ class StepPlanner:
         """Take the step id and build the plan from copies of the columns; only then do the columns advance (plan
         snapshot)."""
         epoch, s = self.epoch, self.epoch.slots
-        slots, counts = _joined(choice.slots), _joined(choice.counts)
+        slots, counts = np.concatenate(choice.slots), np.concatenate(choice.counts)
         starts = s.computed.take(slots)
         drafts = starts + counts - (s.tokens.take(slots) + s.placeholders.take(slots))
         samples = drafts >= 0
@@ -309,10 +306,6 @@ def _grammar(request: Request) -> Grammar:
     if request.grammar is None:
         raise KeyError(f"request {request.frontend}/{request.number} has no grammar")
     return request.grammar
-
-
-def _joined(parts: list[T]) -> T:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _limit(budget: int | None) -> int:

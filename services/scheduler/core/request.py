@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.requests import Finish, FinishReason, RequestTimes
+from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams
 from services.scheduler.grammar import Grammar
 from services.scheduler.transitions import IllegalTransition
@@ -71,7 +71,7 @@ class Request:
     stale_rows: int = 0
     """Sampling rows of an earlier slot in flight whose tokens will be delivered. The resume gate opens at 0."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Hash chain over the full blocks of the known tokens, as far as computed."""
+    """Hash chain over the full blocks of the known tokens. Later blocks may not be hashed yet."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     draft_ids: NDArray[np.int32] = field(default_factory=lambda: _NO_DRAFTS)
@@ -114,6 +114,10 @@ class Request:
         """False if every position must be computed, because the answer contains something of each."""
         return self.params.prompt_logprobs is None and self.pooling is not Pooling.MEAN
 
+    def token_limit(self, max_model_len: int) -> int:
+        """Total tokens at which the request certainly ends (certain end)."""
+        return min(self.num_prompt_tokens + self.params.max_tokens, max_model_len)
+
     @property
     def stops_from(self) -> int:
         """Total tokens from which stop tokens count. With a grammar they always count: where `min_tokens` forbids one,
@@ -126,9 +130,6 @@ class Request:
         """Return the terminal message. An EOS token is not reported as stop reason, a stop token of the client is."""
         named = stop_token if stop_token not in self.params.eos_token_ids else None
         return Finish(self.number, reason, named, self.num_cached_tokens, self.num_preemptions, message)
-
-    def times(self, ended: float) -> RequestTimes:
-        return RequestTimes(self.queued, self.scheduled, self.first_token, ended)
 
 
 def make_order_key(priority: int, arrival: int) -> int:

@@ -104,7 +104,7 @@ class SlotColumns:
         self.tokens[slot] = self.entry[slot] = num_tokens
         self.computed[slot] = self.inflight[slot] = self.placeholders[slot] = self.sampling[slot] = 0
         self.proposed[slot] = self.drafted[slot] = self.accepted[slot] = 0
-        self.limit[slot] = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.limit[slot] = request.token_limit(max_model_len)
         self.stops_from[slot] = request.stops_from
         self.capacity[slot] = self.next_commit[slot] = 0
         self.last_step[slot] = self.sampled_step[slot] = 0
@@ -126,10 +126,14 @@ class SlotColumns:
     def retire(self, slot: int, state: int) -> None:
         """Take the slot from its request and return the tokens to it; steps in flight may still name the slot."""
         request = self.request(slot)
-        request.token_ids = self.history[slot, : self.tokens[slot]].copy()
+        request.token_ids = self.token_ids(slot)
         self.give_draft_counts(slot)
         request.slot = -1
         self.state[slot] = state
+
+    def token_ids(self, slot: int) -> Column:
+        """Copy the confirmed tokens of a live or retired slot."""
+        return self.history[slot, : self.tokens[slot]].copy()
 
     def give_draft_counts(self, slot: int) -> None:
         """Move the draft counts to the request, which has left the slot or is about to."""

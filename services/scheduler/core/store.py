@@ -12,13 +12,19 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from protocol.requests import Finish, FinishReason, RequestOutputs
+from protocol.requests import Finish, FinishReason, RequestOutputs, RequestTimes
 from services.scheduler.core.compiling import CompilingRequests
 from services.scheduler.core.observer import Observers, RequestFinished
 from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request, RequestKey, RequestStatus
 from services.scheduler.core.suspects import Suspects
 from services.scheduler.core.waiting import WaitingQueue
+
+TOTALS = (
+    "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
+    "admission_rejections", "steps_total", "rollbacks_total", "stale_messages_total",
+)  # fmt: skip
+"""Counters that are published from the start; those of drafts and step sizes follow with the first ones."""
 
 
 class RequestStore:
@@ -29,7 +35,8 @@ class RequestStore:
         self.waiting = waiting
         self.outputs = outputs
         self.suspects = Suspects()
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
+        """Totals by metric name."""
         self.observers = Observers()
         self.now = 0.0
         """The time of the last `EngineCore.advance`, in seconds."""
@@ -52,16 +59,12 @@ class RequestStore:
             finish or request.finish_message(FinishReason.ABORT),
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=request.num_accepted_tokens,
-            times=request.times(ended=self.now),
+            times=RequestTimes(request.queued, request.scheduled, request.first_token, self.now),
         )
         if finish is not None:
             self.outputs.finish(request.frontend, complete)
         if self.observers.listening:
             self.observers.emit(RequestFinished(request.frontend, request.request_id, complete))
-
-    def record_first_token(self, request: Request) -> None:
-        if not request.first_token:
-            request.first_token = self.now
 
     def take_outputs(self) -> list[tuple[int, RequestOutputs]]:
         """Return the outputs to publish, one message per frontend, and close the requests that have finished."""

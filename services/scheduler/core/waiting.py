@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.scheduler.core.request import Request
 
@@ -34,10 +35,10 @@ class WaitingQueue:
         del self._members[request.order_key]
         self.num_tokens -= len(request.token_ids)
 
-    def append_token(self, request: Request, token: int) -> None:
-        """Append a token that arrived after the request was preempted."""
-        request.token_ids = np.append(request.token_ids, np.int32(token))
-        self.num_tokens += 1
+    def set_tokens(self, request: Request, token_ids: NDArray[np.int32]) -> None:
+        """Replace the tokens of a member: some arrived after it was preempted."""
+        self.num_tokens += len(token_ids) - len(request.token_ids)
+        request.token_ids = token_ids
 
     def head(self) -> Request | None:
         while self._heap:

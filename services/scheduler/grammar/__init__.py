@@ -6,7 +6,7 @@ The scheduler depends on `Grammar` alone and the engine on `Compiler` alone. The
     cache.py        the compiled grammars that are kept
     matcher.py      Matcher: the `Grammar` of one request
     translate/      from the text of a request to a grammar of llguidance, with checks of depth and size
-    trial/          a process of its own that compiles a grammar first, under limits of time and memory
+    trial/          a separate process that compiles a grammar first, under limits of time and memory
     limits.py       every limit, with its unit
 """
 

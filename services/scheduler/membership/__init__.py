@@ -1,4 +1,4 @@
-"""The worker group: which workers there are, who has which rank, and in which epoch."""
+"""The worker group: the registered workers, their ranks, and the epoch."""
 
 from services.scheduler.membership.actions import Action, Ended, FailRequests, News, Refuse, Send, Started
 from services.scheduler.membership.group import GroupStatus, WorkerGroup

@@ -245,7 +245,7 @@ class WorkerGroup:
             self._detail = f"{waits} ({self.losses.last})" if self.losses.last else waits
 
     def _advance(self, now: float) -> None:
-        """A rank has loaded or is ready: go on if all have come as far."""
+        """A rank has loaded or is ready: begin the next phase if all ranks have reached the same one."""
         if self._epoch.all_are(MemberState.READY):
             self._group_event(GroupEvent.READY, "", now)
         elif self._epoch.all_are(MemberState.LOADED):

@@ -91,7 +91,7 @@ class MemberAction(enum.Enum):
     DISMISS = enum.auto()
     """Send `EndEpoch` to the worker, so that it registers again if it is alive."""
     ADVANCE = enum.auto()
-    """Check whether all ranks have come as far as this one."""
+    """Check whether all ranks have reached the state of this one."""
     SHOW = enum.auto()
     """Show the progress of loading."""
     BLAME = enum.auto()

@@ -18,7 +18,7 @@ from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies.base import SchedulerView, StepBudget
 
 MIN_CHUNK = 64
-"""Minimum of prefill tokens in a step, if so many wait: the cost of a step hardly depends on fewer."""
+"""Minimum of prefill tokens in a step, if that many wait: with fewer, the cost of a step hardly changes."""
 
 
 class BalancedPolicy:

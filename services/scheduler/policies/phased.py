@@ -97,7 +97,7 @@ class PhasedPolicy:
 
     @staticmethod
     def _in_prefill(view: SchedulerView) -> SlotIds:
-        """The slot whose prefill goes on. After a rollback there may be two; the lower order key comes first."""
+        """The slot whose prefill continues. After a rollback there may be two; the lower order key comes first."""
         s, rows = view.slots, view.running
         return rows[s.computed.take(rows) < s.entry.take(rows)][:1]
 
@@ -134,7 +134,7 @@ class PhasedPolicy:
         prefix = kv.find_prefix(request)
         hit = geometry.usable_prefix(tokens, len(prefix) * kv.block_size)
         del prefix[hit // kv.block_size :]
-        limit = min(request.num_prompt_tokens + request.params.max_tokens, view.limits.max_model_len)
+        limit = request.token_limit(view.limits.max_model_len)
         if kv.num_missing(prefix, limit - 1) > kv.num_free - _reserved(view):
             return None
         end = geometry.chunk_end(tokens, hit)

@@ -355,12 +355,12 @@ def timed(engine: ObservedEngine, now: float, *actions: Callable[[], None]) -> N
 
 def test_the_core_keeps_the_time_it_was_given() -> None:
     engine = ObservedEngine()
-    assert engine.core.now == 0
+    assert engine.core.store.now == 0
     timed(engine, 12.5)
-    assert engine.core.now == 12.5
+    assert engine.core.store.now == 12.5
     engine.core.end_epoch()
     engine.core.start_epoch(LIMITS, ChunkedPolicy(), 2)
-    assert engine.core.now == 12.5
+    assert engine.core.store.now == 12.5
     assert engine.events[0] == TimeAdvanced(12.5)
 
 

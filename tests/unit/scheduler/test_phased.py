@@ -118,7 +118,7 @@ def test_a_report_of_what_was_planned_changes_nothing() -> None:
     engine, (first, second) = prefilling()
     engine.on_result(answer(first, **report(0, 8)))
     engine.on_result(answer(second, **report(0, 16)))
-    assert engine.store.counters["rollbacks"] == 0
+    assert engine.store.counters["rollbacks_total"] == 0
     assert engine.store.counters["generation_tokens"] == 1
 
 

@@ -42,7 +42,7 @@ def test_a_late_token_grows_its_request_and_the_sum() -> None:
     queue = WaitingQueue()
     r = request(1, tokens=3)
     queue.add(r)
-    queue.append_token(r, 9)
+    queue.set_tokens(r, np.array([0, 0, 0, 9], np.int32))
     assert (r.token_ids.tolist(), queue.num_tokens) == ([0, 0, 0, 9], 4)
     queue.remove(r)
     assert (len(queue), queue.num_tokens, queue.head()) == (0, 0, None)
