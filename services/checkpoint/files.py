@@ -1,4 +1,4 @@
-"""Files of a checkpoint beside its weights. A GGUF file stands for the same files, made from its metadata."""
+"""Files of a checkpoint except its weights. For a GGUF file they are made from its metadata."""
 
 import json
 from pathlib import Path

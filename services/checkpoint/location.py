@@ -19,11 +19,11 @@ CONFIG_FILES = ("*.json",)
 WEIGHT_FILES = (*CONFIG_FILES, "*.safetensors")
 GGUF = ".gguf"
 _COMPLETE = ("config.json", "tokenizer.json")
-"""Files that a checkpoint in Hugging Face format has; many repositories of GGUF files have the first one too."""
+"""Files of a checkpoint in Hugging Face format. Many repositories of GGUF files have the first one too."""
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
-"""End of the name of a file that holds a part of a model."""
+"""Suffix of the names of files that contain a part of a model."""
 _PROJECTOR = "mmproj"
-"""Beginning of the names of GGUF files that hold an image encoder and no language model."""
+"""Prefix of the names of GGUF files that contain an image encoder and no language model."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -49,8 +49,7 @@ def resolve(model: str, revision: str | None = None, patterns: Sequence[str] = C
 
     Args:
         model: a directory, a GGUF file, `organisation/name` on the hub, `organisation/name:Q4_K_M` for one of several
-            GGUF files there, or "" for the default model (the demo model where it is not
-            installed).
+            GGUF files there, or "" for the default model (the demo model if the default one is not installed).
         revision: branch, tag or commit on the hub, for every file; unused for a path.
         patterns: globs of the files to download; unused for a path.
 

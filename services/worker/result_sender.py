@@ -1,8 +1,8 @@
-"""The connection for results: results leave from an output thread, heartbeats from a thread of their own.
+"""The connection for results: one thread sends results, another one heartbeats.
 
-Results, faults and repeated results go through one queue, so they leave in the order of launch (step order;
+Results, faults and repeated results pass through one queue, so they are sent in the order of launch (step order;
 docs/invariants.md). The executing thread never waits for a host copy; the output thread does. Both threads share the
-connection under a lock, so a heartbeat leaves during a long step. The heartbeat thread also receives the end of the
+connection under a lock, so heartbeats are sent during a long step. The heartbeat thread also receives the end of the
 epoch, a shutdown, and the loss of the scheduler, because the executing thread receives nothing while it hangs in a
 collective.
 """
@@ -48,9 +48,9 @@ class LaunchedStep:
     step: SchedulerOutput
     output: Output
     received: float
-    """Seconds on the monotonic clock: the executing thread read the plan."""
+    """Time at which the executing thread read the plan, seconds on the monotonic clock."""
     waited: float
-    """Seconds that the executing thread waited for this plan with none queued."""
+    """Seconds that the executing thread waited for this plan while no plan was queued."""
 
     @property
     def epoch(self) -> int:
@@ -72,7 +72,7 @@ class ResultSender:
     After a fault it sends nothing more.
 
     Args:
-        abort: makes the executing thread's wait for other ranks fail.
+        abort: ends the executing thread's wait for other ranks with RanksLost.
         silence: seconds without a sign of life after which the scheduler is lost.
     """
 
@@ -114,14 +114,14 @@ class ResultSender:
             thread.start()
 
     def begin_epoch(self, epoch: int, rank: int) -> None:
-        """Drop the kept results of the epoch before; its results that still arrive are not sent."""
+        """Drop the kept results of the previous epoch; those that still arrive are not sent."""
         with self._state:
             self._epoch, self._rank, self._last_step = epoch, rank, 0
             self._kept.clear()
             self._last_sampled = self._last_forward = 0.0
 
     def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
-        """Queue what is to be sent next."""
+        """Queue a result, a fault or a repetition."""
         self._queue.put(item)
 
     def close(self, timeout: float) -> bool:
@@ -167,14 +167,14 @@ class ResultSender:
             result = launched.output.get()
         except RanksLost as error:
             return RankLost(launched.epoch, str(error)[:MAX_TEXT])
-        except Exception as error:  # any error of the device belongs to its step
+        except Exception as error:  # any error of the device is reported as a fault of its step
             log.exception("step %d failed on its way to the host", launched.step_id)
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
         with self._state:
             return self._completed(launched, result) if launched.epoch == self._epoch else None
 
     def _completed(self, launched: LaunchedStep, result: ModelRunnerOutput | StepTimes) -> StepResult | None:
-        """Complete the times of a step of this epoch, and keep its result for a repetition."""
+        """Complete the times of a step of this epoch, and keep its result in case it must be sent again."""
         self._last_step = launched.step_id
         measured = result if isinstance(result, StepTimes) else result.times
         # The device is idle while both hold: no plan is queued, and the step before has ended.
@@ -232,10 +232,10 @@ class ResultSender:
                 os._exit(EXIT_STUCK)
 
     def _abort_useless_wait(self) -> bool:
-        """Abort the executing thread's wait for other ranks if its epoch has ended or the worker must leave.
+        """Abort the executing thread's wait for other ranks if the epoch has ended or the worker must leave.
 
-        Return True if it was aborted. The lock keeps the next epoch from beginning meanwhile: its ranks would be
-        aborted as well.
+        Return True if it was aborted. Under the lock the next epoch cannot begin; otherwise its ranks would be
+        aborted too.
         """
         with self._state:
             is_over = self.failed.is_set() or self._dismissed or self._ended_epoch >= self._epoch > 0

@@ -38,15 +38,16 @@ class Output(Protocol):
     def get(self) -> ModelRunnerOutput | StepTimes:
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
-        Return `StepTimes` on a rank that is not the output rank: its part of the step has ended, and another rank
-        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`.
+        Return `StepTimes` on other ranks than the output rank: their part of the step has ended, and the output rank
+        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and
+        `forward_gap`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ForwardDone:
-    """An `Output` of a rank that is not the output rank and whose part of the step has ended."""
+    """The `Output` of a rank other than the output rank, after its part of the step has ended."""
 
     times: StepTimes
 
@@ -66,7 +67,7 @@ class ModelRunner(Protocol):
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
     ) -> Loaded:
-        """Join the other ranks, and read this rank's weights unless they are in memory from an epoch before.
+        """Join the other ranks, and read this rank's weights unless they are in memory from an earlier epoch.
 
         Args:
             listener: the socket that this worker registered with; the runner owns it now
@@ -90,7 +91,7 @@ class ModelRunner(Protocol):
         """Apply the plan to the batch and launch the forward pass. The logits stay on the device.
 
         Raises:
-            RuntimeError: the step before was executed but never sampled (single pending state).
+            RuntimeError: the previous step was executed but not sampled (single pending state).
             RanksLost: another rank has gone or `abort` was called.
         """
         ...
@@ -112,7 +113,7 @@ class ModelRunner(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make a call that hangs in a collective raise RanksLost, if possible. May be called from any thread."""
+        """End a call that hangs in a collective with RanksLost, if possible. May be called from any thread."""
         ...
 
     def shutdown(self) -> None: ...

@@ -59,9 +59,9 @@ FAILURE_CHECK_INTERVAL = 1.0
 PROGRESS_INTERVAL = 0.1
 """Seconds between two messages about loading."""
 DRAIN_TIMEOUT = 10.0
-"""Seconds that steps in flight have to end when the worker leaves."""
+"""Seconds that the worker waits for steps in flight when it leaves."""
 LINGER_MS = 2000
-"""Milliseconds that the last messages have to leave when a socket is closed."""
+"""Milliseconds that a closed socket keeps sending its last messages."""
 
 
 class Worker:
@@ -90,7 +90,7 @@ class Worker:
         self._leaving = False
 
     def leave(self, *_: object) -> None:
-        """End what the main thread does, unless it is leaving already. The handler of signals.
+        """Signal handler: end the main thread's work, unless the worker is leaving already.
 
         Raises: SystemExit. Python drops an exception that is raised in a finaliser, so the loop checks as well.
         """
@@ -255,7 +255,7 @@ class Worker:
             with self._starting():
                 loaded = self._runner.load(assignment, self._progress, listener)
         except LoadError:
-            if listener is not None:  # the runner may not have come so far as to own it
+            if listener is not None:  # the runner may have failed before it owned the listener
                 listener.close()
             raise
         self._shard = assignment.shard
@@ -280,7 +280,7 @@ class Worker:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """Send whatever keeps this worker from serving to the scheduler.
+        """Send errors of the start-up to the scheduler.
 
         Raises: LoadError, after it was sent; RanksLost, PeerGone and PeerSlow of the body as they are.
         """
@@ -306,7 +306,7 @@ class Worker:
     def _canary(self) -> None:
         """Run one step through forward pass and sampling before the first real one.
 
-        It leaves an empty slot and nothing pending (single pending state). Its generation is 0; requests have
+        Afterwards its slot is empty and no step is pending (single pending state). Its generation is 0; requests have
         generations from 1 on.
         """
         zero, one = pack([0]), pack([1])
@@ -335,7 +335,7 @@ class Worker:
                     self._runner.release(unpack(slots))
         except RanksLost:
             raise
-        except Exception as error:  # any other error takes the place of this step's result
+        except Exception as error:  # any other error is sent instead of the step's result
             log.exception("step %d failed; its requests: %s", step_id, self._requests_of(action))
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
@@ -373,7 +373,7 @@ def _client(endpoint: str) -> Client:
 
 def hide_exits() -> None:
     """Print nothing for a SystemExit that `Worker.leave` raises in a finaliser or in a callback of the compiler. Python
-    drops it, and the worker's loop ends all the same."""
+    drops the exception, and the worker's loop ends because of its flag."""
 
     def show(unraisable: "sys.UnraisableHookArgs") -> None:
         if unraisable.exc_type is not SystemExit:
@@ -404,8 +404,8 @@ def run(config: WorkerConfig) -> int:
         return run_worker(worker)
     finally:
         if worker.sockets_closed:
-            zmq.Context.instance().term()  # waits until the last messages have left
-        gc.freeze()  # otherwise the interpreter scans all of torch before it ends, which takes most of a second
+            zmq.Context.instance().term()  # waits until the last messages are sent
+        gc.freeze()  # otherwise the interpreter scans all objects of torch at its end, which takes most of a second
 
 
 def run_worker(worker: Worker) -> int:

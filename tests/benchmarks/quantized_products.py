@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.backends.native.kernels.interface import Kernels, Linear
+from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.products import Linear
 from services.worker.backends.native.kernels.quantized_weight import Weight, quantized
 from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from tests.benchmarks.support.report import report

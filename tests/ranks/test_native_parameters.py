@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from services.worker.sampling.reference import shaped
+from services.worker.sampling.reference import adjusted
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import GREEDY, DrivenRequest, RunnerDriver, i32
 from tests.ranks.group import GroupDriver
@@ -76,7 +76,7 @@ def test_rules_on_a_group_equal_the_reference_on_its_own_logits(
         for row, request, params in zip(logits, requests, greedy, strict=True):
             tokens = np.array(request.tokens, np.int32)
             prompt, output = np.split(tokens[: len(request.prompt) + step], [len(request.prompt)])
-            left = shaped(row.numpy(), params, prompt, output)
+            left = adjusted(row.numpy(), params, prompt, output)
             assert request.output[step] == int(left.argmax())
             plain += request.output[step] == int(row.argmax())
             if params.logprobs:

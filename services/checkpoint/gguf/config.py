@@ -98,7 +98,7 @@ def _refuse_unsupported(header: GgufHeader, head_dim: int) -> None:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the stored type; bfloat16 for quantised weights, whose type says nothing about the computation."""
+    """Return the stored type; bfloat16 for quantised weights, whose type does not determine that of the computation."""
     stored = {t.type.name for t in header.tensors.values() if len(t.shape) > 1}
     return _STORED.get(frozenset(stored), "bfloat16")
 

@@ -1,4 +1,4 @@
-"""Typed reads from a GGUF header. Every length is compared with the rest of the file before memory is allocated."""
+"""Typed reads from a GGUF header. Lengths are checked against the rest of the file before memory is allocated."""
 
 import mmap
 import struct
@@ -15,16 +15,16 @@ SCALARS = {
 """`struct` codes of the value types that have a fixed size."""
 STRING, ARRAY = 8, 9
 MAX_ARRAY_ELEMENTS = 8_000_000
-"""Elements of all arrays of a header together. A vocabulary of 256,000 tokens has about 1,300,000."""
+"""Maximum number of elements in all arrays of a header. A vocabulary of 256,000 tokens has about 1,300,000."""
 MAX_HEADER_STRING = 64 * 1024 * 1024
-"""Bytes of one string."""
+"""Maximum length of a string, bytes."""
 _LENGTH = struct.Struct("<Q")
 
 Value = int | float | bool | str | list[str] | NDArray[Any]
 
 
 class Cursor:
-    """A position in a mapped file. The methods raise BrokenFileError where the file ends too early."""
+    """A position in a mapped file. The methods raise BrokenFileError if the file ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._size = data, len(data)
@@ -88,7 +88,7 @@ class Cursor:
         return values
 
     def _strings(self, count: int) -> list[str]:
-        """Read without a call per string: a vocabulary and its merges have 100,000 and more."""
+        """Read an array without a call per string: a vocabulary and its merges have 100,000 strings and more."""
         data, size, position, length_at = self._data, self._size, self.position, _LENGTH.unpack_from
         strings: list[str] = []
         for _ in range(count):

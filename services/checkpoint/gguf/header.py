@@ -1,4 +1,4 @@
-"""Header of a GGUF file: metadata and the places of the tensors, all checked against the file's size.
+"""Header of a GGUF file: metadata and the positions of the tensors, checked against the size of the file.
 
 Source of the layout: the specification of GGUF in ggml's documentation, versions 2 and 3.
 """
@@ -27,7 +27,7 @@ _MAX_ALIGNMENT = 65_536
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Place and shape of a tensor."""
+    """Position and shape of a tensor."""
 
     name: str
     shape: tuple[int, ...]

@@ -39,7 +39,7 @@ _BY_NAME: dict[str, list[dict[str, Any]]] = {
     "deepseek-r1-qwen": _words(r"\p{N}"),
 }
 ADD_BOS = frozenset({"llama-bpe", "llama3", "llama-v3"})
-"""Names with a BOS token where the file says nothing; whole words of the vocabulary need no merges there."""
+"""Pre-tokenizers with a BOS token unless the file says otherwise. Whole words of their vocabularies need no merges."""
 _NFC = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 

@@ -10,7 +10,7 @@ from services.checkpoint.gguf.header import GgufHeader
 from services.checkpoint.gguf.names import ROPE_FACTORS
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of all published models of this kind; a file has only the factors that follow from them."""
+"""Parameters of all published models of this kind. A file contains only the factors that are computed from them."""
 _TOLERANCE = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Merges of a SentencePiece vocabulary, which has a score for each piece instead."""
+"""Merges of a SentencePiece vocabulary, computed from the scores of its pieces."""
 
 from collections.abc import Mapping
 

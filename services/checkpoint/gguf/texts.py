@@ -1,4 +1,4 @@
-"""Texts of a Hugging Face checkpoint that a GGUF file stands for."""
+"""Files of a Hugging Face checkpoint, made from a GGUF file."""
 
 import json
 from collections.abc import Callable
@@ -18,5 +18,5 @@ FILES: dict[str, Callable[[GgufHeader], dict[str, Any]]] = {
 
 
 def read_gguf_text(header: GgufHeader, name: str) -> str | None:
-    """Return the text of a file, None if a GGUF file has nothing for it. Raises: CheckpointError"""
+    """Return the text of a file, None if the GGUF file has no data for it. Raises: CheckpointError"""
     return json.dumps(FILES[name](header), ensure_ascii=False) if name in FILES else None

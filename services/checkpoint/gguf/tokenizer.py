@@ -12,7 +12,7 @@ _KINDS = ("gpt2", "llama")
 _SPACE = "▁"
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 MAX_PIECE = 512
-"""Characters of the longest piece of a SentencePiece vocabulary; the merges take time and memory in proportion."""
+"""Maximum number of characters in a piece of a SentencePiece vocabulary. Merges take time and memory in proportion."""
 
 
 def tokenizer_json(header: GgufHeader) -> dict[str, Any]:

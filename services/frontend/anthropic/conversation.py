@@ -83,7 +83,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return the chat messages of one message: results of tools are messages of their own. Raises: APIError"""
+    """Return the chat messages of one message: results of tools become separate messages. Raises: APIError"""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     return _of_assistant(message) if message.role == "assistant" else _of_user(message)

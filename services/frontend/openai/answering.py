@@ -35,7 +35,7 @@ Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
 
 
-class Cached(Protocol):
+class SchedulingFields(Protocol):
     """Fields of a body that order and separate requests in the engine."""
 
     cache_salt: str | None
@@ -98,7 +98,7 @@ class Answering:
     def context(
         self,
         http: HTTPRequest,
-        body: Cached,
+        body: SchedulingFields,
         structured: StructuredOutputParams | None = None,
         pooling: Pooling = Pooling.NONE,
     ) -> RequestContext:

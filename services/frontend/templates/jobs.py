@@ -54,27 +54,27 @@ class LimitReached(msgspec.Struct, array_like=True, tag=True):
     reason: str
 
 
-class Broken(msgspec.Struct, array_like=True, tag=True):
+class TemplatesBroken(msgspec.Struct, array_like=True, tag=True):
     """The templates cannot be compiled, or an expression failed."""
 
     reason: str
 
 
-Outcome = Rendered | TemplateRefused | LimitReached | Broken
+Outcome = Rendered | TemplateRefused | LimitReached | TemplatesBroken
 
 
-class Closed(Exception):
+class PipeClosed(Exception):
     """The other side has ended."""
 
 
 def send(connection: socket.socket, message: msgspec.Struct, seconds: float | None = None) -> None:
-    """Raises: Closed; TimeoutError, after `seconds`"""
+    """Raises: PipeClosed; TimeoutError, after `seconds`"""
     data = json_text(msgspec.to_builtins(message)).encode()
     connection.settimeout(seconds)
     try:
         connection.sendall(_HEAD.pack(len(data)) + data)
     except (BrokenPipeError, ConnectionResetError):
-        raise Closed from None
+        raise PipeClosed from None
 
 
 def decode(data: bytearray, kind: Any) -> Any:
@@ -83,11 +83,11 @@ def decode(data: bytearray, kind: Any) -> Any:
 
 
 def receive(connection: socket.socket, seconds: float | None = None) -> bytearray:
-    """Return the next message. Raises: Closed; TimeoutError, after `seconds`"""
+    """Return the next message. Raises: PipeClosed; TimeoutError, after `seconds`"""
     deadline = None if seconds is None else time.monotonic() + seconds
     (size,) = _HEAD.unpack(_read(connection, _HEAD.size, deadline))
     if size > MAX_MESSAGE_BYTES:
-        raise Closed
+        raise PipeClosed
     return _read(connection, size, deadline)
 
 
@@ -100,8 +100,8 @@ def _read(connection: socket.socket, size: int, deadline: float | None) -> bytea
         try:
             count = connection.recv_into(view[at:])
         except ConnectionResetError:
-            raise Closed from None
+            raise PipeClosed from None
         if not count:
-            raise Closed
+            raise PipeClosed
         at += count
     return data

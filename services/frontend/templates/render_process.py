@@ -16,19 +16,19 @@ import jinja2
 from jinja2 import meta
 
 from services.frontend.templates.jobs import (
-    Broken,
-    Closed,
     LimitReached,
     Outcome,
+    PipeClosed,
     Rendered,
     RenderJob,
     TemplateRefused,
+    TemplatesBroken,
     TemplateSources,
     decode,
     receive,
     send,
 )
-from services.frontend.templates.sandbox import Refusal, Sandbox, TemplateLimit
+from services.frontend.templates.sandbox import Sandbox, TemplateException, TemplateLimit
 from services.process import die_with_parent
 
 MEGABYTES = 512
@@ -58,7 +58,7 @@ class CompiledTemplates:
     def render(self, job: RenderJob) -> Outcome:
         compiled = self._tool_use if job.tools is not None and self._tool_use is not None else self._default
         if compiled is None:
-            return Broken("there is no template for a conversation without tools")
+            return TemplatesBroken("there is no template for a conversation without tools")
         given = {name: value for name, value in job.variables.items() if name in compiled.variables}
         variables: dict[str, Any] = {
             **self._special,
@@ -70,14 +70,14 @@ class CompiledTemplates:
         }
         try:
             return Rendered(self._sandbox.render(compiled.template, variables, job.seconds))
-        except Refusal as error:
+        except TemplateException as error:
             return TemplateRefused(str(error)[:1000])
         except TemplateLimit as error:
             return LimitReached(str(error))
         except MemoryError:
             return _NO_MEMORY
         except Exception as error:  # expressions of the template fail on unexpected messages
-            return Broken(type(error).__name__)
+            return TemplatesBroken(type(error).__name__)
 
 
 def _limit_seconds(seconds: float) -> None:
@@ -92,7 +92,7 @@ def _compile(data: bytearray) -> tuple[CompiledTemplates | None, Outcome]:
     try:
         return CompiledTemplates(decode(data, TemplateSources)), Rendered("")
     except (jinja2.TemplateError, MemoryError, RecursionError) as error:
-        return None, Broken(" ".join(str(error).split())[:1000] or type(error).__name__)
+        return None, TemplatesBroken(" ".join(str(error).split())[:1000] or type(error).__name__)
 
 
 def _outcome(templates: CompiledTemplates, data: bytearray) -> Outcome:
@@ -116,7 +116,7 @@ def main(descriptor: str, parent: str) -> int:
             send(connection, outcome)
             while templates is not None:
                 send(connection, _outcome(templates, receive(connection)))
-        except Closed:
+        except PipeClosed:
             pass
     return 0
 

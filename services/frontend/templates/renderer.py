@@ -12,7 +12,14 @@ import msgspec
 
 from services.checkpoint import CheckpointError
 from services.frontend.templates import jobs, render_process
-from services.frontend.templates.jobs import Broken, Closed, LimitReached, Outcome, RenderJob, TemplateSources
+from services.frontend.templates.jobs import (
+    LimitReached,
+    Outcome,
+    PipeClosed,
+    RenderJob,
+    TemplatesBroken,
+    TemplateSources,
+)
 
 log = logging.getLogger("runahead.frontend")
 
@@ -40,9 +47,9 @@ class _Process:
         self.close = weakref.finalize(self, _end, self._process, ours)
         try:
             outcome = self.exchange(sources, START_SECONDS)
-        except (Closed, TimeoutError):
-            outcome = Broken("it takes too much time or memory to compile")
-        if isinstance(outcome, Broken):
+        except (PipeClosed, TimeoutError):
+            outcome = TemplatesBroken("it takes too much time or memory to compile")
+        if isinstance(outcome, TemplatesBroken):
             self.close()
             raise CheckpointError(f"the chat template is broken: {outcome.reason}")
 
@@ -51,7 +58,7 @@ class _Process:
         return self._process.pid
 
     def exchange(self, message: msgspec.Struct, seconds: float) -> Outcome:
-        """Raises: Closed, if the process has ended; TimeoutError"""
+        """Raises: PipeClosed, if the process has ended; TimeoutError"""
         jobs.send(self._connection, message, seconds)
         outcome: Outcome = jobs.decode(jobs.receive(self._connection, seconds), Outcome)
         return outcome
@@ -64,7 +71,7 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 
 
 class Renderer:
-    """Renders templates in a process of its own, which is started again after it has died. Thread-safe.
+    """Renders templates in a separate process, which is started again after it has died. Thread-safe.
 
     One process is enough: a prompt takes well below a millisecond, and none takes more than its limit.
     """
@@ -86,7 +93,7 @@ class Renderer:
                 self._process = _Process(self._sources)
             try:
                 return self._process.exchange(job, job.seconds + PATIENCE_SECONDS)
-            except (Closed, TimeoutError):
+            except (PipeClosed, TimeoutError):
                 log.warning("the renderer of chat templates is replaced: a template reached its limits")
                 self._process.close()
                 self._process = None

@@ -19,7 +19,7 @@ MAX_BASE, MAX_EXPONENT = 10**9, 64
 """Maximum base and exponent of powers."""
 
 
-class Refusal(jinja2.TemplateError):
+class TemplateException(jinja2.TemplateError):
     """The template called `raise_exception`; the message is for the client."""
 
 
@@ -50,7 +50,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._limits = threading.local()
 
     def render(self, template: jinja2.Template, variables: Mapping[str, Any], seconds: float) -> str:
-        """Raises: Refusal, TemplateLimit, and any exception of an expression in the template"""
+        """Raises: TemplateException, TemplateLimit, and any exception of an expression in the template"""
         parts: list[str] = []
         size = 0
         self._limits.deadline = time.monotonic() + seconds
@@ -109,4 +109,4 @@ def _tojson(
 
 
 def _raise(message: str) -> NoReturn:
-    raise Refusal(message)
+    raise TemplateException(message)

@@ -31,8 +31,8 @@ class Tag(IntEnum):
     """Between the tensor-parallel ranks of a stage."""
 
 
-class Waiter:
-    """Waits for messages on a thread of its own, so that `abort` always frees the waiting rank.
+class MessageWaiter:
+    """Waits for messages on a separate thread, so that `abort` always frees the waiting rank.
 
     A closed connection is not enough: gloo neither completes nor fails a message that was sent in part when its
     connection breaks, and no later call ends that wait.
@@ -89,7 +89,7 @@ class Peers:
     a third of the time.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, waiter: Waiter) -> None:
+    def __init__(self, group: Any, rank: int, size: int, waiter: MessageWaiter) -> None:
         self._group, self.rank, self.wait = group, rank, waiter.wait
         self.others = [other for other in range(size) if other != rank]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from torch import distributed
 
 from protocol.membership import Assignment
-from services.worker.distributed.messages import Peers, Waiter
+from services.worker.distributed.messages import MessageWaiter, Peers
 from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.rendezvous import local_address
 from services.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -58,7 +58,7 @@ class Ranks:
         self._listener = listener
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()
         self._aborted = threading.Event()
-        self._waiter = Waiter()
+        self._waiter = MessageWaiter()
         self._others = sockets()
         """Sockets of other owners. Until the ranks have joined, every socket beside these belongs to the groups."""
         self._ours: set[str] | None = None

@@ -1,6 +1,6 @@
 """The reference sampler: from a logits row to a token id, on plain float32 NumPy, one row at a time.
 
-The order is vLLM's. `shaped` applies `allowed_token_ids`, `bad_words`, the tokens that `min_tokens` forbids,
+The order is vLLM's. `adjusted` applies `allowed_token_ids`, `bad_words`, the tokens that `min_tokens` forbids,
 `logit_bias`, penalties and the grammar's mask. `sample_row` applies temperature, min-p, top-k, top-p and the noise of
 services.worker.sampling.noise. A row's result depends on its own logits, tokens and parameters only.
 
@@ -50,14 +50,14 @@ def sample(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: 
         logits: float32[vocab] of the model; not changed.
         mask: int32[ceil(vocab / 32)] of the grammar; None: no grammar.
     """
-    row = shaped(logits, params, prompt, output, mask)
+    row = adjusted(logits, params, prompt, output, mask)
     return sample_row(row, RowParams.from_params(params, len(prompt) + len(output)))
 
 
 # -- changes to the logits ---------------------------------------------------------------------------------------
 
 
-def shaped(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> F32:
+def adjusted(logits: F32, params: SamplingParams, prompt: I32, output: I32, mask: I32 | None = None) -> F32:
     """Return a changed copy of `logits`, minus infinity at forbidden tokens. Arguments as for `sample`."""
     row = logits.copy()
     if params.allowed_token_ids:

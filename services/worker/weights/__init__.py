@@ -1,6 +1,6 @@
 """Weights of a model: `Checkpoint` is the interface, over safetensors files and over GGUF files."""
 
-from services.worker.weights.checkpoint import Blocks, Checkpoint, Cut
+from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
 from services.worker.weights.opening import checkpoint_path, model_digest, open_checkpoint
 
-__all__ = ["Blocks", "Checkpoint", "Cut", "checkpoint_path", "model_digest", "open_checkpoint"]
+__all__ = ["Checkpoint", "Cut", "QuantizedRows", "checkpoint_path", "model_digest", "open_checkpoint"]

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whatever its files are. Names and shapes are those of Hugging Face checkpoints."""
+"""The tensors of a checkpoint in any file format. Names and shapes are those of Hugging Face checkpoints."""
 
 from typing import NamedTuple, Protocol
 
@@ -10,13 +10,13 @@ Cut = tuple[slice, ...]
 """Rows (and columns) of a tensor; `()` is all of it."""
 
 
-class Blocks(NamedTuple):
+class QuantizedRows(NamedTuple):
     """Rows of a quantised tensor as the file stores them."""
 
     kind: str
-    """Type in ggml, such as "Q4_1"; `services.checkpoint.gguf.tensor_types` has the size of its blocks."""
+    """Type in ggml, such as "Q4_1"; the size of its blocks is in `services.checkpoint.gguf.tensor_types`."""
     rows: torch.Tensor
-    """uint8[rows, bytes of a row]. Mapped where the file has the rows in this order; must not be written."""
+    """uint8[rows, bytes of a row]. Mapped if the file has the rows in this order; must not be written."""
 
 
 class Checkpoint(Protocol):
@@ -25,10 +25,10 @@ class Checkpoint(Protocol):
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
         """Return the part `cut` of the tensor `name`, converted to `dtype`; `shape` is that of the whole tensor.
 
-        Raises: LoadError, when it is missing, has another shape, or has no floating-point numbers.
+        Raises: LoadError, if it is missing, has another shape, or has no floating-point numbers.
         """
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> Blocks | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
         """Return the part `cut` of a quantised tensor in its blocks, with the rows in the order of `take`.
 
         None: the tensor is not quantised, or `cut` divides a block.

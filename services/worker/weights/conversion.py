@@ -22,7 +22,7 @@ log = logging.getLogger("runahead.worker")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = (*FILES, "chat_template.jinja")
 _FORMAT = 1
-"""Part of the cache key; a new number makes older directories unused."""
+"""Part of the cache key; after an increment, older directories are not used any more."""
 _SHARD_BYTES = 2 << 30
 """Size at which a file of weights ends. Its tensors are in memory until it is written."""
 
@@ -49,7 +49,7 @@ def cached_conversion(path: Path, dtype: str = "auto") -> Path:
 
 
 def cache_directory(path: Path, dtype: str) -> Path:
-    """Return the place of a conversion; another file at the same path has another place."""
+    """Return the directory of a conversion. A changed file at the same path has another directory."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     status = path.stat()
     key = f"{_FORMAT} {path.resolve()} {status.st_size} {status.st_mtime_ns} {dtype}"

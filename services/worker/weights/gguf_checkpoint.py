@@ -1,6 +1,6 @@
 """Tensors of a GGUF file under their Hugging Face names, dequantised or in their blocks.
 
-The file is mapped. A part of a tensor that is taken is the only part that is read.
+The file is mapped, and only the requested part of a tensor is read.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from services.checkpoint import CheckpointError
 from services.checkpoint.gguf import GgufHeader, GgufTensor, read_header, tensors_by_name
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Blocks, Cut, check_shape, missing_tensor
+from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types without blocks."""
@@ -47,7 +47,7 @@ class GgufCheckpoint:
             values = _dequantised(tensor.type.name, stored, columns, dtype)
         return values.reshape(-1) if len(tensor.shape) == 1 else values
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> Blocks | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
         tensor = self._tensor(name, shape)
         rows, columns = _slices(tensor, cut)
         elements, size = tensor.type.block_elements, tensor.type.block_bytes
@@ -55,7 +55,7 @@ class GgufCheckpoint:
             return None
         stored = torch.from_numpy(self._rows(name, tensor, rows))
         part = slice(columns.start // elements * size, columns.stop // elements * size)
-        return Blocks(tensor.type.name, stored[:, part])
+        return QuantizedRows(tensor.type.name, stored[:, part])
 
     def integers(self, name: str) -> torch.Tensor:
         if name not in self:
@@ -93,7 +93,7 @@ class GgufCheckpoint:
     def _order(self, name: str, tensor: GgufTensor) -> NDArray[np.int64] | None:
         """Return the row of the file for each row of the tensor, None if they are the same.
 
-        Files of Llama models have the two halves of a head, which are rotated together, in turns.
+        In files of Llama models, the rows of a head's two halves alternate, because they are rotated in pairs.
         """
         match = _ROTATED.fullmatch(name)
         if self._header.architecture != "llama" or match is None:

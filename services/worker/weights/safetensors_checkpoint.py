@@ -9,14 +9,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.worker.runner import LoadError
-from services.worker.weights.checkpoint import Blocks, Cut, check_shape, missing_tensor
+from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}
 """Dtypes of safetensors that can be read, and their bytes."""
 
 
 class SafetensorsCheckpoint:
-    """A `Checkpoint`: the tensors of a directory. Files are mapped; a tensor is read when it is taken.
+    """A `Checkpoint`: the tensors of a directory. Files are mapped; a tensor is read when it is requested.
 
     Raises: LoadError, when there are no safetensors files, or one is missing or broken.
     """
@@ -51,7 +51,7 @@ class SafetensorsCheckpoint:
             raise LoadError(f"tensor {name} must be a list of whole numbers; download the model again")
         return values.long()
 
-    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> Blocks | None:
+    def blocks(self, name: str, shape: tuple[int, ...], cut: Cut = ()) -> QuantizedRows | None:
         """Return None: the files have no quantised tensors."""
         return None
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.membership import Shard
-from services.worker.backends.native.kernels.interface import Kernels
+from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.kernels.selection import choose, create
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model, cache_shape
-from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.partition import ModelPart
 from services.worker.runner import LoadError
 from services.worker.weights import open_checkpoint
 from tests.integration.native.conftest import Family
@@ -54,7 +54,7 @@ def load(path: Path, shard: Shard) -> tuple[Model, dict[str, list[torch.Tensor]]
         name: File(file, lambda name, part: seen[name].append(part.clone()))
         for name, file in checkpoint.files.items()
     }
-    part = Part.from_shard(ModelConfig.from_checkpoint(path), shard)
+    part = ModelPart.from_shard(ModelConfig.from_checkpoint(path), shard)
     return Model(part, checkpoint, torch.float32, kernels(), lambda phase, fraction: None), seen
 
 
@@ -113,12 +113,12 @@ def test_the_cache_holds_this_ranks_layers_and_heads(llama: Family) -> None:
     for shard, share in (
         (Shard(0, 2, 0, 1), 2), (Shard(3, 4, 0, 1), 2), (Shard(0, 1, 2, 3), 3), (Shard(1, 2, 1, 3), 6),
     ):  # fmt: skip
-        mine = Part.from_shard(config, shard).config
+        mine = ModelPart.from_shard(config, shard).config
         assert bytes_per_block(cache_shape(mine, 4, torch.float32)) * share == whole
 
 
 def test_a_missing_tensor_is_missed_by_the_rank_that_needs_it_only(llama: Family) -> None:
-    part = Part.from_shard(ModelConfig.from_checkpoint(llama.path), Shard(0, 1, 0, 3))
+    part = ModelPart.from_shard(ModelConfig.from_checkpoint(llama.path), Shard(0, 1, 0, 3))
     for gone, fails in (("model.layers.0.mlp.up_proj.weight", True), ("model.norm.weight", False)):
         checkpoint = open_checkpoint(llama.path)
         del checkpoint.files[gone]

@@ -15,7 +15,14 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput
 from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native import drafters
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
+from services.worker.backends.native.drafters.base import (
+    I32,
+    Advance,
+    Drafter,
+    DrafterSlots,
+    Proposer,
+    TargetModel,
+)
 from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
@@ -43,13 +50,13 @@ def prompts() -> list[list[int]]:
 class ScriptedDrafter(Drafter, Proposer):
     """Proposes the tokens of a known answer, and other tokens where it is `wrong`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel) -> None:
         self.answers: dict[int, list[int]] = {}
         """By slot: prompt and output."""
         self.wrong: Callable[[int], bool] = lambda position: position * 2654435761 % 2**32 < 2**30
         self.seen: list[Advance] = []
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         self._limit = slots.table.max_model_len
         return self
 

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from protocol.membership import Shard, Speculation
-from services.worker.backends.native.drafters.base import Advance, Slots, Target
+from services.worker.backends.native.drafters.base import Advance, DrafterSlots, TargetModel
 from services.worker.backends.native.drafters.eagle import ERROR, EagleDrafter
 from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from services.worker.weights import open_checkpoint
@@ -134,17 +134,17 @@ class EagleSetup:
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[: self.table.block_table.size]
         self.table.block_table[:] = blocks.reshape(self.table.block_table.shape)
         self.table.num_blocks[:] = self.table.block_table.shape[1]
-        self.proposer = self.drafter.start(Slots(self.table, self.history, NUM_BLOCKS))
+        self.proposer = self.drafter.start(DrafterSlots(self.table, self.history, NUM_BLOCKS))
 
     def load(
         self, head: Path, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE, **speculation: Any
     ) -> EagleDrafter:
         checkpoint = open_checkpoint(self.path)
-        part = Part.from_shard(ModelConfig.from_checkpoint(self.path), shard)
+        part = ModelPart.from_shard(ModelConfig.from_checkpoint(self.path), shard)
         kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
         model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
-        target = Target(wanted, model, self.path, checkpoint, BLOCK_SIZE, CONTEXT)
+        target = TargetModel(wanted, model, self.path, checkpoint, BLOCK_SIZE, CONTEXT)
         return EagleDrafter(target)
 
     def states(self, positions: int) -> list[torch.Tensor]:

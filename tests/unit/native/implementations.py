@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.interface import Kernels
+from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.kernels.selection import TABLE, create
 
 IMPLEMENTATIONS = ("compiled", "reference")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.worker.backends.native.kernels import interface
-from services.worker.backends.native.kernels.interface import BatchTensors, CacheShape
+from services.worker.backends.native.kernels.interface.attention import AttentionShape
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
+from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.batch.slots import Rows
 from tests.unit.native.implementations import BF16, F32, every_implementation, make
 
@@ -64,7 +65,7 @@ class AttentionSetup:
         self.angles = torch.arange(CONTEXT)[:, None] * frequencies
         norms = (torch.rand(shape.head_dim) + 0.5, torch.rand(shape.head_dim) + 0.5)
         self.norms = norms if shape.normed else None
-        described = interface.AttentionShape(shape.heads, shape.head_dim, (shape.window,), 1e-6, frequencies)
+        described = AttentionShape(shape.heads, shape.head_dim, (shape.window,), 1e-6, frequencies)
         self.attention = network.attention(described, self.cache, self.table, SLOTS * CONTEXT)
 
     def run(self, starts: list[int], counts: list[int]) -> list[torch.Tensor]:

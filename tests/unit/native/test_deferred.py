@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots
+from services.worker.backends.native.drafters.base import I32, Advance, Drafter, DrafterSlots, Proposer
 from services.worker.backends.native.drafters.deferred import MOST_BYTES, MOST_TOKENS, DeferredDrafter
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
@@ -26,7 +26,7 @@ class RecordingDrafter(Drafter):
     def __init__(self) -> None:
         self.proposer = RecordingProposer()
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         return self.proposer
 
 
@@ -39,7 +39,7 @@ class Deferred:
         drafter = RecordingDrafter()
         self.advances = drafter.proposer.advances
         self.drafter = DeferredDrafter(drafter)
-        self.propose = self.drafter.start(Slots(self.table, TokenHistory(8, 8, 8), 8)).propose
+        self.propose = self.drafter.start(DrafterSlots(self.table, TokenHistory(8, 8, 8), 8)).propose
 
 
 def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1) -> Advance:

@@ -15,7 +15,7 @@ from services.worker.backends.native.kernels.cpu.logit_rules import CpuLogitRule
 from services.worker.backends.native.sampling.sampler import SampledTokens, Sampler
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
-from services.worker.sampling.reference import shaped
+from services.worker.sampling.reference import adjusted
 from tests.unit.native.implementations import IMPLEMENTATIONS, make
 
 VOCAB, SLOTS, LIMIT = 131, 24, 64
@@ -46,7 +46,7 @@ def expected_row(
 ) -> np.ndarray:
     """`allowed`: by a grammar."""
     mask = None if allowed is None else np.frombuffer(bitmask(allowed), np.int32)
-    return shaped(logits.numpy(), wanted, np.array(prompt, np.int32), np.array(output, np.int32), mask)
+    return adjusted(logits.numpy(), wanted, np.array(prompt, np.int32), np.array(output, np.int32), mask)
 
 
 class SampledBatch:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.worker.backends.native.kernels.interface import Buffers, NetworkKernels
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.selection import ONEDNN_BFLOAT16, processor_features
 from tests.unit.native.implementations import BF16, F32, every_implementation, make
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import Advance, Slots
+from services.worker.backends.native.drafters.base import Advance, DrafterSlots
 from services.worker.backends.native.drafters.ngram import NgramProposer
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
@@ -23,7 +23,7 @@ class Lookup:
     def __init__(self, implementation: str, least: int, most: int, limit: int = LIMIT) -> None:
         self.history = TokenHistory(SLOTS, LIMIT, 100)
         self.history.tokens.fill_(99)  # what is not written is no request's token
-        slots = Slots(SlotTable(SLOTS, 16, SLOTS * 5, LIMIT), self.history, SLOTS * 5)
+        slots = DrafterSlots(SlotTable(SLOTS, 16, SLOTS * 5, LIMIT), self.history, SLOTS * 5)
         kernels = make(implementation).drafting
         self.proposer = NgramProposer(kernels, range(least, most + 1), limit, slots)
 

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.membership import Shard
 from services.worker.backends.native.model.config import ModelConfig, Rope
-from services.worker.backends.native.model.partition import Part, stage_layers, tensor_parallel_sizes
+from services.worker.backends.native.model.partition import ModelPart, stage_layers, tensor_parallel_sizes
 from services.worker.runner import LoadError
 
 
@@ -50,7 +50,7 @@ def test_sizes_that_a_model_allows(sizes: dict[str, int], allowed: tuple[int, ..
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_ranks_together_hold_everything(size: int, kv_heads: int) -> None:
     config = model(num_kv_heads=kv_heads)
-    parts = [Part.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
+    parts = [ModelPart.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
     for name, whole in (("heads", 8), ("intermediate", 96), ("vocabulary", 211)):
         held = [i for part in parts for i in range(whole)[getattr(part, name)]]
         assert held == list(range(whole)), name
@@ -71,7 +71,7 @@ def test_kv_heads_that_do_not_divide_are_dealt_with_their_heads(
     heads: int, kv_heads: int, size: int, expected: list[tuple[int, int]]
 ) -> None:
     config = model(num_heads=heads, num_kv_heads=kv_heads)
-    parts = [Part.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
+    parts = [ModelPart.from_shard(config, Shard(rank, size, 0, 1)) for rank in range(size)]
     assert [(part.config.num_heads, part.config.num_kv_heads) for part in parts] == expected
     assert [i for part in parts for i in range(kv_heads)[part.kv_heads]] == list(range(kv_heads))
     assert [i for part in parts for i in range(heads)[part.heads]] == list(range(heads))
@@ -81,7 +81,7 @@ def test_kv_heads_that_do_not_divide_are_dealt_with_their_heads(
 
 
 def test_stages_have_their_own_layers_and_windows() -> None:
-    parts = [Part.from_shard(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
+    parts = [ModelPart.from_shard(model(), Shard(0, 1, stage, 2)) for stage in range(2)]
     assert [part.config.windows for part in parts] == [(0, 1, 2), (3, 4)]
     assert [(part.is_first, part.is_last) for part in parts] == [(True, False), (False, True)]
 
@@ -98,6 +98,6 @@ def test_what_cannot_be_cut_is_refused_with_what_can() -> None:
         ({"vocab_size": 7}, 8, "none of 7 token ids"),
     ):
         with pytest.raises(LoadError, match=message):
-            Part.from_shard(model(**sizes), Shard(0, size, 0, 1))
+            ModelPart.from_shard(model(**sizes), Shard(0, size, 0, 1))
     with pytest.raises(LoadError, match="5 layers cannot be cut into 6 pipeline stages"):
-        Part.from_shard(model(), Shard(0, 1, 0, 6))
+        ModelPart.from_shard(model(), Shard(0, 1, 0, 6))

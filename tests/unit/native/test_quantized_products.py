@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.interface import NetworkKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.quantized_weight import Quantization, quantized
 from services.worker.backends.native.kernels.selection import choose, create, processor_features
 from tests.unit.native.implementations import BF16, F32, make

@@ -15,14 +15,14 @@ from services.worker.backends.native.kernels.quantized_weight import (
     stacked,
 )
 from services.worker.backends.native.model.gguf_blocks import weight_from_blocks
-from services.worker.weights import Blocks
+from services.worker.weights import QuantizedRows
 
 
-def blocks(kind: str, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
+def blocks(kind: str, weight: torch.Tensor) -> tuple[QuantizedRows, torch.Tensor]:
     """A weight in blocks, and what the `gguf` package makes of them."""
     number = GGMLQuantizationType[kind]
     rows = quantize(weight.numpy(), number)
-    return Blocks(kind, torch.from_numpy(rows)), torch.from_numpy(dequantize(rows, number))
+    return QuantizedRows(kind, torch.from_numpy(rows)), torch.from_numpy(dequantize(rows, number))
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 254), ("int4", 15)])
@@ -53,7 +53,9 @@ def test_other_blocks_are_not_kept() -> None:
     assert weight_from_blocks(blocks("Q5_1", torch.randn(2, GROUP))[0]) is None
     large = np.zeros((1, 18), np.uint8)
     large[0, :2] = np.array([60000.0], np.float16).view(np.uint8)
-    assert weight_from_blocks(Blocks("Q4_0", torch.from_numpy(large))) is None  # 8 * 60000 is no float16
+    assert (
+        weight_from_blocks(QuantizedRows("Q4_0", torch.from_numpy(large))) is None
+    )  # 8 * 60000 is no float16
 
 
 def test_stacked_weights_of_one_kind_stay_and_of_two_become_int8() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.interface import BatchTensors, SlotDrafts
+from services.worker.backends.native.kernels.interface.rows import BatchTensors, SlotDrafts
 from services.worker.batch.slots import EMPTY, Rows
 from tests.unit.native.implementations import IMPLEMENTATIONS, every_implementation, make
 

@@ -7,6 +7,7 @@ from protocol.codec import pack
 from protocol.sampling import SamplingParams
 from services.worker.sampling.reference import (
     RowParams,
+    adjusted,
     apply_bitmask,
     forbid,
     log_softmax,
@@ -14,7 +15,6 @@ from services.worker.sampling.reference import (
     restrict,
     sample,
     sample_row,
-    shaped,
 )
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
@@ -113,7 +113,7 @@ def bits(*tokens: int, vocab: int = 4) -> np.ndarray:
 
 
 def test_default_parameters_do_not_change_the_logits() -> None:
-    row = shaped(LOGITS, requested(), ids(0, 1), ids(2, 2))
+    row = adjusted(LOGITS, requested(), ids(0, 1), ids(2, 2))
     assert row.tobytes() == LOGITS.tobytes()
     assert row is not LOGITS
 
@@ -143,26 +143,26 @@ def test_penalties_are_applied_as_documented(seed: int) -> None:
         frequency_penalty=float(rng.uniform(-2, 2)),
         repetition_penalty=float(rng.uniform(0.1, 5)),
     )
-    row = shaped(logits, params, prompt, output)
+    row = adjusted(logits, params, prompt, output)
     assert row.tolist() == penalized(logits.tolist(), params, prompt.tolist(), output.tolist())
     assert row.dtype == np.float32
 
 
 def test_prompt_tokens_count_for_the_repetition_penalty_alone() -> None:
-    assert shaped(LOGITS, requested(presence_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert shaped(LOGITS, requested(frequency_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
-    assert shaped(LOGITS, requested(repetition_penalty=2.0), ids(0), NOTHING)[0] == LOGITS[0] * 2
+    assert adjusted(LOGITS, requested(presence_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
+    assert adjusted(LOGITS, requested(frequency_penalty=2.0), ids(0), NOTHING).tolist() == LOGITS.tolist()
+    assert adjusted(LOGITS, requested(repetition_penalty=2.0), ids(0), NOTHING)[0] == LOGITS[0] * 2
 
 
 def test_a_bias_is_added_and_only_allowed_tokens_remain() -> None:
     assert sample(LOGITS, requested(), NOTHING, NOTHING) == 0
     assert sample(LOGITS, requested(logit_bias=((3, 5.0), (99, 50.0))), NOTHING, NOTHING) == 3
-    assert kept(shaped(LOGITS, requested(allowed_token_ids=pack([1, 3, 99])), NOTHING, NOTHING)) == [1, 3]
+    assert kept(adjusted(LOGITS, requested(allowed_token_ids=pack([1, 3, 99])), NOTHING, NOTHING)) == [1, 3]
 
 
 def test_a_bias_does_not_allow_a_forbidden_token() -> None:
     params = requested(allowed_token_ids=pack([1, 2]), bad_words=((2,),), logit_bias=((0, 9.0), (2, 9.0)))
-    assert kept(shaped(LOGITS, params, NOTHING, NOTHING)) == [1]
+    assert kept(adjusted(LOGITS, params, NOTHING, NOTHING)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -181,19 +181,19 @@ def test_the_end_of_a_bad_word_is_forbidden_after_its_beginning(
     output: list[int], forbidden: list[int]
 ) -> None:
     params = requested(bad_words=((3,), (1, 2, 0), (0, 1), (99,)))
-    left = kept(shaped(LOGITS, params, ids(1, 2), ids(*output)))
+    left = kept(adjusted(LOGITS, params, ids(1, 2), ids(*output)))
     assert left == [token for token in range(4) if token not in forbidden]
 
 
 def test_stop_tokens_are_forbidden_below_min_tokens() -> None:
     params = requested(min_tokens=2, eos_token_ids=(0,), stop_token_ids=(2,))
-    assert kept(shaped(LOGITS, params, ids(0), ids(1))) == [1, 3]
-    assert kept(shaped(LOGITS, params, ids(0), ids(1, 1))) == [0, 1, 2, 3]
+    assert kept(adjusted(LOGITS, params, ids(0), ids(1))) == [1, 3]
+    assert kept(adjusted(LOGITS, params, ids(0), ids(1, 1))) == [0, 1, 2, 3]
 
 
 def test_a_grammar_wins_if_other_parameters_forbid_all_its_tokens() -> None:
     params = requested(allowed_token_ids=pack([0, 1]), bad_words=((2,),))
-    assert kept(shaped(LOGITS, params, NOTHING, NOTHING, bits(1, 2))) == [1]
+    assert kept(adjusted(LOGITS, params, NOTHING, NOTHING, bits(1, 2))) == [1]
     for temperature in (0.0, 1.0):
         alone = requested(allowed_token_ids=pack([0, 1]), temperature=temperature)
         assert sample(LOGITS, alone, NOTHING, NOTHING, bits(3, 2)) == 2, (

@@ -90,7 +90,7 @@ class Choice(RequestStream):
         self._num_shown = 0
         """Characters of output that were shown; counted only with log-probabilities."""
         self._finish: str | None = None
-        """OpenAI's `finish_reason`; None while the choice goes on."""
+        """OpenAI's `finish_reason`; None while the choice is generated."""
         self._first_token: float | None = None
         self._last_token: float | None = None
         """Monotonic seconds."""

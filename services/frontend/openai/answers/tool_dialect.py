@@ -102,7 +102,7 @@ class ToolDialect(ChatDialect):
         return [{**choice, "delta": delta} for choice in super().deltas(index, bare)]
 
     def _replaced(self, chunk: Chunk, parser: AnswerParser, text: str) -> Chunk:
-        """Return the chunk with `text` in place of its own.
+        """Return the chunk with its text replaced by `text`.
 
         `finish_reason` becomes "tool_calls" if the answer has calls, but not if the client named the one tool to call:
         OpenAI and vLLM report "stop" then.

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
-from services.frontend.openai.parameters.extra_fields import ExtraFields, Mode
+from services.frontend.openai.parameters.extra_fields import ExtraFields, UnknownFieldMode
 from services.frontend.openai.schemas.requests import BaseGenerationRequest
 
 BODY_SECONDS = 30.0
@@ -23,7 +23,7 @@ B = TypeVar("B", bound=pydantic.BaseModel)
 class BodyParser:
     """Reads and checks bodies. Names of ignored fields are stored as `state.ignored_parameters` of the request."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: UnknownFieldMode) -> None:
         """
         Args:
             mode: treatment of unknown fields.

@@ -27,7 +27,7 @@ from services.frontend.responses_api.schemas import (
 
 log = logging.getLogger("runahead.frontend")
 
-Mode = Literal["warn", "refuse", "ignore"]
+UnknownFieldMode = Literal["warn", "refuse", "ignore"]
 MAX_NAMED = 16
 """Names in the header and in a log line."""
 MAX_LOGGED = 1024
@@ -44,7 +44,7 @@ def unserved_of(kind: type[BaseModel]) -> Neutral:
 class ExtraFields:
     """The rule for fields that a body's model does not have."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: UnknownFieldMode) -> None:
         self._mode = mode
         self._logged: set[tuple[str, ...]] = set()
 

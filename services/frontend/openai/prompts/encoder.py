@@ -1,4 +1,4 @@
-"""Prompts to token ids, on worker threads: the tokenizer releases the GIL, and the event loop goes on."""
+"""Prompts to token ids, on worker threads: the tokenizer releases the GIL, so the event loop continues."""
 
 import asyncio
 from collections.abc import Callable

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.kernels.interface import RowKernels, SlotDrafts
+from services.worker.backends.native.kernels.interface.rows import RowKernels, SlotDrafts
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import EMPTY, PlanError, Rows
 

@@ -17,7 +17,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.rows import LogprobRows
 from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput, StepTimes
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
-from services.worker.backends.native.drafters.base import Advance, Drafter, Slots
+from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.feedback import TokenFeedback
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
@@ -65,7 +65,9 @@ class NativeEpoch:
         self._pooler = Pooler(slots, model.part.whole.hidden_size)
         self._reads = drafter.reads if drafter is not None else ()
         self.proposer = (
-            drafter.start(Slots(self.table, self.history, init.num_blocks)) if drafter is not None else None
+            drafter.start(DrafterSlots(self.table, self.history, init.num_blocks))
+            if drafter is not None
+            else None
         )
         self._forward = ForwardPass(
             model, ranks, init.num_blocks, block_size, self.table.block_table, self._reads

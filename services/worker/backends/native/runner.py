@@ -1,4 +1,4 @@
-"""The native backend: one rank that computes with torch and kernels of its own."""
+"""The native backend: one rank that computes with torch and its own kernels."""
 
 import hashlib
 import logging
@@ -18,14 +18,14 @@ from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import context_limit, num_kv_blocks
 from services.worker.backends.native import drafters
-from services.worker.backends.native.drafters.base import Drafter, Target
+from services.worker.backends.native.drafters.base import Drafter, TargetModel
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.quantized_weight import GROUP, Quantization
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.loading import has_blocks
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.model.partition import Part, tensor_parallel_sizes
+from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
 from services.worker.weights import Checkpoint, checkpoint_path, model_digest, open_checkpoint
@@ -129,7 +129,7 @@ class NativeRunner:
             invariant = self._config.batch_invariant
             choice = selection.choose(wanted, self._config.device, dtype, features, quantized, invariant)
             log.info("%s", choice.describe(features))
-            part = Part.from_shard(config, shard, self._group)
+            part = ModelPart.from_shard(config, shard, self._group)
             model = Model(part, checkpoint, dtype, selection.create(choice), progress, quantization)
             log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
             self._model = model
@@ -164,7 +164,9 @@ class NativeRunner:
         if self._drafter is None or self._drafter_for != wanted_for:
             self._drafter = None  # freed before the next one is read
             path = checkpoint_path(self._config)
-            target = Target(speculation, model, path, open_checkpoint(path), assignment.block_size, limit)
+            target = TargetModel(
+                speculation, model, path, open_checkpoint(path), assignment.block_size, limit
+            )
             self._drafter, self._drafter_for = drafters.create(target), wanted_for
         return self._drafter
 

@@ -1,6 +1,6 @@
 """The cost model: modelled seconds of steps, drafts and hops."""
 
-from services.config import WorkerConfig
+from services.config import SimulatorConfig
 from services.worker.batch.slots import I32, Rows
 
 
@@ -11,7 +11,7 @@ class CostModel:
     not divide them: set the costs of a step at that size. The settings for a hop are those of one hop.
     """
 
-    def __init__(self, config: WorkerConfig, stages: int = 1) -> None:
+    def __init__(self, config: SimulatorConfig, stages: int = 1) -> None:
         self._config, self._stages = config, stages
 
     def step(self, rows: Rows, num_prompt: I32) -> float:

@@ -189,7 +189,7 @@ class VllmEngine:
     def pool(self, pooled: PooledRows, ids: list[str], rows: Rows) -> None:
         """Add the hidden states of the step just executed, after the final norm, to `pooled`.
 
-        vLLM's batch has an order of its own; `pooled` counts tokens in the order of the plan.
+        vLLM's batch is ordered differently; `pooled` counts tokens in the order of the plan.
 
         Args:
             ids: request id of each of `rows`

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from services.frontend.errors import APIError
-from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, Mode
+from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
 from services.frontend.openai.schemas.requests import (
     NEUTRAL,
     ChatRequest,
@@ -33,7 +33,7 @@ def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
     )
 
 
-def ignored(body: BaseModel, mode: Mode = "warn") -> list[str]:
+def ignored(body: BaseModel, mode: UnknownFieldMode = "warn") -> list[str]:
     return ExtraFields(mode).check(body, "r-1")
 
 
@@ -103,7 +103,9 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
         ("reasoning_effort", "low"),
     ],
 )  # fmt: skip
-def test_known_parameter_that_is_not_served_is_refused_by_name(name: str, value: object, mode: Mode) -> None:
+def test_known_parameter_that_is_not_served_is_refused_by_name(
+    name: str, value: object, mode: UnknownFieldMode
+) -> None:
     with pytest.raises(APIError, match=name) as refused:
         ignored(completion(**{name: value}), mode)
     assert refused.value.param == name

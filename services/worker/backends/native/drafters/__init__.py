@@ -1,6 +1,6 @@
 """Drafters: one module per method."""
 
-from services.worker.backends.native.drafters.base import Drafter, Target
+from services.worker.backends.native.drafters.base import Drafter, TargetModel
 from services.worker.backends.native.drafters.deferred import DeferredDrafter
 from services.worker.backends.native.drafters.draft_model import DraftModelDrafter
 from services.worker.backends.native.drafters.eagle import EagleDrafter
@@ -8,7 +8,7 @@ from services.worker.backends.native.drafters.ngram import NgramDrafter
 from services.worker.runner import LoadError
 
 
-def create(target: Target) -> Drafter:
+def create(target: TargetModel) -> Drafter:
     """The drafter of the scheduler's `--speculative-config`.
 
     Raises: LoadError, when there is none, or its checkpoint cannot be used with this model.

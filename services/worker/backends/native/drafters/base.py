@@ -1,9 +1,9 @@
 """The interface between the target model and the drafter.
 
-A drafter runs on the output rank alone, after each step's sampling, and proposes one token at a time. Its proposals
-make a request faster or slower; they never change a token of it. It reads tokens from the history on the device, which
-already contains the sampled ones, so no step waits for the host. If it has keys and values, they are in tensors of its
-own, addressed by the target's block tables.
+A drafter runs only on the output rank, after the sampling of each step, and proposes one token at a time. Its proposals
+make a request faster or slower, but never change its tokens. It reads tokens from the history on the device, which
+already contains the sampled ones, so no step waits for the host. A drafter with keys and values has separate tensors
+for them, addressed by the block tables of the target.
 """
 
 from abc import ABC, abstractmethod
@@ -28,12 +28,12 @@ States = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """The target model, for loading a drafter."""
 
     speculation: Speculation
     model: Model
-    """This rank's part. With tensor parallelism its embedding and head cover only some token ids."""
+    """This rank's part of the model. With tensor parallelism, its embedding and head cover only some token ids."""
     path: Path
     """Directory or GGUF file of its checkpoint."""
     checkpoint: Checkpoint
@@ -43,11 +43,11 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Slots:
+class DrafterSlots:
     """The slots of one epoch."""
 
     table: SlotTable
-    """`block_table` and `num_blocks` of each slot; its positions are upper bounds."""
+    """Used for `block_table` and `num_blocks` of each slot. Its positions are upper bounds."""
     history: TokenHistory
     num_blocks: int
     """Number of blocks in the cache."""
@@ -58,18 +58,18 @@ class Advance(NamedTuple):
 
     slots: I32
     generations: I32
-    """Generation of each slot. When the request leaves, its slot gets another one."""
+    """Generation of each slot; it changes when the request leaves the slot."""
     starts: I32
     """First position that the step computed."""
     counts: I32
     """Positions that it computed, without rejected drafts; at least 1."""
     samples: NDArray[np.bool_]
-    """Rows whose next token was sampled: the history has it at `ends`, unless `ends` is beyond the context. For other
-    rows, the history has the next token of the prompt there."""
+    """Rows whose next token was sampled. The history contains this token at position `ends`, unless `ends` is beyond
+    the context. For other rows, it contains the next token of the prompt there."""
     states: States = ()
     """[sum(counts), hidden] for each of the drafter's `reads`, rows back to back; valid until the next step"""
     min_acceptance: float = 0.0
-    """A row may end at the first draft whose probability, times those of the drafts before it, is lower."""
+    """A row may end at the first draft at which the product of its drafts' probabilities falls below this value."""
 
     @property
     def ends(self) -> I32:
@@ -85,7 +85,7 @@ class Drafter(ABC):
     """Bytes per block of its own cache, in addition to the target's."""
 
     @abstractmethod
-    def start(self, slots: Slots) -> "Proposer":
+    def start(self, slots: DrafterSlots) -> "Proposer":
         """Return a proposer for one epoch, with an empty cache."""
 
 
@@ -93,7 +93,7 @@ class Proposer(ABC):
     """A drafter in one epoch. For one calling thread."""
 
     def assign(self, slot: int) -> None:  # noqa: B027 - most keep nothing of a slot
-        """Another request gets the slot; drop the state of the one before."""
+        """Drop the state of a slot that another request gets."""
 
     @abstractmethod
     def propose(self, advance: Advance, k: int) -> I32:

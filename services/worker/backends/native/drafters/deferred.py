@@ -1,20 +1,28 @@
-"""While no drafts are wanted, a drafter need not follow every step: hidden states are kept and passed on in bulk.
+"""Deferred updates of a drafter: while no drafts are proposed, hidden states are stored and passed on in bulk.
 
-Hidden states are there only in the step that computes them. One token at a time they cost a drafter as much as a draft;
-many at once cost little more than one. So speculation that is switched down to no drafts costs next to nothing.
+The hidden states of a step are valid only during the step. Processing those of one token costs a drafter as much as a
+draft; processing many tokens at once costs little more than one. Adaptive speculation that proposes no drafts therefore
+costs almost nothing.
 """
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, States
+from services.worker.backends.native.drafters.base import (
+    I32,
+    Advance,
+    Drafter,
+    DrafterSlots,
+    Proposer,
+    States,
+)
 from services.worker.batch.slots import SlotTable
 
 MOST_TOKENS = 1024
-"""Most tokens that are kept. Bounds the extra work of the step that passes them on to about a chunk of a prompt."""
+"""Maximum number of stored tokens. The step that passes them on has about the extra work of a chunk of a prompt."""
 MOST_BYTES = 8 << 20
-"""Most bytes of their hidden states, which lie beside the cache; enough tokens of a large model to be read in bulk."""
+"""Maximum size of the stored hidden states, bytes. Enough for bulk processing with a large model."""
 
 BoolRows = NDArray[np.bool_]
 _NO_SLOTS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
@@ -27,7 +35,7 @@ class DeferredDrafter(Drafter):
         self._drafter = drafter
         self.reads, self.bytes_per_block = drafter.reads, drafter.bytes_per_block
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         return DeferredProposer(self._drafter.start(slots), slots.table)
 
 
@@ -35,11 +43,11 @@ class DeferredProposer(Proposer):
     def __init__(self, proposer: Proposer, table: SlotTable) -> None:
         self._proposer, self._table = proposer, table
         self._kept: list[Advance] = []
-        """In the order of the steps; states in memory of their own."""
+        """In the order of the steps, with copies of the states."""
         self._tokens = 0
-        """Return the bytes of all states that are kept."""
+        """Return the size of the stored states, bytes."""
         self._most = 0
-        """Tokens that may be kept; 0 until the size of their states is known."""
+        """Maximum number of stored tokens; 0 until the size of a token's states is known."""
 
     def assign(self, slot: int) -> None:
         self._proposer.assign(slot)
@@ -56,8 +64,8 @@ class DeferredProposer(Proposer):
         return self._proposer.propose(advance, k)
 
     def _has_room(self, tokens: int, states: States) -> bool:
-        """Return whether the states of `tokens` fit. If not, drop those of requests that left; then they fit if at
-        least half is free."""
+        """Return whether the states of `tokens` more tokens fit. If they do not, drop those of requests that have left;
+        they then fit if at least half of the memory is free."""
         if not self._most:
             self._most = min(MOST_TOKENS, MOST_BYTES // sum(each[:1].nbytes for each in states))
         if self._tokens + tokens <= self._most:
@@ -72,8 +80,8 @@ class DeferredProposer(Proposer):
     def _joined(
         self, advances: list[Advance], last: I32 = _NO_SLOTS, samples: BoolRows = _NO_ROWS
     ) -> Advance:
-        """One row for each request that is still there, from its first position on: the blocks of others may belong to
-        another request by now. Slots `last` come first, in their order and with their bool[rows] `samples`."""
+        """One row per request that still has its slot, from its first stored position on. The blocks of other requests
+        may be reused already. The slots `last` come first, in their order and with `samples`, bool[rows]."""
         slots, generations, starts, counts = map(
             np.concatenate, zip(*(each[:4] for each in advances), strict=True)
         )
@@ -84,7 +92,7 @@ class DeferredProposer(Proposer):
         place[order] = np.arange(len(order), dtype=np.int32)
         places = np.where(
             stays, place[slots], len(order)
-        )  # rows of requests that left come last, and are cut off
+        )  # rows of requests that have left come last and are removed
         firsts = np.unique(places, return_index=True)[1][: len(order)]
         by_token = np.repeat(places, counts)
         joined = np.bincount(by_token, minlength=len(order))[: len(order)].astype(np.int32)

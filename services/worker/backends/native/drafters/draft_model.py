@@ -1,7 +1,7 @@
-"""A smaller model with the same vocabulary: it computes the tokens that the target computed, and goes on greedily.
+"""A smaller model with the same vocabulary, which continues the request greedily.
 
-Its tokens come from the history, so it may fall behind: it computes the missing ones when drafts are wanted or when
-many are missing.
+It reads tokens from the history and may therefore compute fewer positions than the target. It computes the missing ones
+when drafts are proposed or when many are missing.
 """
 
 import numpy as np
@@ -11,23 +11,30 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, Shard
 from protocol.steps import NO_DRAFT
 from services.checkpoint import WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
-from services.worker.backends.native.kernels.interface import SamplingKernels
+from services.worker.backends.native.drafters.base import (
+    I32,
+    Advance,
+    Drafter,
+    DrafterSlots,
+    Proposer,
+    TargetModel,
+)
+from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.forward import ForwardPass
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.partition import ModelPart
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import LoadError
 from services.worker.weights import open_checkpoint
 
 BEHIND = 16
-"""Most tokens of a request that are not computed yet, while no drafts are wanted."""
+"""Maximum number of missing positions of a request while no drafts are proposed."""
 
 
 class DraftModelDrafter(Drafter):
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel) -> None:
         """Raises: LoadError, also for a checkpoint with another vocabulary."""
         wanted = target.speculation
         try:
@@ -40,7 +47,7 @@ class DraftModelDrafter(Drafter):
                 f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
                 "they must have the same vocabulary"
             )
-        part, checkpoint = Part.from_shard(config, Shard()), open_checkpoint(path)
+        part, checkpoint = ModelPart.from_shard(config, Shard()), open_checkpoint(path)
         self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
         self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
         self._limit = min(
@@ -48,7 +55,7 @@ class DraftModelDrafter(Drafter):
         )
         self.bytes_per_block = self._model.bytes_per_block(target.block_size)
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         table = slots.table
         forward = ForwardPass(self._model, self._ranks, slots.num_blocks, table.block_size, table.block_table)
         return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
@@ -57,10 +64,12 @@ class DraftModelDrafter(Drafter):
 class DraftModelProposer(Proposer):
     """`limit`: the longest sequence that the draft model computes."""
 
-    def __init__(self, forward: ForwardPass, kernels: SamplingKernels, slots: Slots, limit: int) -> None:
+    def __init__(
+        self, forward: ForwardPass, kernels: SamplingKernels, slots: DrafterSlots, limit: int
+    ) -> None:
         self._forward, self._kernels, self._slots, self._limit = forward, kernels, slots, limit
         self._computed = np.full(slots.table.num_slots, EMPTY, np.int32)
-        """Positions whose keys and values are there, drafts included; EMPTY before the first row."""
+        """Number of computed positions, drafts included; EMPTY before the first row."""
 
     def assign(self, slot: int) -> None:
         self._computed[slot] = EMPTY
@@ -70,7 +79,7 @@ class DraftModelProposer(Proposer):
         computed = self._computed[slots]
         starts = np.where(computed == EMPTY, advance.starts, np.minimum(computed, advance.ends))
         held = np.minimum(table.num_blocks[slots] * table.block_size, self._limit)
-        # A draft takes a position of the cache for the token before it, and one of the context for itself.
+        # A draft needs a cache position for the token before it, and a position in the context for itself.
         room = np.minimum(held, table.max_model_len - 1) - advance.ends
         wanted = np.where(advance.samples, np.clip(room, 0, k), 0).astype(np.int32)
         ends = np.minimum(advance.ends + (wanted > 0), held)
@@ -86,7 +95,7 @@ class DraftModelProposer(Proposer):
     def _draft(
         self, drafts: I32, at: NDArray[np.int64], ids: torch.Tensor, slots: I32, ends: I32, wanted: I32
     ) -> None:
-        """Fill rows `at`, first with `ids`, then computing one position after the other."""
+        """Fill rows `at` with drafts: `ids` first, then the result of one forward pass after another."""
         number = 0
         while len(at):
             drafts[at, number] = ids.numpy()

@@ -1,10 +1,10 @@
-"""Drafts by an EAGLE head, which reads the target's hidden states of every token that stays.
+"""Drafts by an EAGLE head, which reads the target's hidden states of all tokens except rejected drafts.
 
-After each step the head computes the places of the step's tokens, with the true hidden states and at the true
-positions, over what an earlier draft left there; then it goes on from the last place of each sampled row with its own
-predictions. Its keys and values lie under the target's block tables, in tensors of their own, so that a shared
-prefix is shared here too: only the last place of a shared block was computed with the token that followed it in the
-request that wrote it, which may cost a draft and never an answer.
+After each step, the head computes the places of the step's tokens with the true hidden states and at the true
+positions, and overwrites the keys and values of earlier drafts there. Then it continues from the last place of each
+sampled row with its own predictions. Its keys and values are in separate tensors under the target's block tables, so
+prefixes are shared here too. The last place of a shared block was computed with the token that followed it in the
+request that wrote it. In another request this may reduce the acceptance of a draft; it never changes an answer.
 """
 
 from pathlib import Path
@@ -14,26 +14,33 @@ import torch
 
 from protocol.steps import NO_DRAFT
 from services.checkpoint import DEMO_MODEL, WEIGHT_FILES, CheckpointError, resolve
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
+from services.worker.backends.native.drafters.base import (
+    I32,
+    Advance,
+    Drafter,
+    DrafterSlots,
+    Proposer,
+    TargetModel,
+)
 from services.worker.backends.native.drafters.eagle_model import EagleModel, load
-from services.worker.backends.native.kernels.interface import DraftLimits, DraftRows
+from services.worker.backends.native.kernels.interface.drafting import DraftLimits, DraftRows
 from services.worker.backends.native.model.model import cache_shape
 from services.worker.runner import LoadError
 
 DEMO_EAGLE = DEMO_MODEL / "eagle"
-"""The head of the demo model, used when none is named."""
+"""The head of the demo model, used if no checkpoint is named."""
 ERROR = 0.25
-"""The error of a head against the model that it predicts, as a temperature: a request's next token is less certain than
-by the head's logits and the request's own temperature. Measured with the demo model's head, on prompts that it was not
-trained on (`deploy/demo_model/train_eagle.py`)."""
+"""Prediction error of a head, as a temperature that increases the request's own (root of the sum of squares): the next
+token is less certain than the head's logits say. Measured with the head of the demo model on prompts outside of its
+training data (`deploy/demo_model/train_eagle.py`)."""
 _FEW = 64
-"""Places that there is room for at first."""
+"""Initial number of places in the buffers."""
 
 
 class EagleDrafter(Drafter):
     """EAGLE and EAGLE-3 heads, from checkpoints in Hugging Face format."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel) -> None:
         """Raises: LoadError"""
         speculation = target.speculation
         try:
@@ -49,21 +56,21 @@ class EagleDrafter(Drafter):
                 f'"max_model_len" {self._longest} is more than the {config.layer.max_position} positions of the drafter'
             )
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         return EagleProposer(self._model, slots, min(self._longest, slots.table.max_model_len))
 
 
 class EagleProposer(Proposer):
-    """`limit`: drafts stand below this position."""
+    """`limit`: upper bound of the positions of drafts, exclusive."""
 
-    def __init__(self, model: EagleModel, slots: Slots, limit: int) -> None:
+    def __init__(self, model: EagleModel, slots: DrafterSlots, limit: int) -> None:
         self._model, self._slots, self._limit = model, slots, limit
         shape = cache_shape(model.config.layer, slots.table.block_size, model.dtype)
         self._cache = model.network.kv_cache(shape, slots.num_blocks)
         self._make_room(_FEW)
 
     def _make_room(self, places: int) -> None:
-        """New buffers, and what is computed on them."""
+        """Allocate buffers and record the operations on them."""
         model, network = self._model, self._model.network
         self._buffers = model.buffers(places)
         table = torch.from_numpy(self._slots.table.block_table)
@@ -105,7 +112,7 @@ class EagleProposer(Proposer):
         return DraftRows(*rows, table.num_blocks, table.temperature, table.block_size)
 
     def _inside(self, advance: Advance) -> torch.Tensor:
-        """int64[places]: the tokens inside the head's context."""
+        """int64[places]: indices of the tokens whose positions are inside the head's context."""
         owners = np.repeat(np.arange(len(advance.counts)), advance.counts)
         offsets = np.arange(len(owners)) - np.repeat(
             np.cumsum(advance.counts) - advance.counts, advance.counts
@@ -113,7 +120,7 @@ class EagleProposer(Proposer):
         return torch.from_numpy(np.flatnonzero(advance.starts[owners] + offsets < self._limit))
 
 
-def _directory(target: Target) -> Path:
+def _directory(target: TargetModel) -> Path:
     """Raises: CheckpointError"""
     speculation = target.speculation
     if speculation.model:

@@ -1,18 +1,19 @@
-"""The memory that an EAGLE head computes on."""
+"""The buffers of an EAGLE head."""
 
 import torch
 
-from services.worker.backends.native.kernels.interface import Buffers, DraftTensors
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.drafting import DraftTensors
 from services.worker.backends.native.model.config import ModelConfig
 
 
 class EagleBuffers(Buffers):
-    """Rows are places (a token with the hidden state of the token before it) and rows that are drafted for.
+    """Kinds of rows: places (a token with the hidden state of the token before it), and rows that get drafts.
 
     Args:
         layer: the head's decoder layer
-        inputs: width of what queries, keys and values are made of
-        logits: ids that the head has logits of
+        inputs: width of the vectors that queries, keys and values are computed from
+        logits: number of ids that the head has logits for
     """
 
     def __init__(self, layer: ModelConfig, inputs: int, logits: int, places: int) -> None:

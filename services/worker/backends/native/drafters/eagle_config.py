@@ -24,11 +24,11 @@ class EagleConfig:
     layer: ModelConfig
     """The layer, as a model of one layer."""
     reads: tuple[int, ...]
-    """Hidden states of the target: FINAL for EAGLE; numbers of layers, whose input it is, for EAGLE-3."""
+    """Hidden states of the target: FINAL for EAGLE; for EAGLE-3, the inputs of layers, given by their numbers."""
     draft_vocab_size: int
     """Number of ids that the head has logits for."""
     norm_before_residual: bool
-    """EAGLE-3: the hidden state enters the residual stream after its norm."""
+    """EAGLE-3: True if the hidden state is added to the residual stream after its norm."""
 
     @classmethod
     def from_directory(cls, directory: Path, method: str, target: ModelConfig) -> "EagleConfig":
@@ -80,7 +80,7 @@ def _refuse(raw: dict[str, Any], nested: dict[str, Any]) -> None:
 
 
 def _layers(raw: dict[str, Any], nested: dict[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    """A low, a middle and a high layer, unless the checkpoint names them."""
+    """Return the layers that the checkpoint names; by default a low, a middle and a high one."""
     key = "eagle_aux_hidden_state_layer_ids"
     named = raw.get(key) or nested.get(key)
     count = target.num_layers

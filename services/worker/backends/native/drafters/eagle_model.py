@@ -1,11 +1,11 @@
 """The network of an EAGLE head: one decoder layer that predicts the model's next hidden state, and from it the token.
 
-Place i reads token i + 1 and the model's hidden state of token i, and stands at position i; its result stands for the
-hidden state of token i + 1, so it is the next place's input when a draft goes on. The places before need keys and
-values only, so what follows attention is computed for the last place of each row.
+Place i reads token i + 1 and the model's hidden state of token i, and has position i. Its result approximates the
+hidden state of token i + 1, so it is the input of the next place in the next round. For earlier places only keys and
+values are needed, so the operations from attention on are computed for the last place of each row.
 
-The layer is recorded twice: up to keys and values over places, and from attention on over rows. A draft runs both once
-for each round. All is float32 but for the cache.
+The layer has two recordings: one over places, up to keys and values, and one over rows, from attention on. A draft runs
+both once per round. Everything except the cache is float32.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from services.worker.backends.native.drafters.base import States, Target
+from services.worker.backends.native.drafters.base import States, TargetModel
 from services.worker.backends.native.drafters.eagle_buffers import EagleBuffers
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
 from services.worker.backends.native.drafters.eagle_weights import EagleLoader
-from services.worker.backends.native.kernels.interface import Attention, NetworkKernels
+from services.worker.backends.native.kernels.interface.attention import Attention
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.backends.native.model.model import attention_shape, cache_shape
 from services.worker.runner import LoadError
@@ -28,9 +29,9 @@ class EagleModel(ABC):
     """Weights and forward pass. For one calling thread."""
 
     inputs = 1
-    """Hidden sizes that queries, keys and values are made of."""
+    """Number of hidden vectors that queries, keys and values are computed from."""
 
-    def __init__(self, config: EagleConfig, checkpoint: Checkpoint, target: Target) -> None:
+    def __init__(self, config: EagleConfig, checkpoint: Checkpoint, target: TargetModel) -> None:
         """Raises: LoadError, when a tensor is missing or has another shape."""
         self.config, self.dtype = config, target.model.dtype
         self.network: NetworkKernels = target.model.kernels.float32_network()
@@ -51,36 +52,36 @@ class EagleModel(ABC):
 
     @abstractmethod
     def fuse(self, states: States) -> torch.Tensor:
-        """Return the input of a draft's first round from the target's hidden states, float32[places, hidden]."""
+        """Return the hidden states of a draft's first round, float32[places, hidden], from those of the target."""
 
     @abstractmethod
     def _enter(self, b: EagleBuffers) -> None:
-        """From `ids` and `hidden` to `layer_input`."""
+        """Compute `layer_input` from `ids` and `hidden`."""
 
     @abstractmethod
     def _residual(self, b: EagleBuffers) -> torch.Tensor:
-        """The residual stream at the layer's input, after `_enter`: float32[places, hidden]."""
+        """The residual stream after `_enter`, float32[places, hidden]."""
 
     @abstractmethod
     def _head_input(self, b: EagleBuffers) -> torch.Tensor:
-        """Add `delta` to `yielded`; returns what the head reads, float32[rows, hidden]."""
+        """Add `delta` to `yielded`. Return the input of the head, float32[rows, hidden]."""
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.network.bytes_per_block(cache_shape(self.config.layer, block_size, self.dtype))
 
     def buffers(self, places: int) -> EagleBuffers:
-        """With room for so many places, and as many rows."""
+        """Allocate buffers for `capacity` places and as many rows."""
         layer = self.config.layer
         return EagleBuffers(layer, self.inputs * layer.hidden_size, self.config.draft_vocab_size, places)
 
     def compute_places(self, b: EagleBuffers, attention: Attention) -> None:
-        """From tokens and hidden states to keys and values in the cache."""
+        """Compute keys and values from tokens and hidden states, and write them to the cache."""
         self._enter(b)
         attention.begin(b.positions, b.slots)
         attention.write(0, self._qkv(b.layer_input, b.qkv))
 
     def compute_rows(self, b: EagleBuffers, attention: Attention) -> None:
-        """From attention of the last place of each row to the most likely token."""
+        """Compute attention of the last place of each row and the operations after it, up to the most likely token."""
         network = self.network
         attention.attend(0, b.tiles, b.attended)
         network.gather(b.last, b.attended, b.last_attended)
@@ -95,7 +96,7 @@ class EagleModel(ABC):
 
 class Eagle(EagleModel):
     """EAGLE: the token's embedding and the target's last hidden state are fused into the layer's input, which has no
-    norm of its own. The result is the hidden state that the target's head reads."""
+    norm. The result is the hidden state that the target's head reads."""
 
     def _load(self, loader: EagleLoader) -> None:
         hidden = self.config.layer.hidden_size
@@ -120,7 +121,7 @@ class Eagle(EagleModel):
 
 class Eagle3(EagleModel):
     """EAGLE-3: hidden states of several of the target's layers are fused once; embedding and hidden state, each after
-    its norm, stand side by side in the layer's input. The head has a norm, and may have a vocabulary of its own."""
+    its norm, stand side by side in the layer's input. The head has a norm, and may have a smaller vocabulary."""
 
     inputs = 2
 
@@ -151,7 +152,7 @@ class Eagle3(EagleModel):
         return b.normed
 
 
-def load(directory: Path, target: Target) -> EagleModel:
+def load(directory: Path, target: TargetModel) -> EagleModel:
     """The head in `directory`. Raises: LoadError, also when it belongs to another model."""
     method = target.speculation.method
     config = EagleConfig.from_directory(directory, method, target.model.part.whole)

@@ -1,10 +1,11 @@
-"""The weights of an EAGLE head: names and shapes of its checkpoint's tensors; what it does not have is the target's."""
+"""The weights of an EAGLE head: names and shapes of its checkpoint's tensors. Missing ones are the target's."""
 
 import torch
 
-from services.worker.backends.native.drafters.base import Target
+from services.worker.backends.native.drafters.base import TargetModel
 from services.worker.backends.native.drafters.eagle_config import EagleConfig
-from services.worker.backends.native.kernels.interface import Linear, NetworkKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.products import Linear
 from services.worker.runner import LoadError
 from services.worker.weights import Checkpoint
 
@@ -13,7 +14,7 @@ class EagleLoader:
     """The methods raise LoadError when a tensor is missing or has another shape."""
 
     def __init__(
-        self, config: EagleConfig, checkpoint: Checkpoint, target: Target, network: NetworkKernels
+        self, config: EagleConfig, checkpoint: Checkpoint, target: TargetModel, network: NetworkKernels
     ) -> None:
         self._config, self._checkpoint, self._target = config, checkpoint, target
         self._dtype, self._network = target.model.dtype, network
@@ -27,7 +28,7 @@ class EagleLoader:
         return self._checkpoint.take(self._named(name), (size,), self._dtype).float()
 
     def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        """With a bias if there is one."""
+        """A product with the checkpoint's weight, and its bias if there is one."""
         return self._stacked({name: outputs}, inputs, self._named(f"{name}.bias") in self._checkpoint)
 
     def qkv(self, inputs: int) -> Linear:
@@ -83,7 +84,7 @@ class EagleLoader:
         return tokens.int()
 
     def head(self, tokens: torch.Tensor | None) -> Linear:
-        """hidden to logits of the draft ids: its own, or those rows of the target's."""
+        """A product from hidden states to logits of the draft ids: the head's own, or the rows of the target's head."""
         hidden, size = self._config.layer.hidden_size, self._config.draft_vocab_size
         if "lm_head.weight" in self._checkpoint:
             return self._network.linear(self._weight("lm_head.weight", (size, hidden)))

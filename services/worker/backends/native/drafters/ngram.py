@@ -1,33 +1,40 @@
-"""Prompt lookup: the tokens that followed an earlier occurrence of the request's last tokens. It costs next to nothing,
-and proposes nothing where the last tokens are new. A short match is trusted less than a long one.
+"""Prompt lookup: the tokens that followed an earlier occurrence of the request's last tokens. It costs almost nothing,
+and proposes nothing if the last tokens have not occurred before. A short match yields fewer drafts than a long one.
 
-Of equally long matches the last one counts, as nearby text is more alike; vLLM takes the first.
+Among equally long matches the last one is used, because nearby text is more similar; vLLM uses the first.
 """
 
 import numpy as np
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.drafters.base import I32, Advance, Drafter, Proposer, Slots, Target
-from services.worker.backends.native.kernels.interface import DraftingKernels
+from services.worker.backends.native.drafters.base import (
+    I32,
+    Advance,
+    Drafter,
+    DrafterSlots,
+    Proposer,
+    TargetModel,
+)
+from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
 
 
 class NgramDrafter(Drafter):
-    """Looks at prompt and output of each request, `prompt_lookup_min` to `prompt_lookup_max` tokens at a time."""
+    """Searches prompt and output of each request for its last `prompt_lookup_min` to `prompt_lookup_max` tokens."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetModel) -> None:
         wanted = target.speculation
         self._kernels = target.model.kernels.drafting
         self._sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
         self._limit = min(target.max_model_len, wanted.max_model_len or target.max_model_len)
 
-    def start(self, slots: Slots) -> Proposer:
+    def start(self, slots: DrafterSlots) -> Proposer:
         return NgramProposer(self._kernels, self._sizes, self._limit, slots)
 
 
 class NgramProposer(Proposer):
     """Sequences of `limit` tokens get no drafts (drafter limit, docs/invariants.md)."""
 
-    def __init__(self, kernels: DraftingKernels, sizes: range, limit: int, slots: Slots) -> None:
+    def __init__(self, kernels: DraftingKernels, sizes: range, limit: int, slots: DrafterSlots) -> None:
         self._kernels, self._sizes, self._limit = kernels, sizes, limit
         self._history = slots.history
 

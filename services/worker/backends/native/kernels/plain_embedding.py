@@ -2,7 +2,7 @@
 
 import torch
 
-from services.worker.backends.native.kernels.interface import NetworkKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
 
 
 class PlainEmbedding:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from services.worker.backends.native.kernels.interface import Kernels
+from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.runner import LoadError
 
 Implementation = Literal["compiled", "reference"]

@@ -19,7 +19,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding with one of the scalings that do not depend on the sequence's length."""
+    """Rotary position embedding. Only scalings that do not depend on the length of the sequence are supported."""
 
     theta: float
     kind: str
@@ -46,13 +46,13 @@ class ModelConfig:
     tied: bool
     rope: Rope
     windows: tuple[int, ...]
-    """By layer: keys that a query sees, its own included; 0: all."""
+    """Number of keys that a query reads, by layer, its own included; 0: all."""
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
     dtype: str
-    """The checkpoint's own, for `--dtype auto`; other dtypes are read as float32."""
+    """dtype of the checkpoint, for `--dtype auto`; other dtypes are read as float32."""
 
     @classmethod
     def from_checkpoint(cls, path: Path, architectures: Mapping[str, str] = ARCHITECTURES) -> "ModelConfig":

@@ -1,4 +1,4 @@
-"""The forward pass of one rank over its paged cache, for as long as an epoch lasts."""
+"""The forward pass of one rank over its paged cache in one epoch."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.interface import BatchTensors, Buffers
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.sampling.logprobs import PromptScores
 from services.worker.backends.native.token_history import TokenHistory
@@ -16,13 +17,13 @@ from services.worker.batch.slots import Rows
 from services.worker.distributed.ranks import Ranks
 
 FINAL = -1
-"""In place of a layer's number: after the final norm."""
+"""The hidden states after the final norm, where a layer's number is expected."""
 _FEW = {"tokens": 64, "tiles": 32, "sampled": 32}
-"""Rows that there is room for at first."""
+"""Initial number of rows of the buffers."""
 
 
 class ForwardBuffers(Buffers):
-    """Rows are tokens, tiles of queries, and sampled tokens."""
+    """Kinds of rows: tokens, tiles of queries, and sampled tokens."""
 
     def __init__(self, model: Model, taps: tuple[int, ...], **capacity: int) -> None:
         super().__init__(**capacity)
@@ -40,11 +41,11 @@ class ForwardBuffers(Buffers):
         self.attention_out = self._rows("tokens", hidden, dtype=kind)
         self.mlp_out = self._rows("tokens", hidden, dtype=kind)
         self.reduced = self._rows("tokens", hidden, dtype=kind)
-        """Sums over ranks; not in place, as what was sent must not change before the next exchange."""
+        """Sums over ranks; not in place, because sent data must not change before the next exchange."""
         self.taps = tuple(
             self._rows("tokens", hidden, dtype=kind if tap == FINAL else torch.float32) for tap in taps
         )
-        """For a drafter."""
+        """Hidden states that a drafter reads."""
         self.final = self._rows("sampled", hidden)
         self.final_normed = self._rows("sampled", hidden, dtype=kind)
         logits = model.part.vocabulary_width if model.part.is_last else 1
@@ -69,7 +70,7 @@ class ForwardPass:
 
     Args:
         ranks: the group; its ranks make the same calls in the same order.
-        table: int32[slots, blocks], the block table of every slot, which the scheduler's plans change in place.
+        table: int32[slots, blocks], the block table of every slot; the scheduler's plans change it in place.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
     """
 
@@ -89,7 +90,7 @@ class ForwardPass:
         self._make_room(_FEW)
 
     def _make_room(self, capacity: dict[str, int]) -> None:
-        """New buffers, and what is computed on them."""
+        """Allocate buffers and record the operations on them."""
         model = self._model
         self._buffers = ForwardBuffers(model, self._taps, **capacity)
         self._smallest = min(capacity.values())
@@ -105,7 +106,7 @@ class ForwardPass:
 
         Args:
             history: of the tokens to compute; None where another stage reads them
-            ids: int32[tokens] instead of those in the history
+            ids: int32[tokens], used instead of those in the history
 
         Raises: RuntimeError, when the history has no token at a position.
         """
@@ -134,11 +135,11 @@ class ForwardPass:
         """Compute every token of the step in this rank's layers and write its keys and values to the cache.
 
         Args:
-            pooled: takes the hidden states that it needs; only the last stage has them.
-            prompts: takes the logits that it needs, on the output rank; the last stage's ranks agree on them.
+            pooled: collects the hidden states that pooling requests need; used on the last stage only.
+            prompts: collects the logits of prompt tokens on the output rank. The last stage's ranks pass the same rows.
 
         Returns:
-            float32[sampled tokens, vocab_size], on the output rank; until the next step. None on the others.
+            float32[sampled tokens, vocab_size] on the output rank, valid until the next step. None on other ranks.
 
         Raises: RanksLost
         """
@@ -161,7 +162,7 @@ class ForwardPass:
         return self._whole_logits(logits[: counts.sampled])
 
     def tapped(self) -> list[torch.Tensor]:
-        """[tokens, hidden] of what a drafter reads, until the next step."""
+        """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
         return [tap[: self._counts.tokens] for tap in self._buffers.taps]
 
     # -- what is computed ------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class ForwardPass:
         return partial if team.size == 1 else self._network.call(team.all_reduce, partial, b.reduced)
 
     def _embedded_by_ranks(self) -> torch.Tensor:
-        """[tokens, hidden]: each token's row comes from the rank that has it, zeros from the others."""
+        """[tokens, hidden]: the sum over ranks; a rank adds zeros for the token ids of other ranks."""
         embedding = self._model.embedding
         assert embedding is not None, "the first stage has the embedding"
         vocabulary, count = self._model.part.vocabulary, self._counts.tokens
@@ -220,7 +221,7 @@ class ForwardPass:
         return self._model.head(states, torch.empty(len(states), width, dtype=states.dtype))
 
     def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
-        """float32[rows, vocab] on the first rank of the last stage, from each rank's share of the vocabulary."""
+        """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks."""
         vocab, team = self._model.part.whole.vocab_size, self._ranks.tensor_parallel
         if not len(own):
             return torch.empty(0, vocab) if team.is_first else None

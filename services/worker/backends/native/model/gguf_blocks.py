@@ -3,13 +3,13 @@
 import torch
 
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight
-from services.worker.weights import Blocks
+from services.worker.weights import QuantizedRows
 
 KEPT = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 """Types that are kept without loss, and the bytes of a block. Source of the layouts: ggml's `ggml-common.h`."""
 
 
-def weight_from_blocks(blocks: Blocks) -> QuantizedWeight | None:
+def weight_from_blocks(blocks: QuantizedRows) -> QuantizedWeight | None:
     """Return the same values; None for other types, and for scales whose minima float16 cannot hold."""
     if blocks.kind not in KEPT:
         return None

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.backends.native.kernels.interface import Linear
+from services.worker.backends.native.kernels.interface.products import Linear
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Heads, KV heads and intermediate are this rank's own."""
+    """Numbers of heads, KV heads and intermediate dimensions are those of this rank."""
 
     input_norm: torch.Tensor
     """float32[hidden]"""

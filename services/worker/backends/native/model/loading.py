@@ -5,7 +5,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.interface import EmbeddingTable, Linear, NetworkKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.quantized_weight import (
     Quantization,
     QuantizedWeight,
@@ -16,7 +17,7 @@ from services.worker.backends.native.kernels.quantized_weight import (
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.gguf_blocks import weight_from_blocks
 from services.worker.backends.native.model.layer import Layer
-from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.partition import ModelPart
 from services.worker.weights import Checkpoint, Cut
 
 Wanted = Quantization | Literal["none"] | None
@@ -26,13 +27,13 @@ class ShardLoader:
     """Reads the weights of one rank; the methods raise LoadError when a tensor is missing or has another shape.
 
     Args:
-        quantization: of all products; the embedding and the head have 8 bits. None: quantised blocks of the file are
-            kept, or become int8 where the kernels cannot compute with them; "none": they are dequantised.
+        quantization: type of all products; the embedding and the head have 8 bits. None: quantised blocks of the file
+            are kept, or converted to int8 if the kernels cannot compute with them; "none": they are dequantised.
     """
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         network: NetworkKernels,
@@ -41,10 +42,10 @@ class ShardLoader:
         self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
         self._dtype, self._network, self._quantization = dtype, network, quantization
         self.types: set[str] = set()
-        """Types of the weights that were read."""
+        """Types of the weights read so far."""
 
     def embedding(self) -> EmbeddingTable:
-        """This rank's token ids; `vocabulary_width` vectors, the last ones zero, where the head reads them too."""
+        """Vectors of this rank's token ids. A tied head pads them with zeros to `vocabulary_width` vectors."""
         weight = self._tokens("model.embed_tokens.weight")
         return self._network.embedding(self._padded(weight) if self._whole.tied else weight)
 
@@ -76,7 +77,7 @@ class ShardLoader:
         )
 
     def head(self, embedding: EmbeddingTable | None) -> Linear:
-        """hidden to `vocabulary_width` logits; where a rank has fewer token ids, the last ones are zero."""
+        """A product from hidden states to `vocabulary_width` logits; logits beyond the rank's token ids are zero."""
         if self._whole.tied and embedding is not None:
             return self._network.tied(embedding)
         name = "model.embed_tokens.weight" if self._whole.tied else "lm_head.weight"
@@ -94,7 +95,7 @@ class ShardLoader:
         return self._weight(name, shape, (self._part.vocabulary,), wanted)
 
     def _by_outputs(self, at: str, parts: dict[str, tuple[int, slice]], bias: bool) -> Linear:
-        """One product from several of the checkpoint, stacked. `parts`: number of outputs, and this rank's share."""
+        """Stack several products of the checkpoint. `parts`: number of outputs of each, and this rank's share."""
         hidden = self._whole.hidden_size
         weights = [
             self._weight(f"{at}{x}.weight", (size, hidden), (own,), self._quantization)
@@ -104,7 +105,7 @@ class ShardLoader:
         return self._network.linear(stacked(weights), torch.cat(biases) if biases else None)
 
     def _by_inputs(self, name: str, width: int, own: slice, bias: bool) -> Linear:
-        """A product that yields a summand of every output, from this rank's share of the inputs."""
+        """A product with this rank's share of the inputs. Its results are summed over the ranks."""
         hidden = self._whole.hidden_size
         weight = self._weight(f"{name}.weight", (hidden, width), (slice(None), own), self._quantization)
         adds = bias and self._part.adds_bias
@@ -134,7 +135,7 @@ class ShardLoader:
 
 
 def has_blocks(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether products are quantised in the file."""
+    """Return whether the file contains quantised products."""
     shape = config.hidden_size, config.intermediate_size
     return checkpoint.blocks("model.layers.0.mlp.down_proj.weight", shape, (slice(1),)) is not None
 

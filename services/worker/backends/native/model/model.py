@@ -1,16 +1,18 @@
 """The transformer's weights. Llama, Mistral, Qwen2 and Qwen3 share one forward pass with optional parts.
 
-Tensor parallelism cuts products in pairs: the first of a pair by its outputs (queries, keys and values; gate and up),
-the second by its inputs (out; down). One sum over the ranks per pair gives every rank the whole residual stream, with
-the same bits. Embedding and head are cut by token ids.
+Tensor parallelism divides products in pairs: the first of a pair by its outputs (queries, keys and values; gate and
+up), the second by its inputs (out; down). After one sum over the ranks per pair, every rank has the whole residual
+stream with the same bits. Embedding and head are divided by token ids.
 """
 
 import torch
 
-from services.worker.backends.native.kernels.interface import AttentionShape, CacheShape, Kernels
+from services.worker.backends.native.kernels.interface.attention import AttentionShape
+from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.loading import ShardLoader, Wanted
-from services.worker.backends.native.model.partition import Part
+from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.model.rope import inverse_frequencies
 from services.worker.runner import Progress
 from services.worker.weights import Checkpoint
@@ -21,14 +23,14 @@ class Model:
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         kernels: Kernels,
         progress: Progress,
         quantization: Wanted = None,
     ) -> None:
-        """Read the weights; `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
+        """Read the weights. `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
         self.attention = attention_shape(part.config)
         loader = ShardLoader(part, checkpoint, dtype, kernels.network, quantization)

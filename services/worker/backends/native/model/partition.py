@@ -8,18 +8,18 @@ from services.worker.runner import LoadError
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """The part of one rank; slices are rows or columns of the whole model."""
 
     shard: Shard
     whole: ModelConfig
     config: ModelConfig
-    """The part as a model of its own: its number of layers, heads and KV heads, its width of the MLP."""
+    """Configuration of the part: its number of layers, heads and KV heads, and its width of the MLP."""
     layers: range
     heads: slice
-    """Attention heads: those that read `kv_heads`, or a part of these where several ranks have the same KV head."""
+    """Attention heads that read `kv_heads`; a part of them if several ranks have the same KV head."""
     kv_heads: slice
-    """KV heads. The first ranks have one more where the ranks cannot have equally many. With more ranks than KV heads,
+    """KV heads. If they cannot be divided equally, the first ranks have one more. With more ranks than KV heads,
     several ranks have the same one."""
     intermediate: slice
     """The MLP's intermediate dimension."""
@@ -40,14 +40,14 @@ class Part:
 
     @property
     def adds_bias(self) -> bool:
-        """Return whether this rank adds the biases of products that are summed over ranks: one rank does."""
+        """Return whether this rank adds the biases of products that are summed over ranks; exactly one rank does."""
         return self.shard.tp_rank == 0
 
     @classmethod
-    def from_shard(cls, config: ModelConfig, shard: Shard, group: int = 1) -> "Part":
+    def from_shard(cls, config: ModelConfig, shard: Shard, group: int = 1) -> "ModelPart":
         """`group`: inputs that are quantised together and cannot be cut.
 
-        Raises: LoadError, when the model cannot be cut like this; the text names the sizes that work.
+        Raises: LoadError, if the model cannot be divided like this; the text names the sizes that work.
         """
         size, stages = shard.tensor_parallel_size, shard.pipeline_parallel_size
         if problem := _problem(config, size, group):
@@ -100,8 +100,8 @@ def tensor_parallel_sizes(config: ModelConfig, group: int = 1) -> tuple[int, ...
 
 
 def stage_layers(num_layers: int, stages: int, stage: int) -> range:
-    """Return the layers of a stage. Where the stages cannot have equally many, the last one has fewer first, as it also
-    has the head, then the first one."""
+    """Return the layers of a stage. If they cannot be divided equally, the last stage has fewer, as it also has the
+    head; then the first one."""
     each, rest = divmod(num_layers, stages)
     counts = [each + (stages - 1 - rest <= number < stages - 1) for number in range(stages)]
     start = sum(counts[:stage])
@@ -109,7 +109,7 @@ def stage_layers(num_layers: int, stages: int, stage: int) -> range:
 
 
 def _problem(config: ModelConfig, size: int, group: int) -> str:
-    """Return why a layer cannot be divided among `size` ranks; empty: it can."""
+    """Return the reason why a layer cannot be divided among `size` ranks, or an empty text."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if size > heads:
         return f"it has {heads} attention heads"
@@ -128,7 +128,7 @@ def _problem(config: ModelConfig, size: int, group: int) -> str:
 
 
 def _divided_group(config: ModelConfig, size: int, group: int) -> str:
-    """Return which groups of inputs would be divided; empty: none."""
+    """Return why groups of inputs would be divided, or an empty text."""
     if config.intermediate_size // size % group:
         return f"the MLP is {config.intermediate_size} wide, quantised in groups of {group}"
     if any(_heads(config, size, rank)[0].stop * config.head_dim % group for rank in range(size)):
@@ -137,8 +137,8 @@ def _divided_group(config: ModelConfig, size: int, group: int) -> str:
 
 
 def _heads(config: ModelConfig, size: int, rank: int) -> tuple[slice, slice]:
-    """Return a rank's attention heads and KV heads. A KV head stays with all heads that read it, as long as there is
-    one for every rank."""
+    """Return a rank's attention heads and KV heads. If there is a KV head for every rank, all heads that read a KV head
+    are on its rank."""
     if size > config.num_kv_heads:
         first = rank * config.num_kv_heads // size
         return _share(config.num_heads // size, rank), slice(first, first + 1)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
-from services.worker.backends.native.kernels.interface import LogitRule
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
 from services.worker.batch.slots import SlotColumns
 
 I32 = NDArray[np.int32]

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from services.worker.backends.native.kernels.interface import SamplingKernels
+from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, Rows, SlotTable
 
@@ -25,13 +25,14 @@ def score(
     tokens: I32,
     tops: I32,
 ) -> LogprobRows:
-    """Log-probabilities of at least one row, in memory of its own.
+    """Log-probabilities of at least one row, in arrays that later steps do not change.
 
     Args:
-        logits: float32[any, vocab], of which rows `rows` count
-        slots, positions: whose token and where it stands
-        tokens: the token itself
-        tops: how many of the most likely ones are wanted
+        logits: float32[any, vocab]
+        rows: int32[rows], the rows of `logits` to score
+        slots, positions: int32[rows], slot and position of each token
+        tokens: int32[rows], the tokens
+        tops: int32[rows], number of the most likely tokens to return
     """
     tops = np.minimum(tops, logits.shape[1]).astype(np.int32)
     scored = kernels.logprobs(logits, rows, tokens, tops)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
 from protocol.steps import GrammarOutput
-from services.worker.backends.native.kernels.interface import DrawColumns, Kernels
+from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.sampling import DrawColumns
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.grammar_mask import GrammarMask
 from services.worker.backends.native.sampling.logit_rules import rule_of_slot

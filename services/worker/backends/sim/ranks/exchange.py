@@ -40,7 +40,7 @@ class ReceivedInputs:
 
 
 class RankExchange(Protocol):
-    """The methods are called in this order in every step. The plan alone decides who sends what (plan agreement;
+    """The methods are called in this order in every step. The plan alone determines sender and message (plan agreement;
     docs/invariants.md).
 
     Every method but `abort` raises RanksLost, or OracleError if ranks disagree.

@@ -23,7 +23,7 @@ from services.worker.batch.slots import I32
 
 ALWAYS, NEVER = 0, 1
 PERIODS = {"always": ALWAYS, "never": NEVER, "periodic": 3}
-"""By `WorkerConfig.sim_draft_acceptance`: drafts at multiples of this position are wrong. ALWAYS: none is."""
+"""By `SimulatorConfig.sim_draft_acceptance`: drafts at multiples of this position are wrong. ALWAYS: none is."""
 REQUEST_PERIODS = np.array([ALWAYS, NEVER, 2, 3, 5], np.int64)
 """The periods of which "request" chooses one per request."""
 
@@ -42,7 +42,7 @@ class SimDrafter:
     """The drafter of one epoch. Its methods run on the device.
 
     Args:
-        acceptance: `WorkerConfig.sim_draft_acceptance`.
+        acceptance: `SimulatorConfig.sim_draft_acceptance`.
         longest: sequences that would become longer than this get no drafts (drafter limit); 0: no limit.
     """
 

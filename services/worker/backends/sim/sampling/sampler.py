@@ -12,7 +12,13 @@ from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Oracle
 from services.worker.backends.sim.sampling.row_rules import RowRules, RulesByRow
 from services.worker.batch.slots import I32
-from services.worker.sampling.reference import GREEDY_BELOW, RowParams, allowed_by, sample_row, shaped
+from services.worker.sampling.reference import (
+    GREEDY_BELOW,
+    RowParams,
+    adjusted,
+    allowed_by,
+    sample_row,
+)
 
 NO_MASKS: dict[int, I32] = {}
 
@@ -88,7 +94,7 @@ class SimSampler:
         if rules is not None:
             tokens = self._tokens_before(int(points.slots[i]), position, proposed)
             prompt, output = tokens[: rules.num_prompt], tokens[rules.num_prompt :]
-            logits = shaped(logits, rules.params, prompt, output, mask)
+            logits = adjusted(logits, rules.params, prompt, output, mask)
         return sample_row(logits, RowParams(
             float(columns.temperature[row]), float(columns.top_p[row]), int(columns.top_k[row]),
             float(columns.min_p[row]), int(columns.seed[row]), position,

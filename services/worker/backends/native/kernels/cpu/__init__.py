@@ -1,6 +1,6 @@
-"""Kernels for processors: numba compiles them once per machine and keeps them.
+"""Kernels for processors: numba compiles them once per machine and stores them.
 
-Nothing outside of this package imports it but `kernels.selection`; nothing else in the tree imports numba.
+Only `kernels.selection` imports this package. No other code imports numba.
 """
 
 import numba

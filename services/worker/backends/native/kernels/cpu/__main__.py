@@ -1,4 +1,4 @@
-"""`python -m services.worker.backends.native.kernels.cpu` compiles every kernel, so that the first start need not.
+"""`python -m services.worker.backends.native.kernels.cpu` compiles every kernel before the first start of a worker.
 
 Each processor core compiles other kernels. The variants of one kernel share a file of numba's cache, which only one
 process may write.

@@ -1,7 +1,7 @@
 """The directory of compiled kernels, so that only the first start on a machine compiles them (up to a minute).
 
-numba checks one source file only when it decides whether a compiled kernel is up to date, but kernels share functions
-of several files. So the directory's name contains a digest of all of them.
+numba compares a compiled kernel only with the source file that defines it, but kernels share functions of several
+files. The directory's name therefore contains a digest of all files.
 """
 
 import atexit
@@ -22,8 +22,8 @@ def directory() -> Path:
     """Return NUMBA_CACHE_DIR if it is set; else a directory beside the kernels or in the user's cache directory; or,
     if neither can be written, a private one that is deleted when this process ends.
 
-    numba writes where it reads. So kernels that were compiled beside the sources at installation, by another user or in
-    a read-only image, are copied to the directory that can be written."""
+    numba reads and writes the same directory. Kernels that another user or a read-only image compiled beside the
+    sources are therefore copied to a directory that can be written."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     here = Path(__file__).parent
@@ -47,7 +47,7 @@ def directory() -> Path:
 
 
 def copy_compiled(compiled: Path, place: Path) -> None:
-    """Copy a directory of compiled kernels as a whole or not at all: several workers may start at once."""
+    """Copy a directory of compiled kernels completely or not at all, because several workers may start at once."""
     if not compiled.is_dir():
         return
     try:
@@ -60,7 +60,7 @@ def copy_compiled(compiled: Path, place: Path) -> None:
 
 
 def is_writable(place: Path) -> bool:
-    """Return whether files can be created in a directory, which is created."""
+    """Create a directory if needed. Return whether files can be created in it."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError:

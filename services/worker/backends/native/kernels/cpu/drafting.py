@@ -8,14 +8,14 @@ from services.worker.backends.native.kernels.cpu import thread_team
 from services.worker.backends.native.kernels.cpu.compiled.draft import draft_kernel, lay_out
 from services.worker.backends.native.kernels.cpu.compiled.ngram import ngram_kernel
 from services.worker.backends.native.kernels.cpu.recording import CpuRecording
-from services.worker.backends.native.kernels.interface import (
-    I32,
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.drafting import (
     DraftLayout,
     DraftLimits,
     DraftRows,
     DraftTensors,
-    Recording,
 )
+from services.worker.backends.native.kernels.interface.recording import Recording
 
 
 class CpuDrafting:
@@ -53,7 +53,7 @@ class CpuDrafting:
         tokens: torch.Tensor | None,
         proposed: I32,
     ) -> None:
-        """Both recordings are this package's, and of kernels alone."""
+        """Both recordings must be of this package and consist of kernels only."""
         if not isinstance(places, CpuRecording) or not isinstance(rows, CpuRecording):
             raise TypeError("drafts are computed from recorded kernels")
         t = tensors

@@ -8,7 +8,7 @@ from services.worker.backends.native.kernels.cpu.panels import Panels
 
 
 class PanelEmbedding:
-    """`EmbeddingTable` in panels, which a tied head shares."""
+    """`EmbeddingTable` in panels. A tied head uses the same panels."""
 
     tensor: torch.Tensor | None = None
 

@@ -1,12 +1,12 @@
-"""Threads that compute items of a kernel if they come in time; the caller never waits for one that does not.
+"""Helper threads that share the items of a kernel; the caller never waits for a helper that has not started.
 
-OpenMP ends a kernel with a barrier. If another process runs on one of the cores, each of some dozens of barriers of a
-step waits until that core's thread is scheduled: on two cores with one busy neighbour a step takes three times as long
-as without threads. Here the caller takes items until none are left, then waits only for helpers that are inside the
-kernel. A helper that comes later computes nothing. So a helper without a core costs nothing, and an item's result does
-not depend on the thread that computes it.
+OpenMP ends a kernel with a barrier, and a step has some dozens of them. If another process runs on one of the cores,
+each barrier waits until the thread of that core is scheduled: on two cores, one of them busy with another process, a
+step takes three times as long as without threads. Here the caller takes items until none are left, then waits only for
+the helpers that are inside the kernel. A helper that starts later computes nothing. A helper without a core therefore
+costs nothing, and the result of an item does not depend on the thread that computes it.
 
-A helper without work yields its core again and again, and after some milliseconds sleeps.
+A helper without work yields its core repeatedly, and sleeps after some milliseconds.
 """
 
 import ctypes
@@ -35,10 +35,10 @@ SEMAPHORE = 3 * LINE
 SIZE = 4 * LINE
 OPEN = 1 << 32
 PATIENCE = 5000
-"""Times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step. A helper
-that wakes up may be on its caller's core, and is moved to another one only after some milliseconds."""
+"""Number of times that a helper yields before it sleeps: a few milliseconds, so that it stays awake from step to step.
+A helper that wakes up may be scheduled on its caller's core; the system moves it only after some milliseconds."""
 HASTE = 100
-"""Times that the caller checks whether the last helper has left before it yields: the helper may need this core."""
+"""Number of times that the caller checks for the end of the last helper before it yields its core to it."""
 
 
 def _help(state):  # type: ignore[no-untyped-def]
@@ -87,11 +87,11 @@ _helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)
 _SHARING = types.void(types.int64, types.int64, types.int64, types.int32)
 _sharing = cfunc(_SHARING, nopython=True, cache=True)(_share)
 SHARE: int = _sharing.address
-"""A C function to be called as `GOMP_parallel(function, block, state, 0)` is, with a state instead of a number."""
+"""Address of a C function with the arguments of `GOMP_parallel`; the third one is the address of the state."""
 
 
 class Helpers:
-    """`number` threads that help one calling thread, for as long as this object is used. Only on Linux, whose C
+    """`number` helper threads of one calling thread. They end with this object. Only on Linux, whose C
     libraries have semaphores for threads."""
 
     def __init__(self, number: int) -> None:

@@ -7,12 +7,10 @@ from services.worker.backends.native.kernels.cpu.network import CpuNetwork
 from services.worker.backends.native.kernels.cpu.rows import CpuRows
 from services.worker.backends.native.kernels.cpu.sampling import CpuSampling
 from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
-from services.worker.backends.native.kernels.interface import (
-    DraftingKernels,
-    NetworkKernels,
-    RowKernels,
-    SamplingKernels,
-)
+from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.rows import RowKernels
+from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
 
 
 class CpuKernels:
@@ -35,7 +33,7 @@ class CpuKernels:
         return CpuNetwork(torch.float32, self._dtype)
 
     def use_threads(self, number: int) -> None:
-        """With products of our own little is left to torch, and its threads wait spinning on cores that others want;
-        so it gets none."""
+        """If the products are our own, torch computes little, and its threads would spin on cores that other threads
+        need. It therefore gets no threads."""
         set_num_threads(number)
         torch.set_num_threads(number if self._uses_torch else 1)

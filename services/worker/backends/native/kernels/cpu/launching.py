@@ -1,4 +1,4 @@
-"""Launch of a kernel: at once, or as the next one of a recording."""
+"""Launch of a kernel: immediately, or as the next call of a recording."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from services.worker.backends.native.kernels.cpu.recording import (
     replay_kernel,
 )
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
-from services.worker.backends.native.kernels.interface import Buffers
+from services.worker.backends.native.kernels.interface.buffers import Buffers
 
 B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
@@ -52,9 +52,9 @@ class Launcher:
         """Call a function of the host, now or in the recording.
 
         Args:
-            in_place: in a recording the result is copied to `out`; else it stays where the function allocates it
+            in_place: True: a recording copies the result to `out`; False: it stays where the function allocates it
 
-        Returns: the result; in a recording `out` stands for it.
+        Returns: the result; in a recording, `out` as its placeholder.
         """
         if self._recorder is None:
             return function(x)

@@ -1,7 +1,7 @@
-"""The rule of every slot as a record with addresses, for the kernel that applies them.
+"""The rule of every slot as a record with addresses, for the kernel that applies the rules.
 
-Nothing is kept for slots without a rule. Token counts are made from the token history when a row is sampled, so a
-resumed request counts its earlier output, and no step waits for a token to reach the host.
+A slot without a rule has no arrays. Tokens are counted in the token history when a row is sampled, so the output before
+a preemption is counted too, and no step waits until a token has reached the host.
 """
 
 import numpy as np
@@ -9,12 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu.compiled.logit_rules import RULE, rules_kernel
-from services.worker.backends.native.kernels.interface import I32, LogitRule
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
 
 _NO_SLOT = -1
 Counts = tuple[I32, I32, I32]
-"""int32[vocab] each: places, tokens and counts of `RULE`. Memory is taken as far as it is written; the places are all 0
-before a request has them."""
+"""int32[vocab] each: `places`, `seen` and `counts` of `RULE`. The system allocates only the pages that are written. All
+places are 0 before a request uses them."""
 
 
 class CpuLogitRules:
@@ -29,11 +30,11 @@ class CpuLogitRules:
         """Arrays whose addresses stand in the slot's record."""
         self._counts: dict[int, Counts] = {}
         self._spare: list[Counts] = []
-        """Zero, from slots whose next request had no penalties."""
+        """Arrays of slots whose next request had no penalties; their places are all 0."""
 
     @property
     def counting(self) -> int:
-        """Slots whose tokens are counted; each takes memory of the vocabulary's size."""
+        """Slots whose tokens are counted; each has three arrays with a number per token of the vocabulary."""
         return len(self._counts)
 
     def assign(self, slot: int, rule: LogitRule | None) -> None:

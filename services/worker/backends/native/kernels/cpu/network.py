@@ -20,16 +20,11 @@ from services.worker.backends.native.kernels.cpu.products import (
     float32_panel_product,
     tile_panel_product,
 )
-from services.worker.backends.native.kernels.interface import (
-    Attention,
-    AttentionShape,
-    Buffers,
-    CacheShape,
-    EmbeddingTable,
-    KVCache,
-    Linear,
-    Recording,
-)
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.backends.native.kernels.interface.recording import Recording
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
@@ -38,16 +33,15 @@ T = TypeVar("T")
 
 
 def padded(size: int) -> int:
-    """The next multiple of a vector's lanes."""
+    """Round up to a multiple of a vector's lanes."""
     return -(-size // LANES) * LANES
 
 
 class CpuNetwork:
-    """`NetworkKernels`. All kernels are our own, unless the products are oneDNN's: a recording calls these between its
-    kernels.
+    """`NetworkKernels`. All kernels are our own except products by oneDNN, which a recording calls between its kernels.
 
     Args:
-        tiles: products with bfloat16 activations are our own, by AMX
+        tiles: True: products with bfloat16 activations are our own kernels, with AMX
     """
 
     def __init__(self, activations: torch.dtype, cache: torch.dtype, tiles: bool = False) -> None:
@@ -88,7 +82,7 @@ class CpuNetwork:
 
     def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;
-        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. Memory is taken when it is first used."""
+        values[layer]: [blocks, kv_heads, block_size, padded head_dim]. The system allocates the pages at first use."""
         layers, heads, dim, size, dtype = shape
         keys = torch.empty(layers, num_blocks, heads, padded(dim), padded(size), dtype=dtype)
         values = torch.empty(layers, num_blocks, heads, size, padded(dim), dtype=dtype)
@@ -146,7 +140,7 @@ class CpuNetwork:
 
 
 class CpuAttention:
-    """`Attention`; rotated queries are kept from `write` to `attend`, padded to whole vectors."""
+    """`Attention`. `write` stores the rotated queries for `attend`, padded to whole vectors."""
 
     def __init__(
         self,

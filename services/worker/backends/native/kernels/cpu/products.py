@@ -1,6 +1,6 @@
 """y = x W^T + b: by our own kernels, or in bfloat16 by oneDNN.
 
-Our own give a row the same bits in a batch of any size (batch invariance, docs/invariants.md).
+With our own kernels, a row has the same bits in a batch of any size (batch invariance, docs/invariants.md).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has 
 class Float32Product:
     """A product with float32 activations.
 
-    The weight is kept in bfloat16 if it has no more digits than that: half the bytes to read, and the same sum.
+    A weight whose numbers are exact in bfloat16 is stored in bfloat16: half the bytes to read, and the same sums.
     """
 
     def __init__(self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -47,7 +47,7 @@ class Float32Product:
 
 
 class PanelProduct:
-    """A product from panels, which it may share with an embedding.
+    """A product with weights in panels, which an embedding may use too.
 
     Args:
         kernel: of the panels' kind
@@ -79,13 +79,13 @@ class PanelProduct:
 
 
 def float32_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
-    """With float32 activations; the panels are int8 or int4."""
+    """A product with float32 activations and weights in int8 or int4."""
     kernel = quantized_product.quantized_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, product.BLOCK, quantized_product.CHUNK)
 
 
 def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
-    """With bfloat16 activations, by AMX."""
+    """A product with bfloat16 activations, computed with AMX."""
     kernel = tile_product.tile_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, tile_product.BLOCK, tile_product.CHUNK)
 

@@ -1,10 +1,10 @@
-"""Recorded kernels, replayed without Python in between: for few rows Python would take more time than the kernels.
+"""Recorded kernels, replayed without Python in between: with few rows, Python would take more time than the kernels.
 
-Each call has its argument block prepared, with addresses that stay. Only numbers of rows differ from run to run; a call
-reads its own from the cell of its kind of rows.
+Each recorded call has a prepared argument block, whose addresses do not change. Only numbers of rows differ from run to
+run; a call reads its number from the cell of its kind of rows.
 
-Between sequences of kernels a recording calls functions of the host. Where the function allocates its result, the
-recorded buffer is a placeholder: the address of the result is written into the argument blocks of the kernels that read
+Between sequences of kernels, a recording calls functions of the host. If such a function allocates its result, the
+recorded buffer is a placeholder: the address of the result is written to the argument blocks of the kernels that read
 it.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from services.worker.backends.native.kernels.cpu import thread_team
 from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
-from services.worker.backends.native.kernels.interface import Buffers
+from services.worker.backends.native.kernels.interface.buffers import Buffers
 
 T = TypeVar("T")
 Cell = NDArray[np.int64]
@@ -63,7 +63,7 @@ def run(calls, number, share, among):  # type: ignore[no-untyped-def]
 
 
 def replay_kernel() -> Kernel:
-    """Runs a whole sequence, whose kernels may be shared with other threads."""
+    """Runs a whole sequence. Other threads may share its kernels."""
 
     def replay(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _REPLAY)[0]
@@ -84,7 +84,7 @@ class Sequence:
     def add(
         self, kernel: Kernel, values: tuple[Any, ...], rows: Cell, items: int, chunk: int, field: str
     ) -> Kernel:
-        """Append `kernel` with `values` for its fields; returns it with its own argument block.
+        """Append `kernel` with `values` for its fields. Return a copy with an argument block of its own.
 
         Args:
             items: for each `chunk` rows, or part of it
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def calls(self) -> tuple[int, int]:
-        """Address and number, as long as nothing more is added."""
+        """Address and number of the calls; valid until another call is added."""
         return self._calls.ctypes.data, len(self._calls)
 
     def run(self) -> None:
@@ -114,19 +114,19 @@ class Sequence:
 
 
 class Placeholder:
-    """A buffer that stands for results in other memory."""
+    """A buffer that represents results in other memory."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.tensor = buffer
-        """The last result, which is kept until the next one."""
+        """The last result; kept so that its memory stays valid until the next one."""
 
 
 class HostCall:
     """A function of the host inside a recording.
 
     Args:
-        x: a buffer, or what stands in its place
-        out: the buffer that the result is copied to, or what stands for the result
+        x: a buffer or a placeholder
+        out: the buffer that the result is copied to, or the placeholder of the result
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class HostCall:
     ) -> None:
         self._function, self._x, self._out, self._rows = function, x, out, rows
         self.readers: list[Cell] = []
-        """Argument fields that get the address of a result in a placeholder."""
+        """Argument fields that get the address of a placeholder's result."""
 
     def run(self) -> None:
         rows = int(self._rows[0])
@@ -149,7 +149,7 @@ class HostCall:
 
 
 class KernelRecorder:
-    """A recording in the making."""
+    """A recording that is being made."""
 
     def __init__(self, buffers: Buffers, replay: Kernel, beside_torch: bool) -> None:
         self._buffers, self._replay, self._beside_torch = buffers, replay, beside_torch
@@ -157,7 +157,7 @@ class KernelRecorder:
         self.parts: list[Sequence | HostCall] = []
         self._placeholders: dict[int, Placeholder] = {}
         self._writers: dict[int, HostCall] = {}
-        """The last call that wrote a placeholder. Both by address."""
+        """The last call whose result a placeholder represents. Both dictionaries are by address."""
 
     def add(
         self,
@@ -178,7 +178,7 @@ class KernelRecorder:
                 self._writers[value].readers.append(own.cell_of(number))
 
     def call(self, function: Function, x: torch.Tensor, out: torch.Tensor, in_place: bool) -> None:
-        """Append a call of the host. `in_place`: its result is copied to `out`; else `out` stands for it."""
+        """Append a call of the host. `in_place`: its result is copied to `out`; otherwise `out` is its placeholder."""
         at, source = out.data_ptr(), self._placeholders.get(x.data_ptr(), x)
         target = out if in_place else self._placeholders.setdefault(at, Placeholder(out))
         part = HostCall(function, source, target, self._cell(x))

@@ -4,8 +4,8 @@ import torch
 
 from services.worker.backends.native.kernels.cpu.compiled import rows as compiled
 from services.worker.backends.native.kernels.cpu.compiled.attention import TILE
-from services.worker.backends.native.kernels.interface import (
-    I32,
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
     SettledRows,
     SlotDrafts,

@@ -1,4 +1,4 @@
-"""From logits to tokens with compiled kernels."""
+"""Sampling with compiled kernels."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ from services.worker.backends.native.kernels.cpu.compiled.choosing import draw_k
 from services.worker.backends.native.kernels.cpu.compiled.logit_rules import mask_kernel
 from services.worker.backends.native.kernels.cpu.compiled.logprobs import logprobs_kernel
 from services.worker.backends.native.kernels.cpu.logit_rules import CpuLogitRules
-from services.worker.backends.native.kernels.interface import I32, DrawColumns, LogitRules, ScoredTokens
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRules
+from services.worker.backends.native.kernels.interface.sampling import DrawColumns, ScoredTokens
 from services.worker.sampling.noise import keys
 from services.worker.sampling.reference import GREEDY_BELOW
 

@@ -47,18 +47,18 @@ _SHARE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, 
 _CALLABLE = {address: _SHARE(address) for address in (_OPENMP, SHARE) if address}
 
 
-class _Own(threading.local):
+class _ThreadHelpers(threading.local):
     """The helpers of each calling thread."""
 
     helpers: Helpers | None = None
 
 
-_own = _Own()
+_own = _ThreadHelpers()
 _threads = 1
 
 
 def set_num_threads(number: int) -> None:
-    """Let kernels of this process use so many threads from now on, the calling one included."""
+    """Set the number of threads of each kernel in this process, including the calling thread."""
     global _threads
     _threads = number if sys.platform == "linux" else 1
 
@@ -67,8 +67,8 @@ def shared(beside_torch: bool = False) -> Share:
     """Return how the calling thread shares a kernel with others.
 
     Args:
-        beside_torch: operations of torch come before and after. Its OpenMP threads wait spinning, so the kernel is
-            shared with these.
+        beside_torch: operations of torch run before and after the kernel. The kernel is then shared with torch's OpenMP
+            threads, which spin between operations.
     """
     if beside_torch:
         threads = torch.get_num_threads()
@@ -87,7 +87,7 @@ class Kernel:
     Args:
         body: `body(address)` in numba's subset of Python; `address` is that of the argument block.
         fields: names and types of its arguments, after `HEADER`; pointers are int64.
-        cost: work that is worth another thread, in items or in the unit of `run`'s `work`.
+        cost: smallest amount of work for which another thread is used, in items or in the unit of `run`'s `work`.
         beside_torch: see `shared`
     """
 
@@ -126,11 +126,11 @@ class Kernel:
         return self.address + int(offset)
 
     def cell_of(self, number: int) -> NDArray[np.int64]:
-        """int64[1]: the argument of that number, an address."""
+        """Argument `number` of the block as int64[1]; it is an address."""
         return self._block[self._fields.names[len(HEADER) + number]]  # type: ignore[index]
 
     def call(self) -> None:
-        """Run once with the argument block as it is, on the calling thread."""
+        """Run on the calling thread with the present argument block."""
         self._call(self.address)
 
     def fill(self, values: tuple[Any, ...], items: int = 0) -> None:

@@ -4,14 +4,14 @@ import numpy as np
 import torch
 
 from protocol.steps import NO_DRAFT
-from services.worker.backends.native.kernels.interface import (
-    I32,
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.drafting import (
     DraftLayout,
     DraftLimits,
     DraftRows,
     DraftTensors,
-    Recording,
 )
+from services.worker.backends.native.kernels.interface.recording import Recording
 
 
 class ReferenceDrafting:

@@ -2,12 +2,10 @@
 
 import torch
 
-from services.worker.backends.native.kernels.interface import (
-    DraftingKernels,
-    NetworkKernels,
-    RowKernels,
-    SamplingKernels,
-)
+from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.rows import RowKernels
+from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
 from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
 from services.worker.backends.native.kernels.reference.network import ReferenceNetwork
 from services.worker.backends.native.kernels.reference.rows import ReferenceRows

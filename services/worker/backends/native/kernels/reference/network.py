@@ -6,17 +6,11 @@ from typing import TypeVar
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.interface import (
-    Attention,
-    AttentionShape,
-    Buffers,
-    CacheShape,
-    EagerRecording,
-    EmbeddingTable,
-    KVCache,
-    Linear,
-    Recording,
-)
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
 
 B = TypeVar("B", bound=Buffers)

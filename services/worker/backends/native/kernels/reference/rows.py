@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from services.worker.backends.native.kernels.interface import (
-    I32,
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
     SettledRows,
     SlotDrafts,

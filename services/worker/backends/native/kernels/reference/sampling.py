@@ -4,13 +4,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.interface import (
-    I32,
-    DrawColumns,
-    LogitRule,
-    LogitRules,
-    ScoredTokens,
-)
+from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
+from services.worker.backends.native.kernels.interface.sampling import DrawColumns, ScoredTokens
 from services.worker.sampling import reference
 from services.worker.sampling.noise import gumbel
 

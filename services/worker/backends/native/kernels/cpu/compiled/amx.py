@@ -5,7 +5,7 @@ A tile has 16 rows of 64 bytes. Tiles 0 to 3 are float32 sums, 4 and 5 are rows 
 `multiply` adds the products of 32 inputs to each sum in one fixed order, so a row's sums do not depend on the other
 rows of a tile.
 
-The tiles belong to the thread: a kernel configures them first and releases them last.
+Each thread has its own tiles. A kernel configures them first and releases them last.
 """
 
 from typing import Any

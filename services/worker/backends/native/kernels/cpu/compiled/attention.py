@@ -1,11 +1,11 @@
 """Attention over the paged KV cache in place: rotary positions and cache writes, then scores, softmax and values.
 
 The keys of a block are transposed, [head_dim, block_size], so that sixteen scores are one vector and no sum runs across
-lanes; the values are [block_size, head_dim]. Both dimensions of vectors are padded to sixteen.
+lanes; the values are [block_size, head_dim]. The dimension along a vector is padded to a multiple of sixteen.
 
-A query's sums run over its own keys in the order of their positions, block after block. So its result has the same bits
-alone, in any batch and in a chunk of any size (batch invariance, docs/invariants.md). Two kernels per layer, one after
-the other, write the keys of all rows before any query reads them (write before read).
+The sums of a query run over its keys in the order of their positions, block after block. Its result therefore has the
+same bits alone, in any batch and in a chunk of any size (batch invariance, docs/invariants.md). Each layer runs two
+kernels, one after the other, so the keys of all rows are written before any query reads them (write before read).
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 
 ADDRESS = np.int64
 TILE = 8
-"""Queries of one request that use a key block while it is in the nearest cache."""
+"""Number of queries of one request that read a key block while it is in the innermost cache."""
 _CACHE = [
     ("keys", ADDRESS),  # cache[blocks, kv_heads, dim, lanes]
     ("values", ADDRESS),  # cache[blocks, kv_heads, block_size, dim]
@@ -46,7 +46,7 @@ ATTEND = [
     *_CACHE,
     ("out", ADDRESS),  # activations[tokens, heads * head_dim]
     ("tiles", ADDRESS),  # int32[items, 4]: slot, first position, first token, tokens
-    ("window", np.int64),  # keys a query sees, its own included; 0: all
+    ("window", np.int64),  # number of keys that a query reads, its own included; 0: all
 ]
 _WRITE, _ATTEND = (np.dtype(HEADER + fields, align=True) for fields in (WRITE, ATTEND))
 
@@ -110,7 +110,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
 
 @njit(inline="always")
 def _blocks(first, count, window, block_size):  # type: ignore[no-untyped-def]
-    """The blocks that `count` queries from position `first` on see: the first one, and one after the last."""
+    """Return the blocks that `count` queries from position `first` on read: the first one, and one after the last."""
     begin = max(0, first - window + 1) // block_size if window else 0
     return begin, (first + count - 1) // block_size + 1
 
@@ -201,7 +201,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
 
             for b in range(begin, end):
                 block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
-                r = max(0, b * block_size - first) * group  # earlier queries see none of this block
+                r = max(0, b * block_size - first) * group  # earlier queries read no key of this block
                 while r < rows:
                     s = min(r + 1, rows - 1)
                     q0 = queries + (r // group * a.heads + r % group) * row_size

@@ -1,7 +1,7 @@
 """The greatest logit; or temperature, min-p, top-k, top-p and a draw, one row at a time and without sorting.
 
-Top-k and top-p keep the logits from some value up. That value is found by halving the range of float32 values between
-the least and the greatest logit: exactly, in at most 32 passes over the row, for a vocabulary of any size.
+Top-k and top-p keep all logits from a smallest value on. This value is found exactly by bisection of the float32 values
+between the least and the greatest logit, in at most 32 passes over the row, for a vocabulary of any size.
 """
 
 import numpy as np
@@ -102,7 +102,7 @@ def draw_kernel() -> Kernel:
                 cutoff = high + np.float32(np.log(min_p))
             top_k, top_p = simd.i32_at(a.top_k, a.items)[item], simd.load_f32(a.top_p + item * 4)
             if (0 < top_k < a.vocab) or top_p < 1:
-                # below e**-87 of the greatest nothing has any weight
+                # weights below e**-87 of the greatest are zero
                 low = max(cutoff, high - np.float32(87))
                 top = simd.splat(-high)
                 if 0 < top_k < a.vocab:
@@ -135,7 +135,7 @@ def draw_kernel() -> Kernel:
 
 
 def greedy_kernel() -> Kernel:
-    """The greatest logit of each row, of equal ones the lowest id. One item is one row."""
+    """The token with the greatest logit of each row; among equals, the lowest id. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _GREEDY)[0]

@@ -12,7 +12,7 @@ COPY = [
     ("out", np.int64),  # float32[items, stride]: the first `width` numbers of each row are written
     ("width", np.int64),
     ("stride", np.int64),
-    ("adds", np.int64),  # 1: to what is there
+    ("adds", np.int64),  # 1: added to the present numbers; 0: written
 ]
 _COPY = np.dtype(HEADER + COPY, align=True)
 

@@ -1,4 +1,4 @@
-"""A whole draft of a head of one layer: recorded kernels round after round, and the rows of the next round between."""
+"""All rounds of a draft by a head of one layer: each round runs the recorded kernels, then prepares the next rows."""
 
 import numpy as np
 from numba import carray, njit, types
@@ -8,10 +8,10 @@ from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
 
 DRAFT = [
-    ("before", np.int64),  # recorded calls over places: up to their keys and values
+    ("before", np.int64),  # recorded calls over places, up to keys and values
     ("before_size", np.int64),
     ("num_places", np.int64),  # address of their number
-    ("after", np.int64),  # over rows: from attention to the most likely tokens
+    ("after", np.int64),  # recorded calls over rows, from attention to the most likely tokens
     ("after_size", np.int64),
     ("num_rows", np.int64),
     ("share", np.int64),  # see `thread_team.shared`
@@ -20,20 +20,20 @@ DRAFT = [
     ("places", np.int64),  # in the first round
     ("rows", np.int64),
     ("least", np.float32),  # probability that a draft must have
-    # of places, for `before`
+    # columns of places, read by `before`
     ("slots", np.int64),  # int32
     ("positions", np.int64),  # int32
     ("ids", np.int64),  # int32
     ("hidden", np.int64),  # float32[places, width]
-    # of rows, for `after`, and what that yields
+    # columns of rows, read by `after`, and its results
     ("tiles", np.int64),  # int32[rows, 4]
     ("last", np.int64),  # int32: place of each row
     ("yielded", np.int64),  # float32[rows, width]
     ("chosen", np.int64),  # int32, of draft ids
     ("sure", np.int64),  # float32
-    ("sharpness", np.int64),  # float32, which `after` reads
-    # of rows, kept from round to round
-    ("room", np.int64),  # int32: drafts that it may have
+    ("sharpness", np.int64),  # float32, read by `after`
+    # per row, kept from round to round
+    ("room", np.int64),  # int32: maximum number of drafts
     ("owner", np.int64),  # int32: row of `proposed`
     ("chance", np.int64),  # float32: probability of all of the row's drafts together
     ("width", np.int64),
@@ -53,9 +53,10 @@ def lay_out(  # type: ignore[no-untyped-def]
     slots, starts, counts, samples, num_blocks, temperature, history, block_size, k, limit, error,
     place_slots, positions, ids, last, room, owner, sharpness, chance, tiles,
 ):  # fmt: skip
-    """See `DraftingKernels.lay_out`; columns of `DraftRows`, the history, `DraftLimits`, and what is written. A row's
-    drafts stand at ends + 1, ends + 2 ... below `limit`, those after the first are computed inside of the slot's
-    blocks."""
+    """See `DraftingKernels.lay_out`. Arguments: columns of `DraftRows`, the history, `DraftLimits`, and the results.
+
+    The drafts of a row have the positions ends + 1, ends + 2 ... below `limit`. All except the first are computed
+    inside of the slot's blocks."""
     place = row = sampled = 0
     for i in range(len(slots)):
         slot, end = slots[i], starts[i] + counts[i]
@@ -76,7 +77,7 @@ def lay_out(  # type: ignore[no-untyped-def]
 
 
 def draft_kernel() -> Kernel:
-    """One item is the whole batch, whose recorded kernels may be shared with other threads."""
+    """One item is the whole batch. Other threads may share its recorded kernels."""
 
     def draft(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _DRAFT)[0]

@@ -2,8 +2,8 @@
 """Changes of logits by the parameters of requests, one row at a time, and by the mask of a grammar.
 
 A rule reads tokens from the token history on the device. It counts each position once, when the row is sampled, so a
-step counts the tokens that earlier steps wrote. A draft counts for the drafts after it, and is taken back at the end of
-the step; the next step counts the accepted ones.
+step counts the tokens that earlier steps wrote. A draft is counted for the drafts after it, and this is undone at the
+end of the step; the next step counts the accepted ones.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ RULE = np.dtype(
         ("num_seen", np.int32),
         ("counted", np.int32),  # positions of the history that are counted
         ("num_prompt", np.int32),
-        ("restricts", np.int32),  # whether only allowed tokens may follow
+        ("restricts", np.int32),  # true: only allowed tokens may be sampled
         ("repetition", np.float32),
         ("frequency", np.float32),
         ("presence", np.float32),

@@ -9,13 +9,13 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 
 ADDRESS = np.int64
 BLOCK = 64
-"""Logits that are skipped at once if none of them is among the greatest."""
+"""Number of logits that are skipped together if none of them is among the greatest."""
 LOGPROBS = [
     ("logits", ADDRESS),  # float32[any, vocab]
     ("vocab", np.int64),
     ("rows", ADDRESS),  # int32[items]: which rows of the logits
     ("tokens", ADDRESS),  # int32[items]
-    ("tops", ADDRESS),  # int32[items]: most likely tokens wanted, 0 to vocab
+    ("tops", ADDRESS),  # int32[items]: number of most likely tokens, 0 to vocab
     ("firsts", ADDRESS),  # int32[items]: where the row's entries begin
     ("ids", ADDRESS),  # int32[entries], written: the token, then the most likely ones
     ("values", ADDRESS),  # float32[entries], written
@@ -51,7 +51,7 @@ def _greatest(row, vocab, top, ids, values):
 
 
 def logprobs_kernel() -> Kernel:
-    """One item is one row; its sum always has the same order."""
+    """One item is one row. The order of its sum is fixed."""
 
     def score(address):
         a = carray(simd.pointer(address), 1, _LOGPROBS)[0]

@@ -9,9 +9,9 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 MOST_LIKELY = [
     ("logits", np.int64),  # float32[items, vocab]
     ("vocab", np.int64),
-    ("ids", np.int64),  # int32[items], of equal logits the lowest
+    ("ids", np.int64),  # int32[items]; among equal logits the lowest id
     ("chances", np.int64),  # float32[items], 0 to 1
-    ("sharpness", np.int64),  # float32[items], by which logits are multiplied before
+    ("sharpness", np.int64),  # float32[items], factor of the logits
 ]
 _MOST_LIKELY = np.dtype(HEADER + MOST_LIKELY, align=True)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Prompt lookup: the longest end of a sequence that occurs in it before, and the tokens that follow there."""
+"""Prompt lookup: the longest suffix of a sequence that occurs earlier in it, and the tokens that follow there."""
 
 import numpy as np
 from numba import carray
@@ -13,10 +13,10 @@ NGRAM = [
     ("limit", np.int64),
     ("slots", ADDRESS),  # int32[items]
     ("lengths", ADDRESS),  # int32[items]: tokens of each sequence
-    ("shortest", np.int64),  # tokens that must match at least
-    ("longest", np.int64),  # tokens that are compared at most
+    ("shortest", np.int64),  # minimum length of a match, tokens
+    ("longest", np.int64),  # maximum length of a match, tokens
     ("k", np.int64),
-    ("least", np.float32),  # probability that a token must have, with those before it
+    ("least", np.float32),  # minimum probability of a token and all before it
     ("found", ADDRESS),  # int32[items, k], written where there is a match
 ]
 _NGRAM = np.dtype(HEADER + NGRAM, align=True)

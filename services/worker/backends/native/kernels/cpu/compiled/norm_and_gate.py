@@ -9,7 +9,7 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 ADDRESS = np.int64
 NORM = [
     ("residual", ADDRESS),  # float32[rows, width], read and written
-    ("delta", ADDRESS),  # activations[rows, width] that are added first, or 0
+    ("delta", ADDRESS),  # activations[rows, width], added first; or 0
     ("weight", ADDRESS),  # float32[width]
     ("out", ADDRESS),  # activations[rows, width]
     ("width", np.int64),

@@ -1,5 +1,5 @@
 """y = W x + b. Every output is summed over the inputs in order, so a row has the same bits in a batch of any size
-(batch invariance, docs/invariants.md). Few rows take no longer than reading the weights."""
+(batch invariance, docs/invariants.md). With few rows, a product takes no longer than reading the weights."""
 
 from functools import cache
 
@@ -10,13 +10,13 @@ from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 PANEL = 16
-"""Outputs whose weights are side by side, input after input."""
+"""Number of outputs whose weights are side by side, input after input."""
 BLOCK = 4 * PANEL
 """Outputs of one item."""
 CHUNK = 48
 """Maximum number of rows of one item."""
 WORTH = 1 << 19
-"""Multiplications that are worth another thread: 10 to 20 us."""
+"""Smallest number of multiplications for which another thread is used: 10 to 20 us."""
 PRODUCT = [
     ("x", np.int64),  # float32[rows, inputs]
     ("weight", np.int64),  # [blocks * 4, inputs, PANEL]
@@ -31,7 +31,7 @@ _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 @njit(inline="always")
 def store_outputs(a, row, first, value, tail):  # type: ignore[no-untyped-def]
-    """Store outputs `first` to `first` + 15 of a row, as far as they exist."""
+    """Store outputs `first` to `first` + 15 of a row; those beyond the last are skipped."""
     out = a.out + (row * a.outputs + first) * 4
     if first + PANEL <= a.outputs:
         simd.store_f32x16(out, value)
@@ -43,7 +43,7 @@ def store_outputs(a, row, first, value, tail):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def one_row(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute one row in all panels of the block at once: that many independent sums hide the latency of each."""
+    """Compute one row in all panels of the block together: the independent sums hide each other's latency."""
     size = PANEL * (2 if HALF else 4)
     bias, step = a.bias + first * 4, a.inputs * size
     s0, s1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
@@ -67,7 +67,7 @@ def one_row(a, row, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def four_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute rows `row` to `row` + 3 in one panel; instead of rows beyond `last`, `last` is computed again."""
+    """Compute rows `row` to `row` + 3 in one panel. For rows beyond `last`, `last` is computed again."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
     x0, x1, x2, x3 = a.x + row * width, a.x + r1 * width, a.x + r2 * width, a.x + r3 * width
@@ -87,7 +87,7 @@ def four_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-unty
 
 @njit(inline="always")
 def six_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyped-def]
-    """Compute six rows in the same way: as many sums as the registers of AVX2 hold."""
+    """Compute six rows in the same way; their sums fill the registers of AVX2."""
     size, width, start = PANEL * (2 if HALF else 4), a.inputs * 4, simd.load_f32x16(a.bias + first * 4)
     r4, r5 = min(row + 4, last), min(row + 5, last)
     x0, x4, x5 = a.x + row * width, a.x + r4 * width, a.x + r5 * width

@@ -1,4 +1,4 @@
-"""Weights in panels of 16 outputs, and how kernels decode them.
+"""Weights in panels of 16 outputs, and their decoding.
 
 A panel is divided into groups of 32 inputs, one after the other:
 

@@ -1,8 +1,8 @@
 """y = W x + b in float32, from weights in int8 or int4.
 
-Few rows are multiplied while the codes are decoded. For more, a panel is decoded once into memory that stays in the
-nearest caches. Weights and order of sums are the same either way, so a row has the same bits in a batch of any size
-(batch invariance, docs/invariants.md).
+With few rows, codes are decoded during the multiplication. With more rows, a panel is decoded once into memory that
+stays in the innermost caches. Weights and order of sums are the same in both cases, so a row has the same bits in a
+batch of any size (batch invariance, docs/invariants.md).
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ from services.worker.backends.native.kernels.cpu.compiled.quantized import (
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 CHUNK = 192
-"""Maximum number of rows of one item. The more, the less often a panel is decoded."""
+"""Maximum number of rows of one item. A panel is decoded once per item."""
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 

@@ -1,4 +1,4 @@
-"""Rows of several tokens each, back to back. NumPy needs several calls for each function: slow for few rows."""
+"""Rows of several tokens each, back to back. NumPy would need several calls for each: slow for few rows."""
 
 import numpy as np
 from numba import njit, types
@@ -12,7 +12,7 @@ _BITS = types.Array(types.boolean, 1, "A", readonly=True)
 
 @njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
 def spread(counts):  # type: ignore[no-untyped-def]
-    """The row of each token, and its number there; int32[sum(counts)] each."""
+    """Return the row of each token and its index in the row, int32[sum(counts)] each."""
     owners = np.empty(counts.sum(), np.int32)
     offsets = np.empty(len(owners), np.int32)
     at = 0
@@ -25,9 +25,10 @@ def spread(counts):  # type: ignore[no-untyped-def]
 
 @njit(types.Tuple((*(_MADE,) * 3, types.int64))(*(_GIVEN,) * 4, _MADE, _MADE, _KEPT, _KEPT), cache=True)
 def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history):  # type: ignore[no-untyped-def]
-    """See `RowKernels.settle`; the columns of the rows, of `SlotDrafts`, and the history. Returns the columns that may
-    have changed, and -1 or the row that is planned before its frontier. What is beyond the history's limit is no
-    step's input, so it is not written."""
+    """See `RowKernels.settle`. Arguments: the columns of the rows, of `SlotDrafts`, and the history.
+
+    Return the columns that may have changed, and -1 or the row that is planned before its frontier. Tokens beyond the
+    history's limit are not written, because no step reads them."""
     true_starts, true_counts, true_drafts = starts.copy(), counts.copy(), drafts.copy()
     for row in range(len(slots)):
         if frontier[slots[row]] > starts[row]:
@@ -54,8 +55,8 @@ def settle(slots, starts, counts, drafts, frontier, proposed, tokens, history): 
 def lay_out(  # type: ignore[no-untyped-def]
     slots, starts, counts, samples, drafts, history, vocab, tile, ids, token_slots, positions, tiles, sampled
 ):  # fmt: skip
-    """See `RowKernels.lay_out`; a history of no slots is not read. Returns how many tiles and sampled tokens, or -1 and
-    a token without a valid id."""
+    """See `RowKernels.lay_out`. A history without slots is not read. Return the numbers of tiles and sampled tokens, or
+    -1 and a token without a valid id."""
     token = number = chosen = 0
     for row in range(len(slots)):
         slot, start, count = slots[row], starts[row], counts[row]

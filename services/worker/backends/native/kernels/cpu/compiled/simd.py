@@ -1,8 +1,8 @@
 # ruff: noqa: ARG001, the signatures are numba's
 """Vectors of sixteen float32 for numba kernels, in LLVM's instructions, for processors of any vector width.
 
-Kernels define the order of every sum, so a row's result does not depend on the rows beside it, on the number of threads
-or on what an optimiser may reorder (batch invariance, docs/invariants.md).
+Kernels define the order of every sum, so a row's result does not depend on other rows, on the number of threads or on
+the optimiser (batch invariance, docs/invariants.md).
 
 Addresses are integers, in bytes. bfloat16 is the upper half of a float32; stores round to nearest even.
 """
@@ -88,8 +88,8 @@ def _access(name: str, kind: ir.Type, is_store: bool, half: bool) -> Any:
 
 @intrinsic
 def load_bf16_pairs(typing_context: Any, address: Any) -> Any:
-    """Load sixteen bfloat16 that lie in pairs: number i and number i + 8 are the halves of one word. Widening them
-    takes half the work of sixteen in a row."""
+    """Load sixteen bfloat16 stored in pairs: numbers i and i + 8 are the halves of one word. Converting them takes half
+    the work of sixteen consecutive numbers."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = ir.VectorType(I32, LANES // 2)
@@ -293,7 +293,7 @@ def uniform(typing_context: Any, token: Any, key0: Any, key1: Any) -> Any:
 
 @intrinsic
 def select_at_least(typing_context: Any, x: Any, least: Any, value: Any, other: Any) -> Any:
-    """`value` in the lanes where x >= least, `other` in the rest."""
+    """`value` in the lanes where x >= least, `other` in the other lanes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[2], args[3])
@@ -323,7 +323,7 @@ def bits_of(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add to the int64 at `address`, atomically, and return its value before. All threads see such changes, and all
+    """Add to the int64 at `address` atomically and return its previous value. All threads see such changes, and all
     earlier writes, in one order."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -336,8 +336,8 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 def allocate(typing_context: Any, size: Any) -> Any:
     """Address of `size` bytes of scratch memory, aligned to 16, until `release`.
 
-    The address of a numpy array would not do: the compiler frees an array after its last use, and does not see that the
-    address is used later.
+    The address of a NumPy array cannot be used instead: the compiler frees an array after its last use, and does not
+    count uses of its address.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,6 +1,6 @@
 """y = W x + b with AMX, from weights in bfloat16, int8 or int4. Activations are bfloat16, sums float32.
 
-Codes are decoded to bfloat16 into a panel that stays in the nearest caches, while the first rows are multiplied. Each
+While the first rows are multiplied, codes are decoded to bfloat16 into a panel that stays in the innermost caches. Each
 sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance,
 docs/invariants.md).
 """
@@ -24,9 +24,9 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 BLOCK = 2 * PANEL
 """Outputs of one item: two panels."""
 CHUNK = 1024
-"""Maximum number of rows of one item. The more, the less often a panel is decoded."""
+"""Maximum number of rows of one item. A panel is decoded once per item."""
 WORTH = 1 << 17
-"""Multiplications that are worth another thread."""
+"""Smallest number of multiplications for which another thread is used."""
 PRODUCT = [
     ("x", np.int64),  # bfloat16[rows, inputs]
     ("weight", np.int64),  # panels; their number is even
@@ -142,7 +142,7 @@ def _compiled(kind: int) -> Kernel:
                 amx.configure(memory, rows)
                 configured = True
             block, start = item % blocks, item // blocks * CHUNK
-            # A tile has `rows` rows; the last one of a chunk begins earlier where too few rows are left
+            # A tile has `rows` rows; if too few rows are left, the last tile of a chunk begins earlier
             start, end = max(0, min(start, a.rows - rows)), min(start + CHUNK, a.rows)
             x = a.x + start * a.inputs * 2
             if not whole:

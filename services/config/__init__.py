@@ -1,0 +1,31 @@
+"""One frozen configuration per service: every setting with its unit, limits and default.
+
+A setting has the same name as a flag (`--max-num-seqs`), in the environment (`RUNAHEAD_MAX_NUM_SEQS`) and in the YAML
+file (`max-num-seqs`). Its description is the help text of the flag.
+"""
+
+from services.config.base import BaseConfig, ServiceConfig
+from services.config.bench import BenchConfig
+from services.config.convert import ConvertConfig
+from services.config.frontend import FrontendConfig
+from services.config.scheduler import SchedulerConfig
+from services.config.serve import ENDPOINTS, SERVICES, ServeConfig
+from services.config.simulator import SimulatorConfig
+from services.config.speculation import SpeculativeConfig
+from services.config.worker import BackendConfig, WorkerConfig
+
+__all__ = [
+    "ENDPOINTS",
+    "SERVICES",
+    "BackendConfig",
+    "BaseConfig",
+    "BenchConfig",
+    "ConvertConfig",
+    "FrontendConfig",
+    "SchedulerConfig",
+    "ServeConfig",
+    "ServiceConfig",
+    "SimulatorConfig",
+    "SpeculativeConfig",
+    "WorkerConfig",
+]

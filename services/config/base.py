@@ -1,0 +1,40 @@
+"""Settings that all services share."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CHECKPOINT = (
+    "Directory, GGUF file or Hugging Face name of the checkpoint; NAME:Q4_K_M is one of several GGUF files there. "
+    "Default: SmolLM2-135M-Instruct, if it is installed."
+)
+"""Description of the setting `model` of frontends and workers."""
+REVISION = "Branch, tag or commit on the hub, for every file. Default: the main branch."
+TOKENIZER = "Directory or Hugging Face name of another tokenizer. Default: the checkpoint's."
+
+
+class BaseConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ServiceConfig(BaseConfig):
+    """Settings of every service."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest severity of messages on stderr."
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Form of messages on stderr: lines of text, or a JSON object per line."
+    )
+    scheduler_timeout_seconds: float = Field(
+        10.0,
+        ge=2,
+        description="Seconds without a message from the scheduler after which frontends and workers look for another "
+        "one. A scheduler that did not run for so long exits.",
+    )
+    recovery_timeout_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds that open requests wait for the replacement of a lost worker or scheduler before they "
+        "fail, and that a worker waits for another scheduler before it exits.",
+    )

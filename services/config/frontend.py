@@ -1,0 +1,84 @@
+"""Settings of a frontend."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.config.base import CHECKPOINT, REVISION, TOKENIZER, ServiceConfig
+
+
+class FrontendConfig(ServiceConfig):
+    model: str = Field("", description=CHECKPOINT)
+    revision: str | None = Field(None, description=REVISION)
+    tokenizer: str | None = Field(None, description=TOKENIZER)
+    chat_template: str | None = Field(
+        None, description="File with a Jinja chat template. Default: the checkpoint's."
+    )
+    served_model_name: list[str] = Field(
+        default_factory=list,
+        description="Model names that the API accepts; responses contain the first one. Default: the name "
+        "of the model.",
+    )
+    scheduler_endpoint: str = Field(
+        "ipc:///tmp/runahead/clients", description="Endpoint of the scheduler for frontends."
+    )
+    host: str = Field("127.0.0.1", description="Address of the HTTP server.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server. 0: any free port.")
+    api_key: list[str] = Field(
+        default_factory=list,
+        description="API keys, one of which every request must carry as its bearer token. Default: none.",
+    )
+    api_key_file: str | None = Field(
+        None,
+        description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: "
+        "none.",
+    )
+    max_body_bytes: int = Field(
+        8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
+    )
+    unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
+        "warn",
+        description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
+        "line and a response header (warn), refused with status 400 (refuse), or ignored (ignore).",
+    )
+    request_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds without a new token, or without an end, after which a request ends with status 504.",
+    )
+    max_open_requests: int = Field(
+        4096,
+        ge=1,
+        description="Maximum number of open requests in one frontend. More are refused with status 429.",
+    )
+    response_store: bool = Field(
+        True,
+        description="Keep answers of /v1/responses in memory for an hour, at most 64 MiB, so that a request can "
+        "continue one by previous_response_id.",
+    )
+    enable_auto_tool_choice: bool = Field(
+        False, description="Let the model decide whether to call a tool. Needs --tool-call-parser."
+    )
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
+        None,
+        description="Format of tool calls in the output of the model; Qwen models use hermes. Default: none.",
+    )
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+        None,
+        description="Format of reasoning between <think> and </think>: always present (deepseek_r1), or "
+        "present if the answer begins with <think> (qwen3). Default: none.",
+    )
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto", description="Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."
+    )
+    pooling_type: Literal["last", "mean"] = Field(
+        "last",
+        description="Hidden state that an embedding is made of: that of the last token (last) or the mean "
+        "of all tokens (mean).",
+    )
+
+    @model_validator(mode="after")
+    def _check_tool_calls(self) -> Self:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        return self

@@ -1,0 +1,154 @@
+"""Settings of the scheduler."""
+
+import json
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from services.config.base import REVISION, TOKENIZER, ServiceConfig
+from services.config.speculation import SpeculativeConfig
+
+
+def _from_json(value: object) -> object:
+    """Parse JSON from a flag or the environment. A file may contain the mapping itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+class SchedulerConfig(ServiceConfig):
+    worker_endpoint: str = Field(
+        "ipc:///tmp/runahead/workers",
+        description="Endpoint that workers connect to, ipc://PATH or tcp://HOST:PORT.",
+    )
+    client_endpoint: str = Field(
+        "ipc:///tmp/runahead/clients",
+        description="Endpoint that frontends connect to, ipc://PATH or tcp://HOST:PORT.",
+    )
+    model: str = Field(
+        "",
+        description="Directory or Hugging Face name of the checkpoint, for the tokenizer that structured output "
+        "needs. Default: SmolLM2-135M-Instruct, if it is installed.",
+    )
+    revision: str | None = Field(None, description=REVISION)
+    tokenizer: str | None = Field(None, description=TOKENIZER)
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV-cache block.")
+    num_gpu_blocks_override: int | None = Field(
+        None, ge=2, description="Number of KV-cache blocks. Default: as many as the workers can hold."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Context length, tokens. Default: the checkpoint's."
+    )
+    max_num_seqs: int = Field(256, ge=1, le=65536, description="Maximum number of running requests.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens in one step.")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Maximum number of prompt tokens of one request in one step. 0: no limit."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Share KV-cache blocks between requests with equal prefixes."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Order of waiting requests: by arrival (fcfs) or by priority."
+    )
+    batching_policy: str | None = Field(
+        None,
+        min_length=1,
+        description="Which phases share a step: chunked prefill and decode together (chunked), the same in "
+        "even microbatches for pipeline stages (balanced), or never both, for devices that "
+        "cannot mix them (phased); or the name of a policy that an installed package registers. Default: "
+        "chunked, or balanced with more than one stage.",
+    )
+    phased_interleave: bool = Field(
+        True, description="phased: allow no two consecutive prefill steps while a request is decoding."
+    )
+    phased_max_volume: int = Field(
+        0,
+        ge=0,
+        description="phased: maximum of rows times longest context in a decode step, tokens. 0: no limit.",
+    )
+    phased_pausing: bool = Field(
+        False,
+        description="phased: let decodes that exceed the volume together pause in turn, instead of delaying "
+        "new requests.",
+    )
+    batch_queue_depth: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Maximum number of steps in flight, at most 8 or twice the stages; 1 is synchronous. "
+        "Default: 2, or stages + 1 with more than one stage.",
+    )
+    tensor_parallel_size: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="Workers that share each layer. auto: as many as have registered and the model allows."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=256, description="Number of stages that the layers are divided into."
+    )
+    settle_seconds: float = Field(
+        5.0, ge=0, description="auto: seconds without a change of membership before a group is formed."
+    )
+    max_spare_workers: int = Field(
+        8, ge=0, description="Maximum number of workers that wait as replacements for a lost one."
+    )
+    heartbeat_timeout_seconds: float = Field(
+        5.0, gt=0, description="Seconds without a heartbeat after which a worker counts as lost."
+    )
+    step_timeout_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="Lower bound of a step's time limit, seconds. Workers that exceed the limit count as hung.",
+    )
+    async_scheduling: bool | None = Field(
+        None, description="Run ahead of the workers; off: one step in flight, or one per stage. Default: on."
+    )
+    max_num_queued_reqs: int = Field(
+        1024, ge=1, description="Maximum number of waiting requests. More are refused with status 429."
+    )
+    max_num_queued_tokens: int = Field(
+        4_194_304,
+        ge=1,
+        description="Maximum number of prompt tokens of waiting requests. More are refused with status 429.",
+    )
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_from_json)] = Field(
+        None,
+        description='Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. '
+        "Default: none.",
+    )
+    step_trace: str | None = Field(
+        None,
+        description="File for a JSON line per step: its rows and its times on every rank. Default: none.",
+    )
+
+    @property
+    def depth(self) -> int:
+        """Depth of the batch queue, in steps."""
+        stages = self.pipeline_parallel_size
+        return self.batch_queue_depth or stages + (self.async_scheduling is not False)
+
+    @property
+    def policy(self) -> str:
+        """Name of the batching policy: built-in, or an entry point of the group `runahead.policies`."""
+        return self.batching_policy or ("balanced" if self.pipeline_parallel_size > 1 else "chunked")
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> Self:
+        depth, ahead, stages = self.batch_queue_depth, self.async_scheduling, self.pipeline_parallel_size
+        if depth is not None and ahead is not None and (depth > stages) != ahead:
+            flag = "--async-scheduling" if ahead else "--no-async-scheduling"
+            raise ValueError(f"{flag} contradicts --batch-queue-depth {depth}; leave one of them out")
+        most = max(8, 2 * stages)
+        if depth is not None and not stages <= depth <= most:
+            raise ValueError(f"--batch-queue-depth {depth} must lie between {stages} and {most}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_phased(self) -> Self:
+        if self.batching_policy == "phased" and self.max_num_batched_tokens % self.block_size:
+            raise ValueError(
+                f"--batching-policy phased: --max-num-batched-tokens {self.max_num_batched_tokens} must be a multiple "
+                f"of --block-size {self.block_size}"
+            )
+        return self

@@ -1,0 +1,48 @@
+"""Settings of all services together."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from services.config.base import ServiceConfig
+from services.config.frontend import FrontendConfig
+from services.config.scheduler import SchedulerConfig
+from services.config.worker import WorkerConfig
+
+
+class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
+    """Settings of all three services on one machine.
+
+    `serve` sets the endpoints itself, so they have no flags. `--help` lists the bases from last to first.
+    """
+
+    @property
+    def num_workers(self) -> int:
+        """Number of ranks of the group. `serve` starts one worker for each."""
+        tp = self.tensor_parallel_size
+        return self.pipeline_parallel_size * (1 if tp == "auto" else tp)
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if self.tensor_parallel_size == "auto":
+            raise ValueError(
+                "--tensor-parallel-size auto is for runahead scheduler, where workers register by themselves; "
+                "serve starts the workers and needs a number"
+            )
+        return self
+
+    def service_settings(self, service: type[ServiceConfig]) -> dict[str, object]:
+        """Return those settings of one service that were given explicitly."""
+        return self.model_dump(include=set(service.model_fields), exclude_unset=True)
+
+
+ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
+"""Settings with the endpoint of a socket between services."""
+
+
+SERVICES: dict[str, type[ServiceConfig]] = {
+    "frontend": FrontendConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+}
+"""In the order in which they are stopped: first the frontend, which has the open requests."""

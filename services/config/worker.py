@@ -1,0 +1,98 @@
+"""Settings of a worker."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.config.base import CHECKPOINT, REVISION, ServiceConfig
+from services.config.simulator import SimulatorConfig
+
+
+class BackendConfig(ServiceConfig):
+    """Settings of a worker, except those of the simulator."""
+
+    model: str = Field("", description=CHECKPOINT)
+    revision: str | None = Field(None, description=REVISION)
+    scheduler_endpoint: str = Field(
+        "ipc:///tmp/runahead/workers", description="Endpoint of the scheduler for workers."
+    )
+    backend: Literal["native", "sim", "vllm"] = Field(
+        "native",
+        description="Implementation of the forward pass: Runahead's own (native), vLLM (vllm), or a "
+        "simulator that verifies the plans and sleeps (sim).",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model.",
+    )
+    device: Literal["cpu"] = Field("cpu", description="Device of the native backend.")
+    kernels: Literal["auto", "compiled", "reference"] = Field(
+        "auto",
+        description="native: implementation of the kernels: compiled for this processor (compiled), or plain "
+        "torch, slow, to check the others against (reference). auto: the fastest for device and processor.",
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        description="Number of compute threads. 0: one per core, divided among the ranks of the group on "
+        "this machine.",
+    )
+    host_ip: str = Field(
+        "",
+        description="Address at which other ranks connect to this one. Default: the address of the route to "
+        "the scheduler.",
+    )
+    kv_cache_memory_bytes: int = Field(
+        0, ge=0, description="Size of the KV cache, bytes. 0: a share of the free memory."
+    )
+    quantization: str | None = Field(
+        None,
+        description="native: type of the weights in memory, with groups of 32 inputs: int8, int4 (embedding and head "
+        "int8), or none (the blocks of a GGUF file are dequantised). vllm: quantisation method of the weights. "
+        "Default: the checkpoint's.",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="native: compute each row with the same bits whatever other rows are in its step, in bfloat16, "
+        "int8 and int4 as in float32.",
+    )
+    load_format: str = Field("auto", description="vllm: file format of the weights.")
+    enforce_eager: bool = Field(
+        False, description="vllm: do not compile the model; it starts sooner and computes more slowly."
+    )
+
+
+class WorkerConfig(SimulatorConfig, BackendConfig):
+    """Settings of a worker. `--help` lists the bases from last to first."""
+
+    @model_validator(mode="after")
+    def _check_kernels(self) -> Self:
+        if self.kernels != "auto" and self.backend != "native":
+            raise ValueError(
+                f"--kernels {self.kernels} chooses kernels of the native backend, not of --backend {self.backend}"
+            )
+        if self.batch_invariant and self.backend != "native":
+            raise ValueError(
+                f"--batch-invariant is a promise of the native backend; --backend {self.backend} does not give it"
+            )
+        if self.batch_invariant and self.kernels == "reference":
+            raise ValueError(
+                "--batch-invariant: --kernels reference does not give this promise; use compiled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        method, own = self.quantization, ("int8", "int4", "none")
+        if self.backend == "native" and method not in (None, *own):
+            raise ValueError(f"--quantization {method}: --backend native has {', '.join(own)}")
+        if self.backend == "vllm" and method in own:
+            raise ValueError(f"--quantization {method} is a type of --backend native, not a method of vLLM")
+        if self.backend == "sim" and method is not None:
+            raise ValueError(f"--quantization {method}: --backend sim has no weights")
+        return self
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend in the capability table."""
+        return "sim rigid" if self.backend == "sim" and self.sim_rigid else self.backend

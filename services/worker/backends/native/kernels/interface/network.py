@@ -1,0 +1,103 @@
+"""The operations of a forward pass."""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.buffers import B
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.backends.native.kernels.interface.recording import Recording
+from services.worker.backends.native.kernels.quantized_weight import Weight
+
+T = TypeVar("T")
+
+
+class NetworkKernels(Protocol):
+    """The forward pass of a model or a drafter. For one calling thread."""
+
+    activations: torch.dtype
+    """dtype that products read and write."""
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        """Prepare a product. Takes ownership of weight [out, in] and bias [out]."""
+        ...
+
+    def embedding(self, weight: Weight) -> EmbeddingTable:
+        """Prepare the vectors of tokens, [tokens, width]."""
+        ...
+
+    def tied(self, embedding: EmbeddingTable) -> Linear:
+        """A product with the embedding's vectors as weights; it reads the same memory where the layout allows it."""
+        ...
+
+    def bytes_per_block(self, shape: CacheShape) -> int: ...
+
+    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache: ...
+
+    def attention(
+        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
+    ) -> Attention:
+        """`table`: int32[slots, blocks], the block table of every slot; the scheduler's plans change it in place."""
+        ...
+
+    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = source[index[i]] in float32; int32[rows], [any, width], float32[rows, width]."""
+        ...
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """out = source; float32[rows, width] each. `out` may be columns of a wider matrix."""
+        ...
+
+    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """out += source; activations[rows, width], float32[rows, width]."""
+        ...
+
+    def norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """residual += delta; out = residual / rms(residual) * weight.
+
+        Args:
+            residual: float32[rows, width]
+            delta: activations[rows, width], or None: nothing is added
+            weight: float32[width]
+            out: activations[rows, width]
+        """
+        ...
+
+    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out = silu(gate) * up; activations[rows, 2 * width] to [rows, width]."""
+        ...
+
+    def most_likely(
+        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        """Find the most likely token of each row, the lowest id among equals, and its probability.
+
+        Args:
+            logits: float32[rows, vocab]
+            sharpness: float32[rows], factor of the logits
+            ids, chances: int32[rows] and float32[rows], written
+        """
+        ...
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Call a function of the host that maps [rows, width] to the same shape, such as a sum over ranks.
+
+        Returns: the result, in `out` or in the function's own memory.
+        """
+        ...
+
+    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
+        """Record the operations that `body` calls on `buffers`. `body` must not depend on values."""
+        ...
