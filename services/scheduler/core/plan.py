@@ -171,10 +171,7 @@ class StepPlanner:
         limits, kv = epoch.limits, epoch.kv
         seats = limits.max_num_seqs - len(epoch.running)
         seats = min(seats, len(epoch.slots.free), _limit(budget.admissions))
-        waiting: Iterable[Request] = self.store.waiting.in_order()
-        if alone is not None:
-            waiting = () if len(epoch.running) else (alone,)
-        for request in waiting:
+        for request in self.candidates(alone):  # no variable: the walk ends when the loop drops it
             room = min(choice.tokens_left, choice.prefill_left)
             if room <= 0 or seats <= 0:
                 break
@@ -192,6 +189,12 @@ class StepPlanner:
                 break
             self.admit(request, prefix, count, held, choice)
             seats -= 1
+
+    def candidates(self, alone: Request | None) -> Iterable[Request]:
+        """Return the requests that may be admitted, in order. `alone`: the only request that may run."""
+        if alone is None:
+            return self.store.waiting.in_order()
+        return () if len(self.epoch.running) else (alone,)
 
     def admit(
         self, request: Request, prefix: list[int], count: int, held: Column, choice: StepChoice

@@ -27,6 +27,7 @@ from protocol.requests import (
     EngineState,
     Finish,
     FinishReason,
+    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -64,6 +65,7 @@ EXAMPLES: list[msgspec.Struct] = [
     Shutdown("done"),
     GenerateRequest(2**32 - 1, pack([1, 2, 3]), 2, PARAMS, -5, "tenant", "cmpl-1"),
     AbortRequest([1, 2**32 - 1]),
+    FrontendAlive(),
     Subscribe(False),
     StepRecords(
         [
