@@ -2,11 +2,12 @@
 
 import ipaddress
 import socket
+import ssl
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError
-from services.config import ServeConfig
+from services.config import HttpConfig, ServeConfig
 
 
 def check_model(model: str) -> None:
@@ -45,13 +46,41 @@ def free_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
+def check_tls(config: HttpConfig) -> None:
+    """Check the files of the certificate.
+
+    Raises:
+        ConfigurationError: a file cannot be read, is not PEM, or certificate and key do not belong together.
+    """
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    name = "--ssl-certfile"
+    try:
+        context.load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile, password=""
+        )  # never asks on the terminal
+        name = "--ssl-ca-certs"
+        context.load_verify_locations(config.ssl_ca_certs) if config.ssl_ca_certs is not None else None
+    except (OSError, ssl.SSLError) as error:
+        reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        files = config.ssl_ca_certs if name == "--ssl-ca-certs" else config.ssl_certfile
+        key = f" with key {config.ssl_keyfile}" if config.ssl_keyfile and files == config.ssl_certfile else ""
+        raise ConfigurationError(f"{name}: cannot use {files}{key}: {_plain(reason)}") from None
+
+
+def _plain(reason: str | None) -> str:
+    """OpenSSL writes KEY_VALUES_MISMATCH."""
+    return (reason or "it is not PEM").replace("_", " ").lower()
+
+
 def warning(config: ServeConfig) -> str | None:
     """Return a warning about an allowed but insecure configuration, or None."""
     try:
         is_private = ipaddress.ip_address(config.host).is_loopback
     except ValueError:
         is_private = config.host == "localhost"
-    if is_private or config.api_key:
+    if is_private or config.api_key or config.uds is not None:
         return None
     return (
         f"WARNING: anyone who can reach {config.host} port {config.port} can use this server: "

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
-from services.cli.preflight import check_model, free_port, warning
+from services.cli.preflight import check_model, check_tls, free_port, warning
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
 from services.cli.supervisor import Supervisor
@@ -38,7 +38,9 @@ def serve(config: ServeConfig) -> int:
     started = time.monotonic()
     check_model(config.model)
     config = with_keys(config)
-    config = config.model_copy(update={"port": free_port(config.host, config.port)})
+    check_tls(config)
+    if config.uds is None:
+        config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display(config.log_format)
     if (text := warning(config)) is not None:
         screen.line(text)
@@ -47,7 +49,7 @@ def serve(config: ServeConfig) -> int:
     supervisor = Supervisor(
         lambda name, line: screen.line(json_line(name, line) if is_json else f"{name:{width}} | {line}")
     )
-    probe = FrontendProbe(config.host, config.port, config.api_key[0] if config.api_key else "")
+    probe = FrontendProbe(config)
     is_ready = False
 
     def tick() -> float | None:
@@ -119,5 +121,5 @@ def _welcome(probe: FrontendProbe, needs_key: bool, seconds: float) -> str:
     model = probe.model()
     key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if needs_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    example = f"curl {probe.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    example = f"{probe.curl()}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s. Try: {example}"

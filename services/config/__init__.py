@@ -8,6 +8,7 @@ from services.config.base import BaseConfig, ServiceConfig
 from services.config.bench import BenchConfig
 from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
+from services.config.http import HttpConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig
@@ -22,6 +23,7 @@ __all__ = [
     "BenchConfig",
     "ConvertConfig",
     "FrontendConfig",
+    "HttpConfig",
     "SchedulerConfig",
     "ServeConfig",
     "ServiceConfig",

@@ -4,10 +4,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from services.config.base import CHECKPOINT, REVISION, TOKENIZER, ServiceConfig
+from services.config.base import CHECKPOINT, REVISION, TOKENIZER
+from services.config.http import HttpConfig
 
 
-class FrontendConfig(ServiceConfig):
+class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
     revision: str | None = Field(None, description=REVISION)
     tokenizer: str | None = Field(None, description=TOKENIZER)
@@ -21,17 +22,6 @@ class FrontendConfig(ServiceConfig):
     )
     scheduler_endpoint: str = Field(
         "ipc:///tmp/runahead/clients", description="Endpoint of the scheduler for frontends."
-    )
-    host: str = Field("127.0.0.1", description="Address of the HTTP server.")
-    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server. 0: any free port.")
-    api_key: list[str] = Field(
-        default_factory=list,
-        description="API keys, one of which every request must carry as its bearer token. Default: none.",
-    )
-    api_key_file: str | None = Field(
-        None,
-        description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: "
-        "none.",
     )
     max_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."

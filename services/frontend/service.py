@@ -18,7 +18,9 @@ from services.frontend.app import build
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import APIError
 from services.frontend.http.connection import Connection
+from services.frontend.http.cors import with_cors
 from services.frontend.http.guards import Guards
+from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
 from services.frontend.model import ServedModel
 
@@ -57,7 +59,7 @@ class FrontendService:
             config.recovery_timeout_seconds,
             config.request_timeout,
         )
-        app = Guards(build(config, model, self.engine), config.api_key, config.max_body_bytes)
+        app = with_cors(Guards(build(config, model, self.engine), config, config.max_body_bytes), config)
         self.server = _Server(
             uvicorn.Config(
                 app,
@@ -71,6 +73,7 @@ class FrontendService:
                 proxy_headers=False,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                **tls_options(config),
             )
         )
         self._drain: asyncio.Task[None] | None = None
@@ -120,19 +123,6 @@ class FrontendService:
         self.server.should_exit = True  # the server still writes the last bytes of each response
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open the listening socket. Raises: OSError, naming the address"""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}"
-        ) from None
-    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])
-    return listener
-
-
 def run(config: FrontendConfig) -> int:
     """Run a frontend until it is stopped.
 
@@ -149,7 +139,7 @@ def run(config: FrontendConfig) -> int:
     gc.freeze()  # loaded objects stay alive; garbage collection need not visit them
     gc.set_threshold(GC_THRESHOLD)
     with (
-        listen(config.host, config.port) as listener,
+        listen(config) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         return runner.run(FrontendService(config, model, listener).run())

@@ -59,7 +59,7 @@ class ServeProcess:
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
         self.welcome = self.process.stdout.readline()
-        match = re.search(r"http://\S+(?=/v1 )", self.welcome)
+        match = re.search(r"https?://\S+(?=/v1 )", self.welcome)
         assert match, f"not ready; its log:\n{self.log.read_text()}"
         self.url = match[0]
         self.find_services()

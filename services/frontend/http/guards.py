@@ -5,10 +5,10 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.config import HttpConfig
 from services.frontend.errors import APIError, error_response
 
 log = logging.getLogger("runahead.frontend")
@@ -29,14 +29,17 @@ def _digest(text: bytes) -> bytes:
 class Guards:
     """Sets `state.request_id`, and `state.tenant`: a digest of the API key, "" if no keys are configured."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig, max_body_bytes: int) -> None:
         self._app = app
-        self._keys = [_digest(key.encode()) for key in api_keys]
+        self._keys = [_digest(key.encode()) for key in config.api_key]
+        self._hosts = tuple(host.lower() for host in config.allowed_hosts)
+        self._root = config.root_path
         self._max_body = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # websockets and lifespan events are not served
             return
+        scope["path"] = self._below_root(scope["path"])
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
@@ -63,12 +66,27 @@ class Guards:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], tenant: str | None) -> APIError | None:
         if len(scope["headers"]) > MAX_HEADERS:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
+        if scope["path"] not in OPEN_PATHS and not self._is_allowed(headers.get(b"host", b"")):
+            return APIError(400, "the header Host names no host of this server (--allowed-hosts)")
         if tenant is None and scope["path"] not in OPEN_PATHS:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):
             return self._too_large()
         return None
+
+    def _below_root(self, path: str) -> str:
+        """Return the path without the root path, which only some proxies remove."""
+        return path.removeprefix(self._root) if path.startswith(f"{self._root}/") else path
+
+    def _is_allowed(self, given: bytes) -> bool:
+        if not self._hosts:
+            return True
+        host = re.sub(r":\d*$", "", given.decode("latin-1").lower())
+        return any(
+            host.endswith(allowed[1:]) if allowed.startswith("*.") else host == allowed or allowed == "*"
+            for allowed in self._hosts
+        )
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
         """Return a digest of the API key, None if it is not valid. All keys are compared, in constant time."""

@@ -51,14 +51,15 @@ Behaviour = Callable[[GenerateRequest], list[RequestOutputs]]
 
 
 SMALL_BUFFERS = """
-import socket
+import contextlib, socket
 from services.frontend import service
 from services.frontend.http import connection
 listen = service.listen
-def listen_with_small_buffers(host, port):
-    listener = listen(host, port)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return listener
+@contextlib.contextmanager
+def listen_with_small_buffers(config):
+    with listen(config) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        yield listener
 service.listen = listen_with_small_buffers
 """
 """Code that a frontend process runs first, so that a client that does not read fills its buffers soon."""

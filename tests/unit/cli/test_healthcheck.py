@@ -133,7 +133,7 @@ def test_command_reports_health_in_its_status() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--connected"], ["https://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]],
+    [[], ["--connected"], ["ftp://host"], ["--connected", "http://host:1/"], ["a", "b"], ["--quiet", "a"]],
 )
 def test_invalid_target_exits_2_with_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -141,7 +141,7 @@ def test_invalid_target_exits_2_with_the_usage(
     assert main(arguments) == 2
     done = capsys.readouterr()
     assert done.out == ""
-    assert "usage: runahead healthcheck http://HOST:PORT/PATH" in done.err
+    assert "usage: runahead healthcheck http[s]://HOST:PORT/PATH" in done.err
 
 
 def test_help_of_the_command_lists_its_options() -> None:

@@ -8,7 +8,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from services.config import HttpConfig
 from services.frontend.errors import APIError
+from services.frontend.http.cors import with_cors
 from services.frontend.http.guards import Guards
 
 
@@ -22,8 +24,9 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def guarded(keys: list[str], max_body: int = 1000) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=Guards(echo, keys, max_body))
+def guarded(keys: list[str], max_body: int = 1000, **settings: object) -> httpx.AsyncClient:
+    config = HttpConfig.model_validate({"api_key": keys, **settings})
+    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, max_body), config))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -87,3 +90,46 @@ async def test_too_many_headers_are_refused() -> None:
     async with guarded([]) as client:
         response = await client.get("/", headers=[(f"x-{number}", "y") for number in range(101)])
         assert response.status_code == 431
+
+
+async def test_only_allowed_hosts_are_answered_but_probes_always() -> None:
+    async with guarded([], allowed_hosts=["llm.example.com", "*.inner"]) as client:
+        for host, status in {
+            "llm.example.com": 200, "LLM.example.com:8000": 200, "a.inner": 200, "inner": 400, "evil.com": 400,
+            "xllm.example.com": 400, "[::1]:8000": 400,
+        }.items():  # fmt: skip
+            response = await client.post("/v1/completions", headers={"host": host})
+            assert response.status_code == status, host
+            assert (await client.get("/livez", headers={"host": host})).status_code == 200
+        assert (await client.get("/v1/models", headers={"host": ""})).status_code == 400
+
+
+async def test_root_path_may_be_given_or_removed_by_the_proxy() -> None:
+    async with guarded(["right"], root_path="/llm") as client:
+        for path, status in {
+            "/livez": 200,
+            "/llm/livez": 200,
+            "/llm/llm/livez": 401,
+            "/llmlivez": 401,
+        }.items():
+            assert (await client.get(path)).status_code == status, path
+
+
+async def test_pages_of_allowed_origins_pass_and_preflight_needs_no_key() -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with guarded(["right"], allowed_origins=["https://chat.example.com"]) as client:
+        for origin, status in {"https://chat.example.com": 200, "https://evil.com": 400}.items():
+            response = await client.options("/v1/completions", headers={"origin": origin, **asked})
+            assert response.status_code == status
+            allowed = response.headers.get("access-control-allow-origin")
+            assert (allowed == origin) is (status == 200)
+        refused = await client.get("/v1/models", headers={"origin": "https://chat.example.com"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://chat.example.com"
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+
+
+async def test_without_allowed_origins_no_page_may_read_an_answer() -> None:
+    async with guarded([]) as client:
+        response = await client.get("/v1/models", headers={"origin": "https://evil.com"})
+        assert "access-control-allow-origin" not in response.headers

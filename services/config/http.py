@@ -1,0 +1,66 @@
+"""Settings of the HTTP server: where it listens, and whom it answers."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from services.config.base import ServiceConfig
+
+
+class HttpConfig(ServiceConfig):
+    host: str = Field("127.0.0.1", description="Address of the HTTP server.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP server. 0: any free port.")
+    uds: str | None = Field(
+        None, description="Path of a Unix socket to listen on, instead of host and port. Default: none."
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="Path below which a proxy serves the API, such as /llm. Requests may have it or not.",
+    )
+    ssl_certfile: str | None = Field(
+        None, description="File with the server's certificate chain, PEM. Default: none, which is plain HTTP."
+    )
+    ssl_keyfile: str | None = Field(
+        None, description="File with the key of the certificate, PEM. Default: in the certificate's file."
+    )
+    ssl_ca_certs: str | None = Field(
+        None,
+        description="File with certificates of authorities, PEM. Clients, probes included, must have a certificate "
+        "that one of them has signed. Default: none.",
+    )
+    api_key: list[str] = Field(
+        default_factory=list,
+        description="API keys, one of which every request must carry as its bearer token. Default: none.",
+    )
+    api_key_file: str | None = Field(
+        None,
+        description="File with API keys, one per line, such as a secret of Docker or Kubernetes. Default: "
+        "none.",
+    )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Values of the header Host that are answered, such as llm.example.com or *.example.com; "
+        "probes are always answered. Default: all.",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins of web pages that may use the API from a browser (CORS), such as "
+        "https://chat.example.com; * means all. Default: none.",
+    )
+    allowed_methods: list[str] = Field(
+        default_factory=lambda: ["*"], description="HTTP methods that such pages may use."
+    )
+    allowed_headers: list[str] = Field(
+        default_factory=lambda: ["*"], description="Headers that such pages may send."
+    )
+    allow_credentials: bool = Field(
+        False, description="Let such pages send cookies and HTTP authentication of the browser."
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --ssl-certfile")
+        return self

@@ -1,0 +1,106 @@
+"""`serve` with TLS, behind a proxy's path, and on a Unix socket."""
+
+import re
+import signal
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.cli.healthcheck import Unhealthy, healthcheck
+from tests.e2e.server import ServeProcess
+
+CERTIFICATES = Path(__file__).parents[1] / "integration" / "frontend" / "certificates"
+AUTHORITY, CERTIFICATE, KEY = (str(CERTIFICATES / name) for name in ("ca.pem", "server.pem", "server.key"))
+SIM = ("--backend", "sim", "--port", "0")
+TLS = ("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", KEY)
+BODY = {"prompt": "Hi", "max_tokens": 3, "stream": True}
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[ServeProcess]:
+    server = ServeProcess(*SIM, *arguments)
+    try:
+        server.wait_ready()
+        yield server
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.clean_up()
+
+
+def trusting() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=AUTHORITY)
+
+
+def test_tls_with_a_root_path() -> None:
+    with served(*TLS, "--root-path", "/llm") as server:
+        assert re.fullmatch(r"https://127\.0\.0\.1:\d+/llm", server.url)
+        with httpx.Client(verify=trusting()) as client:
+            answer = client.post(f"{server.url}/v1/completions", json=BODY)
+            assert answer.text.endswith("data: [DONE]\n\n")
+            assert client.get(server.url.removesuffix("/llm") + "/v1/models").status_code == 200
+        healthcheck(f"{server.url}/readyz")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/readyz")  # nobody vouches for the certificate
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"{server.url.replace('https', 'http')}/readyz")
+
+
+def test_clients_need_a_certificate_where_authorities_are_given() -> None:
+    with served(*TLS, "--ssl-ca-certs", AUTHORITY) as server:
+        with httpx.Client(verify=trusting()) as client, pytest.raises(httpx.HTTPError):
+            client.get(f"{server.url}/v1/models")
+        with pytest.raises(Unhealthy):
+            healthcheck(f"{server.url}/readyz")
+        context = trusting()
+        context.load_cert_chain(CERTIFICATE, KEY)
+        with httpx.Client(verify=context) as client:
+            assert client.get(f"{server.url}/v1/models").status_code == 200
+
+
+def test_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "api"
+    with served("--uds", str(path)) as server:
+        assert f"curl --unix-socket {path} http://localhost/v1/" in server.welcome
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            answer = client.post("http://localhost/v1/completions", json=BODY)
+            assert answer.text.endswith("data: [DONE]\n\n")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ssl-certfile", "missing.pem"), "--ssl-certfile: cannot use missing.pem: no such file"),
+        (("--ssl-certfile", AUTHORITY, "--ssl-keyfile", KEY), "key values mismatch"),
+        ((*TLS, "--ssl-ca-certs", KEY), "--ssl-ca-certs: cannot use"),
+        (("--ssl-keyfile", KEY), "--ssl-keyfile needs --ssl-certfile"),
+        (("--root-path", "llm"), "--root-path"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_before_any_service_starts(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    server = ServeProcess(*SIM, *arguments)
+    try:
+        assert server.process.wait(30) == 2
+        (line,) = server.log.read_text().splitlines()
+        assert words in line
+    finally:
+        server.clean_up()
+
+
+def test_taken_unix_socket_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    server = ServeProcess(*SIM, "--uds", str(path))
+    try:
+        assert server.process.wait(60) != 0
+        assert f"cannot listen on {path}" in server.log.read_text()
+    finally:
+        server.clean_up()
+    assert path.read_text() == "x"
