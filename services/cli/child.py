@@ -3,12 +3,16 @@
 The configuration is in a private file, so that no secret appears in a list of processes.
 """
 
+import signal
 import sys
 from pathlib import Path
 
 from services.config import SERVICES
 from services.process import collection_paused, die_with_parent
 
+signal.signal(
+    signal.SIGINT, signal.SIG_DFL
+)  # until the service handles it: no traceback of a KeyboardInterrupt
 with collection_paused():
     from services.cli.start import start
 
