@@ -1,4 +1,4 @@
-"""Where the time of the output rank goes, summed over steps."""
+"""Seconds of the output rank by what it did, summed over steps."""
 
 from protocol.steps import StepTimes
 

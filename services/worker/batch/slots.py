@@ -50,7 +50,7 @@ class Rows:
         return Rows(*(column[mask] for column in vars(self).values()))
 
 
-class SlotColumns:
+class BatchColumns:
     """Columns of `num_slots` entries; int32 unless stated. Every column is reset when a slot is assigned.
 
     The part of the batch that the computation of a step reads. Changes are not checked here: `SlotTable` checks them.
@@ -121,7 +121,7 @@ class SlotColumns:
             self.num_blocks[slot] = at + 1
 
 
-class SlotTable(SlotColumns):
+class SlotTable(BatchColumns):
     """The batch of the host, which checks plans: beside the columns, what was launched for every slot."""
 
     def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:

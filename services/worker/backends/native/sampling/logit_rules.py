@@ -5,12 +5,12 @@ from numpy.typing import NDArray
 
 from protocol.codec import unpack
 from services.worker.backends.native.kernels.interface.logit_rules import LogitRule
-from services.worker.batch.slots import SlotColumns
+from services.worker.batch.slots import BatchColumns
 
 I32 = NDArray[np.int32]
 
 
-def rule_of_slot(table: SlotColumns, slot: int, vocab_size: int) -> LogitRule | None:
+def rule_of_slot(table: BatchColumns, slot: int, vocab_size: int) -> LogitRule | None:
     """None where the parameters change no logits. Ids outside the vocabulary have no effect."""
     if not (table.penalized[slot] or table.edited[slot] or table.banned[slot]):
         return None

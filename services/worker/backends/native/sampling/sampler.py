@@ -21,7 +21,7 @@ from services.worker.backends.native.sampling.grammar_mask import GrammarMask
 from services.worker.backends.native.sampling.logit_rules import rule_of_slot
 from services.worker.backends.native.sampling.logprobs import score
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, SlotColumns
+from services.worker.batch.slots import NONE, BatchColumns
 from services.worker.sampling.reference import GREEDY_BELOW
 
 I32 = NDArray[np.int32]
@@ -43,7 +43,7 @@ class SampledTokens(NamedTuple):
 class Sampler:
     """Sampling on the output rank. For one calling thread."""
 
-    def __init__(self, table: SlotColumns, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
+    def __init__(self, table: BatchColumns, history: TokenHistory, vocab_size: int, kernels: Kernels) -> None:
         self._table, self._history, self._vocab_size, self._kernels = table, history, vocab_size, kernels
         self.rules = kernels.sampling.logit_rules(table.num_slots, vocab_size, history.tokens)
         self._special = np.zeros(table.num_slots, np.bool_)
