@@ -94,7 +94,7 @@ bench: $(STAMP) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(f
 # Runs more seeds and longer loads, and the tests marked `soak`, which `make test` skips.
 soak: $(STAMP)
 	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/unit/protocol tests/simulation \
-		tests/integration tests/ranks tests/e2e/test_api_document.py tests/e2e/test_recovery.py $(ARGS)
+		tests/integration tests/ranks tests/e2e/test_api_document.py tests/e2e/test_recovery.py tests/e2e/test_many_ranks.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

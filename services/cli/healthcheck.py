@@ -68,8 +68,8 @@ def _get(url: str, timeout: float) -> None:
         connection = http.client.HTTPConnection(*where, timeout=timeout)
     try:
         connection.request("GET", parts.path or "/")
-        response = connection.getresponse()
-        body = response.read(1000).decode(errors="replace")
+        with connection.getresponse() as response:
+            body = response.read(1000).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
         raise Unhealthy(f"{url}: {str(error) or type(error).__name__}") from None
     finally:

@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tests.integration.native.driver import RunnerDriver
+from tests.preloaded import INPUT, OUTPUT, PreloadedProcess
 from tests.ranks.failures import RankFailure
 from tests.ranks.process import read, write
 
@@ -27,12 +27,8 @@ class NativeRankProcess:
     """A rank in a process; its answers come in the order of commands."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # so that `select` sees every answer
-        )
+        code = "from tests.ranks.process import main; main()"
+        self._process = PreloadedProcess(code, pipes=(INPUT, OUTPUT))
 
     def send(self, name: str, payload: object = None) -> None:
         write(self._process.stdin, [name, payload])

@@ -12,21 +12,20 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
-from tests.ranks.conftest import LAYOUTS, per_change
+from tests.ranks.conftest import per_change
 from tests.ranks.group import GroupDriver
 
 Start = Callable[..., GroupDriver]
 PROMPT = list(range(20, 49))
 WARM = SamplingParams(max_tokens=100, temperature=0.8, top_p=0.95, top_k=50, seed=11)
 TOKENS = 14
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 def outputs(requests: list[DrivenRequest]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@layouts
+@pytest.mark.parametrize("layout", per_change((4, 1), (1, 2), (2, 2)))
 def test_chunks_batches_and_steps_in_flight_change_no_bit(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:
@@ -48,7 +47,7 @@ def test_chunks_batches_and_steps_in_flight_change_no_bit(
     assert outputs(again) == outputs(batches[0] + batches[1])
 
 
-@layouts
+@pytest.mark.parametrize("layout", per_change((2, 1), (1, 4), (2, 2)))
 def test_preempted_with_steps_in_flight_and_recomputed(
     tied: Family, start: Start, layout: tuple[int, int]
 ) -> None:

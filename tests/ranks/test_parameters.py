@@ -7,6 +7,7 @@ weights keep the same promise; there the worker is killed and replaced as well.
 """
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ PARAMETERS: dict[str, dict[str, object]] = {
     "structured": {"structured": STRUCTURED},
     "structured + penalties + logprobs": {"structured": STRUCTURED, **PENALTIES, "logprobs": 2},
 }
-COPIES = 3
+COPIES = 3 if os.environ.get("RUNAHEAD_SOAK") else 2
 """Requests per entry, with other prompts and seeds; every second one is sampled, the others are greedy."""
 REQUESTS = [(name, copy) for copy in range(COPIES) for name in PARAMETERS]
 
@@ -78,6 +79,16 @@ CELLS = [(layout, "plain") for layout in LAYOUTS]
 CELLS += [(f"depth {depth}", weights) for weights in QUANTIZED for depth in (1, 2, 3)]
 KILLED_AFTER = 6
 """Requests of a quantised run that finish before the worker is killed."""
+PER_CHANGE = ("depth 3", "PP=2", "drafts, depth 1", "drafts, TP=2")
+"""Each depth, kind of ranks and drafter runs with one of these; `make soak` runs all."""
+QUANTIZED_PER_CHANGE = (("depth 1", "int8"), ("depth 3", "int8"), ("depth 2", "int4"))
+"""Likewise for quantised weights."""
+
+
+def per_change(cell: tuple[str, str]) -> bool:
+    return cell[0] in PER_CHANGE if cell[1] == "plain" else cell in QUANTIZED_PER_CHANGE
+
+
 Logprobs = dict[int, tuple[int, bytes, bytes]]
 """Position -> token rank, ids and values, as FrontendConnection keeps them."""
 TokensAndLogprobs = tuple[list[int], Logprobs]
@@ -151,7 +162,10 @@ def assert_close(ours: Logprobs, theirs: Logprobs) -> None:
         )
 
 
-@pytest.mark.parametrize(("layout", "weights"), CELLS)
+@pytest.mark.parametrize(
+    ("layout", "weights"),
+    [pytest.param(*cell, marks=() if per_change(cell) else (pytest.mark.soak,)) for cell in CELLS],
+)
 def test_requests_of_a_batch_get_the_answers_that_they_get_alone(
     layout: str, weights: str, alone_with: Callable[[str], Answers], tmp_path: Path
 ) -> None:

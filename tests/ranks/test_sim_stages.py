@@ -23,7 +23,7 @@ TIGHT = {"num_gpu_blocks_override": 16, "max_model_len": 128}
 def run_load(directory: Path, scheduler: dict[str, object], tp: int = 1, pp: int = 1) -> FrontendConnection:
     """Run twelve requests of 24 tokens, half of them sampled, and one more that is aborted."""
     directory.mkdir()
-    worker = {**SIM, "sim_step_ms": 8.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
+    worker = {**SIM, "sim_step_ms": 4.0 * pp, "sim_hop_ms": 1e3 * HOP, "sim_trace": str(directory / "trace")}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "max_model_len": 512}
     with engine(directory, {**sizes, **scheduler}, worker, tp * pp) as running:
         client = FrontendConnection(running.client_endpoint)

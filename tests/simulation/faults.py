@@ -45,9 +45,9 @@ class Fault(NamedTuple):
 
 
 def parameters(faults: Sequence[Fault]) -> list[ParameterSet]:
-    """One in eight faults runs per change, so that a harness that catches nothing is noticed; `make soak` runs all."""
+    """One in sixteen faults runs per change, to notice a harness that catches nothing; `make soak` runs all."""
     return [
-        pytest.param(fault, id=fault.name, marks=() if index % 8 == 0 else (pytest.mark.soak,))
+        pytest.param(fault, id=fault.name, marks=() if index % 16 == 0 else (pytest.mark.soak,))
         for index, fault in enumerate(faults)
     ]
 

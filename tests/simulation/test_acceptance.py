@@ -10,6 +10,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import RequestStatus
+from tests.matrix import covering
 from tests.simulation.oracle import ExpectedAnswer, reference
 from tests.simulation.world import EOS, SimulatedStream, World, params
 
@@ -144,8 +145,7 @@ def test_two_hundred_random_requests_equal_depth_one() -> None:
         assert [(s.tokens, s.finish and s.finish.reason) for s in _two_hundred(depth)] == expected
 
 
-@pytest.mark.parametrize("num_blocks", [17, 24, 33])
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("num_blocks", "depth"), covering([17, 24, 33], DEPTHS, strength=1))
 def test_preemption_storm(num_blocks: int, depth: int) -> None:
     def run(blocks: int, depth: int) -> World:
         rng = Random(num_blocks)

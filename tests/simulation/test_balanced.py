@@ -10,6 +10,7 @@ import pytest
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
+from tests.matrix import covering, one_in
 from tests.simulation.pipeline import Costs, Job, PipelineRun, Step, cards, simulate, spread
 from tests.simulation.world import World, params
 
@@ -47,9 +48,7 @@ def storm(
     return world
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("num_blocks", [17, 24, 33])
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("stages", "num_blocks", "ahead"), covering([2, 4], [17, 24, 33], [0, 1]))
 def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
     stages: int, num_blocks: int, ahead: int
 ) -> None:
@@ -64,7 +63,7 @@ def test_tokens_are_those_of_chunked_in_a_storm_of_preemptions(
     assert tokens == [stream.tokens for stream in calm.streams]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", one_in(3, range(6)))
 def test_aborts_in_a_storm_leave_nothing_behind(seed: int) -> None:
     """The world checks each token, every rule, and that no step stays empty while a request could be computed."""
     world = storm(BalancedPolicy(), 4, 5, 24, aborts=True, seed=seed)

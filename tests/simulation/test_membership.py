@@ -37,7 +37,7 @@ from tests.simulation.simulated_worker import VOCAB, SimulatedWorker, WorkerTrai
 from tests.simulation.world import World, params
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
-SEEDS, CHUNK = (5_000, 100) if SOAK else (60, 20)
+SEEDS, CHUNK = (5_000, 100) if SOAK else (20, 20)
 SECOND_KILL, QUIET = 2.0, 10.0
 LAST_FAULT = 60.0
 FAULTS_END = LAST_FAULT + SECOND_KILL

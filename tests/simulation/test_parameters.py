@@ -11,6 +11,7 @@ import pytest
 from protocol.sampling import SamplingParams
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BatchingPolicy
+from tests.matrix import covering
 from tests.simulation.drafts import Speculating
 from tests.simulation.oracle import reference
 from tests.simulation.parameters import MATRIX, OTHERS, STRUCTURED, with_parameters
@@ -73,8 +74,7 @@ def assert_it_shows(world: World, name: str) -> None:
         assert len(changed) > len(greedy) // 2 > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("name", MATRIX + OTHERS)
+@pytest.mark.parametrize(("name", "depth"), covering(MATRIX + OTHERS, [1, 2, 3], strength=1))
 def test_the_permutation_matrix(name: str, depth: int) -> None:
     world = storm(STORM, depth, name)
     assert world.store.counters["num_preemptions"] > 0
@@ -86,8 +86,10 @@ def test_the_permutation_matrix(name: str, depth: int) -> None:
     assert_it_shows(world, name)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", [STRUCTURED, f"{STRUCTURED} + penalties + logprobs", "penalties"])
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    covering([STRUCTURED, f"{STRUCTURED} + penalties + logprobs", "penalties"], [2, 4], strength=1),
+)
 def test_the_matrix_on_stages(name: str, stages: int) -> None:
     limits = replace(STORM, stages=stages)
     for depth in (stages, stages + 1):

@@ -1,5 +1,6 @@
 """The phased policy on a rigid device that checks its shapes. The rules are checked with every plan in `rigid.py`."""
 
+import os
 from collections import Counter
 from itertools import pairwise
 
@@ -15,7 +16,8 @@ from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.rigid import RigidWorld, limits, play
 from tests.simulation.world import SimulatedStream, params
 
-SEEDS, CHUNK = 32, 8
+SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
+SEEDS, CHUNK = (320, 40) if SOAK else (12, 12)
 SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
 """(stages, depth)"""
 
@@ -240,7 +242,7 @@ def test_projections_leave_nothing_to_pausing() -> None:
     """If new requests are delayed, no decode ever pauses; if not, some decodes pause."""
     paused = Counter[bool]()
     for pausing in (False, True):
-        for seed in range(30):
+        for seed in range(30 if SOAK else 9):
             rng = np.random.default_rng(seed)
             world = RigidWorld(
                 limits(max_num_seqs=6), 1 + seed % 3, max_volume=int(rng.integers(68, 200)), pausing=pausing

@@ -1,5 +1,6 @@
 """A recorded run replays: its inbound events cause the same decisions in a fresh core, in the same order."""
 
+import os
 from collections.abc import Iterable
 
 import pytest
@@ -32,7 +33,7 @@ from tests.simulation.oracle import HIDDEN_SIZE
 from tests.simulation.policies import build
 from tests.simulation.workload import draw
 
-SEEDS = 40
+SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 16
 
 
 def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:

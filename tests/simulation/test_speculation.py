@@ -17,6 +17,7 @@ from protocol.sampling import SamplingParams
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy, SchedulerView
+from tests.matrix import covering
 from tests.simulation.drafts import ACCEPTANCES, Speculating
 from tests.simulation.grammar import structured
 from tests.simulation.oracle import reference
@@ -92,8 +93,7 @@ def test_statistics_are_the_sums_of_all_requests() -> None:
 # -- storms ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize(("name", "depth"), covering(MATRIX, [1, 2, 3], strength=1))
 def test_the_permutation_matrix_with_drafts(name: str, depth: int) -> None:
     """Preemptions, chunks, requests that join and leave in every step; each step draws its number of drafts."""
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == 2)
@@ -281,10 +281,12 @@ def test_grammars_that_fail_within_a_row(depth: int) -> None:
 # -- pipeline stages ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [ChunkedPolicy, BalancedPolicy])
-@pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 4), (4, 5)])
-def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], stages: int, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "shape"), covering([ChunkedPolicy, BalancedPolicy], [(2, 2), (2, 4), (4, 5)], strength=1)
+)
+def test_the_permutation_matrix_through_stages(policy: type[BatchingPolicy], shape: tuple[int, int]) -> None:
     """Preemptions, chunks, grammars that look ahead. A row waits for the drafts of the row before (stage spacing)."""
+    stages, depth = shape
     how = Speculating("every third", (0, 1, 3, 5), looks_ahead=depth == stages)
     for name in (f"{STRUCTURED} + penalties + logprobs", "logprobs"):
         world = storm(replace(STORM, stages=stages), depth, name, speculating=how, policy=policy())

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from services.scheduler.capabilities import Combination, refusal
 from services.worker.backends.vllm.shared_memory import DIRECTORY, PREFIX
 from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_REFUSED
-from tests.integration.scheduler.engine import FrontendConnection, spawn
+from tests.integration.scheduler.engine import FrontendConnection, code_of
 
 PATIENCE = 200.0
 """Seconds for a process to end."""
@@ -61,9 +62,11 @@ class VllmCluster:
 
     def __init__(self, directory: Path, **scheduler: object) -> None:
         self._directory = directory
-        self.scheduler = spawn("scheduler", SchedulerConfig.model_validate({
+        config = SchedulerConfig.model_validate({
             **SCHEDULER, **scheduler, "worker_endpoint": self._at("w"), "client_endpoint": self._at("c"),
-        }))  # fmt: skip
+        })  # fmt: skip
+        command = [sys.executable, "-c", code_of("scheduler", config), config.model_dump_json()]
+        self.scheduler = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.workers: list[BaseProcess] = []
 
     def _at(self, name: str) -> str:

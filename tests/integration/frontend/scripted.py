@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from protocol.codec import Decoder, pack
@@ -38,6 +37,7 @@ from protocol.transport import Server
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.text.tokenizer import Tokenizer
+from tests.preloaded import ERRORS, PreloadedProcess
 
 PATIENCE = 60.0
 """Seconds after which a wait has failed."""
@@ -174,18 +174,14 @@ class Frontend:
             f"{patch}\nsys.exit(start(FrontendConfig.model_validate_json(sys.argv[1])))"
         )
         self._log: list[str] = []
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, config.model_dump_json()],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean,
-        )
+        with pytest.MonkeyPatch.context() as patch_environment:
+            for name in [name for name in os.environ if name.startswith("RUNAHEAD_")]:
+                patch_environment.delenv(name)
+            self.process = PreloadedProcess(code, config.model_dump_json(), pipes=(ERRORS,))
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
         self._log.extend(iter(self.process.stderr.readline, ""))
 
     @property
@@ -238,7 +234,6 @@ class Frontend:
         if self.process.poll() is None:
             self.process.kill()
         self.wait()
-        assert self.process.stderr is not None
         self.process.stderr.close()
 
 

@@ -1,13 +1,10 @@
 """Scheduler and workers as real processes over ipc, and a frontend's client of the scheduler."""
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -26,23 +23,21 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
+from tests.preloaded import PreloadedProcess
 
 PATIENCE = 240.0
 """Seconds without progress after which a test fails. Kernels may have to be compiled, on a busy machine."""
 
 
-def spawn(
-    service: str, config: SchedulerConfig | WorkerConfig, log: IO[str] | int = subprocess.PIPE
-) -> subprocess.Popen[str]:
-    """Start a service. `log`: file for its log; a pipe must be read, or a service that logs much blocks."""
-    code = (
+def code_of(service: str, config: SchedulerConfig | WorkerConfig) -> str:
+    """Return code that runs a service with the configuration in its first argument, and logs to stderr."""
+    return (
         "import logging, sys\n"
         f"logging.basicConfig(level='{config.log_level.upper()}', format='%(asctime)s %(name)s %(message)s')\n"
         f"from services.config import {type(config).__name__} as Config\n"
         f"from services.{service}.service import run\n"
         "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
     )
-    return subprocess.Popen([sys.executable, "-c", code, config.model_dump_json()], stderr=log, text=True)
 
 
 def _advance(state: EngineState) -> tuple[object, ...]:
@@ -175,28 +170,28 @@ class EngineProcesses:
         self.directory = directory
         self.client_endpoint = scheduler.client_endpoint
         self._worker_config = worker
-        self._logs: dict[subprocess.Popen[str], Path] = {}
+        self._logs: dict[PreloadedProcess, Path] = {}
         """Process -> its log file, of all processes that were started."""
         self.scheduler = self._spawn("scheduler", scheduler)
         self.workers = [self._spawn("worker", worker) for _ in range(num_workers)]
 
-    def _spawn(self, service: str, config: SchedulerConfig | WorkerConfig) -> subprocess.Popen[str]:
+    def _spawn(self, service: str, config: SchedulerConfig | WorkerConfig) -> PreloadedProcess:
         path = self.directory / f"{len(self._logs)}-{service}.log"
         with path.open("w") as log:
-            process = spawn(service, config, log)
+            process = PreloadedProcess(code_of(service, config), config.model_dump_json(), log=log)
         self._logs[process] = path
         return process
 
-    def log(self, process: subprocess.Popen[str]) -> str:
+    def log(self, process: PreloadedProcess) -> str:
         """Return the process's log so far."""
         return self._logs[process].read_text()
 
     @property
-    def worker(self) -> subprocess.Popen[str]:
+    def worker(self) -> PreloadedProcess:
         """The first worker."""
         return self.workers[0]
 
-    def add_worker(self, **changes: object) -> subprocess.Popen[str]:
+    def add_worker(self, **changes: object) -> PreloadedProcess:
         """Start another worker with the same configuration except for `changes`."""
         config = WorkerConfig.model_validate(self._worker_config.model_dump() | changes)
         self.workers.append(self._spawn("worker", config))

@@ -1,6 +1,7 @@
 """Structured output through real services: answers validate, and no request waits for another's grammar."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SIM: dict[str, object] = {"backend": "sim", "sim_step_ms": 0.0}
 BLANK = [token for token in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([token]).isspace()]
 COMPACT = {False: (), True: tuple((token, -100.0) for token in BLANK)}
 """Logit biases for and against whitespace."""
+SCHEMAS = 1000 if os.environ.get("RUNAHEAD_SOAK") else 200
 HEX = StructuredOutputParams(GrammarKind.REGEX, "[0-9a-f]{40}")
 
 
@@ -35,8 +37,8 @@ def schema_params(schema: object) -> StructuredOutputParams:
     return StructuredOutputParams(GrammarKind.JSON, json.dumps(schema))
 
 
-def test_a_thousand_random_schemas_and_every_finished_answer_validates(tmp_path: Path) -> None:
-    generator, num_requests, num_open = SchemaGenerator(4), 1000, 128
+def test_random_schemas_and_every_finished_answer_validates(tmp_path: Path) -> None:
+    generator, num_requests, num_open = SchemaGenerator(4), SCHEMAS, 128
     schemas = [generator.schema() for _ in range(num_requests)]
     scheduler = {"max_model_len": 1024, "max_num_seqs": num_open}
     with engine(tmp_path, scheduler, SIM) as running:
@@ -56,7 +58,7 @@ def test_a_thousand_random_schemas_and_every_finished_answer_validates(tmp_path:
         (client.finished[n].message, schemas[n]) for n in range(num_requests) if client.finished[n].message
     ]
     finished = [number for number in range(num_requests) if reasons[number] is FinishReason.STOP]
-    assert len(finished) > 900
+    assert len(finished) > 0.9 * num_requests
     for number in finished:
         answer = json.loads(text_of(client.tokens[number]))
         jsonschema.validate(answer, schemas[number], cls=jsonschema.Draft202012Validator)

@@ -1,7 +1,5 @@
 """A scripted scheduler on a real socket: it sends what a test gives it and keeps the worker's messages."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +28,7 @@ from services.config import WorkerConfig
 from services.worker.backends.sim import SimRunner
 from services.worker.runner import ModelRunner
 from services.worker.service import Worker, run_worker
+from tests.preloaded import ERRORS, PreloadedProcess
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, SLOTS, VOCAB
 
 PATIENCE = 60.0
@@ -201,7 +200,7 @@ def worker_thread(
 
 
 @contextmanager
-def worker_process(directory: Path, before: str = "", **values: object) -> Iterator[subprocess.Popen[str]]:
+def worker_process(directory: Path, before: str = "", **values: object) -> Iterator[PreloadedProcess]:
     """Run a real worker process, which is killed at the end. `before` is code that it runs first."""
     code = (
         f"{before}import logging, sys; logging.basicConfig(level=logging.INFO)\n"
@@ -209,18 +208,17 @@ def worker_process(directory: Path, before: str = "", **values: object) -> Itera
         "from services.worker.service import run\n"
         "sys.exit(run(WorkerConfig.model_validate_json(sys.argv[1])))"
     )
-    arguments = [sys.executable, "-c", code, worker_config(directory, **values).model_dump_json()]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    config = worker_config(directory, **values)
+    process = PreloadedProcess(code, config.model_dump_json(), pipes=(ERRORS,))
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        process.stderr.close()
 
 
-def exit_status(process: subprocess.Popen[str]) -> tuple[int, str]:
+def exit_status(process: PreloadedProcess) -> tuple[int, str]:
     """Wait for the worker to end by itself. Return its exit status and its log."""
-    _, text = process.communicate(timeout=PATIENCE)
-    return process.returncode, text
+    text = process.stderr.read()
+    return process.wait(PATIENCE), text

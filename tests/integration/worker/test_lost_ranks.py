@@ -1,6 +1,5 @@
 """Lost ranks, and what ends the wait of a rank that hangs in a collective (docs/membership.md)."""
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.integration.worker.scripted import (
     worker_process,
     worker_thread,
 )
+from tests.preloaded import PreloadedProcess
 from tests.unit.worker.plans import BLOCK, BLOCKS, CONTEXT, GREEDY, SLOTS, PlanBuilder, alone, prompt, tokens
 
 
@@ -39,7 +39,7 @@ class RankProcess:
         directory.mkdir()
         self.scheduler = ScriptedWorkerServer(f"ipc://{directory}/w")
         stack.callback(self.scheduler.close)
-        self.process: subprocess.Popen[str] = stack.enter_context(
+        self.process: PreloadedProcess = stack.enter_context(
             worker_process(directory, recovery_timeout_seconds=0.2)
         )
 

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ Object = dict[str, Any]
 kustomization: Object = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 
 
-def objects() -> Iterator[Object]:
-    for name in kustomization["resources"]:
-        yield from yaml.safe_load_all((FOLDER / name).read_text())
+@cache
+def objects() -> tuple[Object, ...]:
+    texts = [(FOLDER / name).read_text() for name in kustomization["resources"]]
+    return tuple(found for text in texts for found in yaml.safe_load_all(text))
 
 
 def named(kind: str, name: str) -> Object:

@@ -81,6 +81,22 @@ def shared(beside_torch: bool = False) -> Share:
     return SHARE, _own.helpers.state
 
 
+_compiled: dict[tuple[object, ...], Any] = {}
+"""A body's code and the values that it refers to -> numba's cfunc.
+
+Each model and drafter of a process makes its kernels, and numba reads a kernel from its files in 5 to 10 ms.
+"""
+
+
+def compiled(body: Callable[[int], None]) -> Any:
+    """Return numba's cfunc of a body: compiled, read from the compile cache, or made before by this process."""
+    values = [cell.cell_contents for cell in body.__closure__ or ()]
+    key = (body.__code__, *values, *map(type, values))
+    if key not in _compiled:
+        _compiled[key] = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
+    return _compiled[key]
+
+
 class Kernel:
     """A compiled kernel and its argument block. For one calling thread.
 
@@ -98,7 +114,7 @@ class Kernel:
         cost: int,
         beside_torch: bool = False,
     ) -> None:
-        self._compiled = cfunc(types.void(types.int64), nopython=True, cache=True)(body)
+        self._compiled = compiled(body)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compiled.address)
         self.function: int = self._compiled.address
         self.cost, self._fields, self._beside_torch = (

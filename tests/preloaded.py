@@ -1,0 +1,107 @@
+"""Processes that start with the imports of the services done, which takes longer than most tests.
+
+The standard library's fork server imports MODULES once for each pytest process; every process is forked from it.
+`tests/e2e` starts interpreters as a user does.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from typing import IO, BinaryIO
+
+MODULES = [
+    "tests.ranks.process",
+    "services.cli.start",
+    "services.frontend.service",
+    "services.scheduler.service",
+    "services.worker.service",
+    "services.worker.backends.native",
+    "services.worker.backends.native.kernels.cpu",
+    "services.worker.backends.sim",
+]
+INPUT, OUTPUT, ERRORS = 0, 1, 2
+
+
+class PreloadedProcess:
+    """`python -c CODE ARGUMENTS` in a forked process, with the part of `subprocess.Popen` that tests need.
+
+    The process gets the environment of the test at its start.
+    """
+
+    stdin: BinaryIO
+    stdout: BinaryIO
+    stderr: IO[str]
+
+    def __init__(
+        self, code: str, *arguments: str, pipes: Collection[int] = (), log: IO[str] | None = None
+    ) -> None:
+        """
+        Args:
+            pipes: INPUT, OUTPUT and ERRORS that become the pipes `stdin`, `stdout` (both unbuffered) and `stderr`.
+            log: file for ERRORS.
+        """
+        theirs: dict[int, Connection] = {}
+        if log is not None:
+            theirs[ERRORS] = Connection(os.dup(log.fileno()), readable=False)
+        for number in pipes:
+            reader, writer = os.pipe()
+            mine, other = (writer, reader) if number == INPUT else (reader, writer)
+            theirs[number] = Connection(other, readable=number == INPUT, writable=number != INPUT)
+            match number:
+                case 0:
+                    self.stdin = os.fdopen(mine, "wb", 0)
+                case 1:
+                    self.stdout = os.fdopen(mine, "rb", 0)
+                case 2:
+                    self.stderr = os.fdopen(mine)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(MODULES)
+        self._process = context.Process(
+            target=_run, args=(code, arguments, dict(os.environ), theirs), daemon=True
+        )
+        self._process.start()
+        for connection in theirs.values():
+            connection.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status; minus the number of the signal that ended the process; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status.
+
+        Raises: subprocess.TimeoutExpired
+        """
+        self._process.join(timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    code: str, arguments: tuple[str, ...], environment: dict[str, str], streams: dict[int, Connection]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, connection in streams.items():
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

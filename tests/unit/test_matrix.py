@@ -1,0 +1,31 @@
+"""The cells of a matrix that run per change."""
+
+from itertools import combinations
+
+from _pytest.mark import ParameterSet
+
+from tests.matrix import covering, one_in
+
+
+def per_change(cells: list[ParameterSet]) -> list[tuple[object, ...]]:
+    return [cell.values for cell in cells if not cell.marks]
+
+
+def test_every_pair_of_values_runs_per_change_and_every_cell_in_soak() -> None:
+    columns = ("abc", (1, 2, 3), (True, False))
+    cells = covering(*columns)
+    chosen = per_change(cells)
+    assert len(cells) == len({cell.values for cell in cells}) == 18
+    assert len(chosen) < 12
+    for (i, first), (j, second) in combinations(enumerate(columns), 2):
+        assert {(cell[i], cell[j]) for cell in chosen} == {(a, b) for a in first for b in second}
+
+
+def test_every_value_runs_per_change_about_equally_often() -> None:
+    chosen = per_change(covering("abcdef", (1, 2, 3), strength=1))
+    assert sorted(name for name, _ in chosen) == [*"abcdef"]
+    assert sorted(depth for _, depth in chosen) == [1, 1, 2, 2, 3, 3]
+
+
+def test_one_in_some_values_runs_per_change() -> None:
+    assert per_change(one_in(3, range(7))) == [(0,), (3,), (6,)]
