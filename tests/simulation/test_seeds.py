@@ -9,7 +9,7 @@ from tests.simulation.driver import play
 from tests.simulation.workload import draw
 
 SOAK = os.environ.get("RUNAHEAD_SOAK") == "1"
-SEEDS, CHUNK = (100_000, 1_000) if SOAK else (120, 120)
+SEEDS, CHUNK = (100_000, 1_000) if SOAK else (80, 80)
 
 MUST_HAPPEN = [
     "preemptions",

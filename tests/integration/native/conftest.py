@@ -64,10 +64,18 @@ class Family:
     def __init__(self, model: PreTrainedModel, path: Path) -> None:
         self.model, self.path = model, path
         self.vocab_size: int = model.config.vocab_size
+        self._references: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+        """Prompt and number of tokens -> reference: several tests compare with the same."""
 
-    @torch.no_grad()
     def reference(self, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
         """Greedy tokens, and the logits float32[tokens, vocab] they were chosen from: no cache, no batch."""
+        key = (tokens, *prompt)
+        if key not in self._references:
+            self._references[key] = self._generate(prompt, tokens)
+        return self._references[key]
+
+    @torch.no_grad()
+    def _generate(self, prompt: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
         ids, logits = list(prompt), []
         for _ in range(tokens):
             logits.append(self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float())
