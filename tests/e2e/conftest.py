@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
+from tests.certificates import no_certificates  # noqa: F401  a fixture of all tests
 from tests.e2e.server import ServeProcess, serving
 
 
