@@ -4,7 +4,7 @@ from itertools import combinations
 
 from _pytest.mark import ParameterSet
 
-from tests.matrix import covering, one_in
+from tests.matrix import covering, one_in, pairwise
 
 
 def per_change(cells: list[ParameterSet]) -> list[tuple[object, ...]]:
@@ -25,6 +25,14 @@ def test_every_value_runs_per_change_about_equally_often() -> None:
     chosen = per_change(covering("abcdef", (1, 2, 3), strength=1))
     assert sorted(name for name, _ in chosen) == [*"abcdef"]
     assert sorted(depth for _, depth in chosen) == [1, 1, 2, 2, 3, 3]
+
+
+def test_every_pair_of_the_valid_cells_runs_per_change() -> None:
+    valid = [(a, b, c) for a in "ab" for b in (1, 2, 3) for c in (1, 2) if (a, b) != ("a", 3)]
+    chosen = [cell for (cell,) in per_change(pairwise(valid, tuple))]
+    assert len(chosen) < len(valid)
+    for i, j in combinations(range(3), 2):
+        assert {(cell[i], cell[j]) for cell in chosen} == {(cell[i], cell[j]) for cell in valid}
 
 
 def test_one_in_some_values_runs_per_change() -> None:

@@ -1,7 +1,7 @@
 """Every combination of the capability table serves with the same answers, or is refused with its reason."""
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.scheduler.policies import BUILT_IN
 from tests.integration.scheduler.engine import PATIENCE, FrontendConnection, engine
+from tests.matrix import pairwise
 
 WORKERS: dict[str, dict[str, object]] = {
     "native": {"backend": "native", "threads": 1, "kv_cache_memory_bytes": 64 << 20},
@@ -82,7 +83,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, li
 
 
 @pytest.mark.parametrize(
-    "cell", [cell for cell in CELLS if CELLS[cell] is None and not cell.structured], ids=str
+    "cell", pairwise([cell for cell in CELLS if CELLS[cell] is None and not cell.structured], astuple)
 )
 def test_cell_that_is_not_refused_serves_the_same_answers(
     cell: Combination, expected: dict[str, dict[int, list[int]]], tmp_path: Path
@@ -92,7 +93,7 @@ def test_cell_that_is_not_refused_serves_the_same_answers(
 
 
 @pytest.mark.parametrize(
-    "cell", [cell for cell in CELLS if CELLS[cell] is not None and not cell.structured], ids=str
+    "cell", pairwise([cell for cell in CELLS if CELLS[cell] is not None and not cell.structured], astuple)
 )
 def test_cell_that_is_refused_names_the_reason_and_the_scheduler_stays(
     cell: Combination, tmp_path: Path
