@@ -100,6 +100,8 @@ def _run(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    packages = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in packages if path and path not in sys.path]
     for number, connection in streams.items():
         os.dup2(connection.fileno(), number)
         connection.close()
