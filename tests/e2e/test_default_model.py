@@ -96,6 +96,14 @@ def test_embeddings_differ_by_meaning(ask: OpenAI) -> None:
     assert near > far
 
 
+def test_drafts_from_a_repetitive_prompt_are_accepted(smollm2: ServeProcess, ask: OpenAI) -> None:
+    ask.completions.create(
+        model=NAME, prompt="one two three four five six seven eight nine ten\n" * 12 + "one two", temperature=0,
+        max_tokens=150, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert smollm2.metric("spec_decode_num_accepted_tokens_total") > 20
+
+
 async def streamed(client: AsyncOpenAI, number: int, arrived: asyncio.Event | None = None) -> str:
     """Return the text of a stream of `TOKENS` tokens. `arrived` is set when a quarter of them is there."""
     stream = await client.completions.create(
