@@ -96,6 +96,23 @@ def _healthcheck(
     raise typer.Exit(main([target] + ["--connected"] * connected))
 
 
+@app.command("status")
+def _status(
+    url: Annotated[str, typer.Argument(help="URL of the server.", metavar="URL")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print state, ranks and load of a running server.
+
+    Exits with status 0 if the server serves requests, else 1.
+    """
+    from services.cli.status import status
+
+    raise typer.Exit(status(url, api_key, as_json))
+
+
 @app.command("capabilities")
 def _capabilities() -> None:
     """Print the supported combinations of features.

@@ -91,4 +91,7 @@ def _completion(info: FieldInfo) -> Callable[[str], list[str]] | None:
 def _shown(default: object) -> str:
     if default in (None, "", []):
         return ""
-    return f" [default: {({True: 'on', False: 'off'}[default]) if isinstance(default, bool) else default}]"
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    text = ", ".join(default) if isinstance(default, list) else default
+    return f" [default: {text}]"
