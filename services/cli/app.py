@@ -113,6 +113,14 @@ def _status(
     raise typer.Exit(status(url, api_key, as_json))
 
 
+@app.command("doctor")
+def _doctor() -> None:
+    """Print what this machine has for serving, and what would be slow on it and why."""
+    from services.cli.doctor import doctor
+
+    raise typer.Exit(doctor())
+
+
 @app.command("capabilities")
 def _capabilities() -> None:
     """Print the supported combinations of features.

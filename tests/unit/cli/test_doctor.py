@@ -1,0 +1,42 @@
+"""`runahead doctor`: facts of this machine, and remarks about others."""
+
+import os
+
+import pytest
+
+from services.cli import doctor
+from services.worker import machine
+from services.worker.backends.native.kernels import selection
+from tests.unit.cli.command import run_command
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_facts_of_this_machine(capsys: Capture) -> None:
+    done = run_command(capsys, "doctor")
+    assert (done.status, done.stderr) == (0, "")
+    named = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"Python", "packages", "processor", "kernels:", "memory", "model"} <= named
+
+
+def test_a_poor_machine_gets_a_remark_for_each_lack(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "processor_features", lambda: frozenset[str]())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(doctor, "packaged_model", lambda: None)
+    text = run_command(capsys, "doctor").stdout
+    for words in (
+        "no AVX2", "no bfloat16 arithmetic", "1 of 4 cores", "share one core", "1.0 GiB of memory are free",
+        "default model is not installed",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_without_the_native_extra_the_hint_has_its_name(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
+    done = run_command(capsys, "doctor")
+    assert done.status == 1
+    assert "runahead-engine[native]" in done.stdout
