@@ -56,8 +56,9 @@ def compile_kernel(number: int) -> None:
         kernel(*arguments)
 
 
-# Forked, because importing torch takes seconds; it has no threads yet.
-with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-    pool.map(compile_kernel, range(len(KERNELS)), chunksize=1)
-    pool.close()
-    pool.join()  # leaving the block kills processes that have not ended
+if __name__ == "__main__":
+    # Forked, because importing torch takes seconds; it has no threads yet.
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        pool.map(compile_kernel, range(len(KERNELS)), chunksize=1)
+        pool.close()
+        pool.join()  # leaving the block kills processes that have not ended
