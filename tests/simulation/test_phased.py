@@ -22,8 +22,8 @@ SHAPES = ((1, 1), (1, 2), (1, 3), (2, 3), (4, 5))
 """(stages, depth)"""
 
 MUST_HAPPEN = [
-    "rollbacks",
-    "preemptions",
+    "rollbacks_total",
+    "num_preemptions",
     "displacements",
     "stale deliveries",
     "prefix hits",

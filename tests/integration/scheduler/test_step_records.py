@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from protocol.codec import Decoder, unpack
+from protocol.epochs import number_of
 from protocol.records import EngineEventKind, StepRecord, StepRecords, Subscribe
 from protocol.requests import EngineMessage, FinishReason
 from protocol.sampling import SamplingParams
@@ -143,7 +144,7 @@ def test_an_epoch_that_ends_is_an_event_and_its_successor_s_steps_are_recorded(t
         subscriber.receive_until_generated(300)
         kinds = [event.kind for batch in subscriber.batches for event in batch.events]
         assert kinds == [EngineEventKind.EPOCH_ENDED, EngineEventKind.EPOCH_STARTED]
-        assert {record.epoch for record in subscriber.records} == {1, 2}
+        assert {number_of(record.epoch) for record in subscriber.records} == {1, 2}
         client.close()
         subscriber.close()
 

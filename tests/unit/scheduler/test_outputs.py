@@ -4,9 +4,7 @@ import numpy as np
 
 from protocol.codec import unpack
 from protocol.requests import Finish, FinishReason
-from protocol.sampling import SamplingParams
 from services.scheduler.core.outputs import OutputBuffer
-from services.scheduler.core.request import Request
 
 Event = tuple[int, int, int, int]
 """(frontend, number, index, token)"""
@@ -51,8 +49,7 @@ def test_one_message_per_frontend_each_in_order() -> None:
 def test_numbers_use_all_32_bits() -> None:
     buffer = OutputBuffer()
     tokens(buffer, (0, 2**32 - 1, 0, 5))
-    late = Request(0, 2**31, np.zeros(1, np.int32), 1, SamplingParams(1), 1)
-    buffer.token(late, 4, 6)
+    tokens(buffer, (0, 2**31, 4, 6))
     assert taken(buffer) == {0: [(2**32 - 1, 0, 5), (2**31, 4, 6)]}
 
 
