@@ -1,12 +1,13 @@
 """Metrics for Prometheus: vLLM's names, labels and buckets, with the prefix "runahead:" and once more with "vllm:"."""
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -36,14 +37,17 @@ _GAUGES = {
     "grammar_cache_bytes", "grammars_compiling", "weight_loads",
 }  # fmt: skip
 _LABELS = ("model_name", "engine")
+_PART_LABELS = {"wasted_tokens_total": "cause"}
+"""Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 OURS, VLLM = "runahead:", "vllm:"
 VLLM_NAMES = frozenset(
     {
         "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
-        "engine_sleep_state", "cache_config_info", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
-        "prompt_tokens_cached_by_source", "generation_tokens", "request_success", "num_preemptions",
-        "prefix_cache_queries", "prefix_cache_hits", "admission_rejections", "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+        "engine_sleep_state", "cache_config_info", "lora_requests_info", "prompt_tokens", "prompt_tokens_by_source",
+        "prompt_tokens_cached", "prompt_tokens_cached_by_source", "generation_tokens", "request_success",
+        "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "admission_rejections",
+        "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
         "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
@@ -76,14 +80,14 @@ class _EngineStatistics(Collector):
             )
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for key, value in stats.items():
-            name, _, position = key.partition(":")
+            name, _, part = key.partition(":")
             if name not in families:
                 kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-                labels = (*_LABELS, "position") if position else _LABELS
+                labels = (*_LABELS, _PART_LABELS.get(name, "position")) if part else _LABELS
                 families[name] = kind(
                     f"{OURS}{name.removesuffix('_total')}", f"{name} of the engine", labels=labels
                 )
-            families[name].add_metric((*self._labels, position) if position else self._labels, value)
+            families[name].add_metric((*self._labels, part) if part else self._labels, value)
         yield from families.values()
         yield from self._gauges()
 
@@ -112,6 +116,14 @@ class _EngineStatistics(Collector):
                 "enable_prefix_caching": state.info.get("prefix_caching", "True"),
             }
             yield _gauge("cache_config_info", "sizes of the KV cache", named | sizes, 1.0)
+        yield _gauge("engine_ready", "1 if requests are executed now", named, float(self._engine.ready))
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        yield _gauge(
+            "lora_requests_info",
+            "adapters in use: none are served; the value is a time",
+            adapters,
+            time.time(),
+        )
         compiling = state.stats.get("grammars_compiling", 0.0)
         waiting = _gauge(
             "num_requests_waiting_by_reason",
@@ -171,6 +183,28 @@ class LatencyHistogram(Collector):
         yield _histogram(self._name, self._text, self._bounds, self._counts, self._sum, self._labels)
 
 
+class Total(Collector):
+    """Counter without locks, for one thread, with labels beside those of every metric."""
+
+    def __init__(self, name: str, text: str, more_labels: tuple[str, ...], labels: tuple[str, str]) -> None:
+        self._name = name
+        self._text = text
+        self._label_names = (*_LABELS, *more_labels)
+        self._labels = labels
+        self._values: dict[tuple[str, ...], float] = {}
+        if not more_labels:
+            self.add(0)
+
+    def add(self, amount: float, *labels: str) -> None:
+        self._values[labels] = self._values.get(labels, 0.0) + amount
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
+        for labels, value in self._values.items():
+            family.add_metric((*self._labels, *labels), value)
+        yield family
+
+
 class _VllmNames(Collector):
     """The families of VLLM_NAMES once more, under vLLM's names. They cost nothing until they are read."""
 
@@ -226,8 +260,10 @@ class Metrics:
         labels = (model, "0")
         self._registry.register(_EngineStatistics(engine, labels))
 
-        def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(f"{OURS}{name}", text, (*_LABELS, *more), registry=self._registry)
+        def counter(name: str, text: str, *more: str) -> Total:
+            total = Total(f"{OURS}{name}", text, more, labels)
+            self._registry.register(total)
+            return total
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
             made = LatencyHistogram(f"{OURS}{name}", text, buckets, labels)
@@ -237,10 +273,9 @@ class Metrics:
         def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> LatencyHistogram:
             return histogram(f"{name}_seconds", text, buckets)
 
-        self._labels = labels
         self._success = counter("request_success", "answers that completed", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
-            self._success.labels(*labels, reason)
+            self._success.add(0, reason)
         self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
         self._duplicates = counter(
             "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
@@ -249,7 +284,7 @@ class Metrics:
         self._cached_by = counter("prompt_tokens_cached_by_source", "the same by source", "source")
         self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
         for source in ("local_compute", "local_cache_hit"):
-            self._by_source.labels(*labels, source)
+            self._by_source.add(0, source)
         self.ttft = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         self.itl = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.e2e = seconds("e2e_request_latency", "seconds from a request to its end")
@@ -272,10 +307,10 @@ class Metrics:
 
     def on_answer(self, record: AnswerRecord) -> None:
         """Count a choice that ended by itself."""
-        self._success.labels(*self._labels, record.finish).inc()
+        self._success.add(1, record.finish)
         self.e2e.observe(record.seconds)
         if record.duplicates:
-            self._duplicates.labels(*self._labels).inc(record.duplicates)
+            self._duplicates.add(record.duplicates)
         self._prompt.observe(record.prompt_tokens)
         self._output.observe(record.output_tokens)
         self._most.observe(record.output_tokens)
@@ -289,11 +324,12 @@ class Metrics:
     def _on_finish(self, end: Finish, prompt_tokens: int) -> None:
         """Count what only the engine knows."""
         cached = end.num_cached_tokens
-        self._cached.labels(*self._labels).inc(cached)
-        self._cached_by.labels(*self._labels, "local_cache_hit").inc(cached)
-        self._by_source.labels(*self._labels, "local_cache_hit").inc(cached)
-        self._by_source.labels(*self._labels, "local_compute").inc(max(prompt_tokens - cached, 0))
-        self._computed.observe(max(prompt_tokens - cached, 0))
+        computed = max(prompt_tokens - cached, 0)
+        self._cached.add(cached)
+        self._cached_by.add(cached, "local_cache_hit")
+        self._by_source.add(cached, "local_cache_hit")
+        self._by_source.add(computed, "local_compute")
+        self._computed.observe(computed)
         self._preemptions.observe(end.num_preemptions)
         times = end.times
         if times is None or not times.scheduled:
@@ -306,7 +342,7 @@ class Metrics:
 
     def on_request(self, status: int) -> None:
         """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
-        self._requests.labels(*self._labels, outcome_of(status), str(status)).inc()
+        self._requests.add(1, outcome_of(status), str(status))
 
     def render(self) -> bytes:
         return generate_latest(self._registry) + generate_latest(self._aliases)

@@ -53,3 +53,9 @@ def test_overlay_changes_what_workers_run(engine: DockerEngine, overlay: str, im
     assert changed["image"].startswith(f"runahead-{image}:")
     assert changed["environment"].items() > plain["environment"].items() - {("RUNAHEAD_BACKEND", "native")}
     assert changed["read_only"] is plain["read_only"] is True
+
+
+def test_overlay_adds_prometheus_and_grafana(engine: DockerEngine) -> None:
+    content = yaml.safe_load(Stack(engine, "runahead-test-config", ("observability",)).compose("config"))
+    assert {"prometheus", "grafana"} < set(content["services"])
+    assert all(content["services"][name]["read_only"] is True for name in ("prometheus", "grafana"))

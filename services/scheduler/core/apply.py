@@ -69,11 +69,14 @@ class ResultApplier:
             self.apply_progress(step, result.progress)
         sampling = slice(None) if step.samples.all() else step.samples
         rows, drafts = step.slots[sampling], step.drafts[sampling]
-        current, states = epoch.ledger.current(step)[sampling], s.state.take(rows)
+        all_current = epoch.ledger.current(step)
+        current, states = all_current[sampling], s.state.take(rows)
         live = current & (states == LIVE)
         all_live = bool(live.all())
         self.check(step, result, rows, drafts, live)
         epoch.ledger.remove_oldest()
+        if not all_live or len(rows) < len(step.slots):
+            self._count_wasted(step, all_current)
         if self.drafting is not None:
             self.drafting.observe(step, result.drafted, counts, result.seconds)
         if step.drafts.any():
@@ -163,9 +166,15 @@ class ResultApplier:
         counters["spec_decode_num_drafts"] += int(np.count_nonzero(result.drafted))
         counters["spec_decode_num_draft_tokens"] += int(result.drafted.sum())
         counters["spec_decode_num_accepted_tokens"] += int(accepted.sum())
+        counters["wasted_tokens_total:rejected_draft"] += int((drafts - accepted)[live].sum())
         for position in range(int(accepted.max(initial=0))):
             count = int(np.count_nonzero(accepted > position))
             counters[f"spec_decode_num_accepted_tokens_per_pos:{position}"] += count
+
+    def _count_wasted(self, step: InflightStep, current: Mask) -> None:
+        """Count the tokens of rows that are ignored: their request has left, or a rollback voided them."""
+        ignored = ~current | (self.epoch.slots.state.take(step.slots) == DROP)
+        self.store.counters["wasted_tokens_total:ignored_row"] += int(step.counts[ignored].sum())
 
     # -- tokens --------------------------------------------------------------------------------------------------
 

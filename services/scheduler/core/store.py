@@ -23,6 +23,7 @@ from services.scheduler.core.waiting import WaitingQueue
 TOTALS = (
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
     "admission_rejections", "steps_total", "rollbacks_total", "stale_messages_total",
+    "wasted_tokens_total:ignored_row", "wasted_tokens_total:rejected_draft", "wasted_tokens_total:lost_epoch",
 )  # fmt: skip
 """Counters that are published from the start; those of drafts and step sizes follow with the first ones."""
 

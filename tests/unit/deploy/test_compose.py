@@ -128,10 +128,10 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 def test_every_overlay_is_tested_with_docker() -> None:
-    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "vllm"]
+    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "observability", "vllm"]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "observability"])
 def test_overlays_keep_the_restrictions(overlay: str) -> None:
     base = services(**GIVEN)
     for service, definition in services(f"deploy/compose/{overlay}.yml", **GIVEN).items():
@@ -151,6 +151,25 @@ def test_overlays_keep_the_restrictions(overlay: str) -> None:
         check_environment(service, environment)
         for volume in definition.get("volumes", []):
             assert volume.endswith(":ro")
+
+
+@pytest.mark.parametrize("service", ["prometheus", "grafana"])
+def test_services_that_watch_are_restricted_and_read_files_that_exist(service: str) -> None:
+    overlay = services("deploy/compose/observability.yml")
+    assert set(overlay) == {"prometheus", "grafana"}
+    definition = overlay[service]
+    assert definition["read_only"] is True
+    assert definition["cap_drop"] == ["ALL"]
+    assert definition["security_opt"] == ["no-new-privileges:true"]
+    assert int(definition["user"].partition(":")[0]) > 0
+    assert definition["networks"] == ["outside"], "plans and tokens are on the other network"
+    assert all(port.startswith("127.0.0.1:") for port in definition["ports"])
+    assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", definition["image"]), "the version is not exact"
+    files = [volume.split(":") for volume in definition["volumes"] if volume.startswith(".")]
+    assert files
+    for source, _, mode in files:
+        assert (ROOT / source).exists()
+        assert mode == "ro"
 
 
 @pytest.mark.parametrize(

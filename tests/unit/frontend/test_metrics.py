@@ -46,6 +46,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
             EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
         ),
         ledger=RequestLedger(),
+        ready=True,
     )
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
     for line in (
@@ -58,7 +59,9 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
 
 
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    engine = SimpleNamespace(state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger())  # type: ignore[arg-type]
+    engine = SimpleNamespace(
+        state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger(), ready=True
+    )  # type: ignore[arg-type]
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -108,7 +111,9 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         1.0,
     )  # fmt: skip
     engine = SimpleNamespace(
-        state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats), ledger=RequestLedger()
+        state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats),
+        ledger=RequestLedger(),
+        ready=True,
     )
     lines = Metrics(engine, "demo").render().decode().splitlines()  # type: ignore[arg-type]
     families = [

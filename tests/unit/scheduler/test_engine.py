@@ -2,9 +2,10 @@
 
 import pytest
 
-from protocol.codec import pack
+from protocol.codec import pack, unpack
 from protocol.requests import Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.admission import MAX_PRIORITY
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
@@ -108,3 +109,27 @@ def test_stats_name_what_runs_and_waits() -> None:
     assert (stats["num_requests_running"], stats["num_requests_waiting"]) == (2, 1)
     assert stats["inflight_steps"] == 2
     assert stats["kv_cache_usage_perc"] == pytest.approx(4 / 6)
+
+
+def result_of(plan: SchedulerOutput, *tokens: int) -> ModelRunnerOutput:
+    columns = plan.slots, plan.generations, pack([1] * len(tokens)), pack(tokens)
+    return ModelRunnerOutput(plan.epoch, plan.step_id, *columns)
+
+
+def plans(core: EngineCore) -> list[SchedulerOutput]:
+    return [message for message in core.dispatch() if isinstance(message, SchedulerOutput)]
+
+
+def test_tokens_that_were_computed_for_nothing_are_counted_by_their_cause() -> None:
+    core = engine()
+    core.add(0, generate([1, 2], number=0, eos_token_ids=(7,)))
+    core.add(0, generate([1, 2, 3], number=1))
+    first, second = plans(core)
+    core.on_result(result_of(first, 7, 5))
+    assert core.stats()["wasted_tokens_total:ignored_row"] == 0
+    core.on_result(result_of(second, 8, 6))
+    assert core.stats()["wasted_tokens_total:ignored_row"] == 1, "the row behind the stop token"
+    assert [len(unpack(plan.slots)) for plan in plans(core)] == [1, 1]
+    core.end_epoch()
+    assert core.stats()["wasted_tokens_total:lost_epoch"] == 2
+    assert core.stats()["wasted_tokens_total:ignored_row"] == 1

@@ -198,5 +198,6 @@ def test_drafts_are_counted_per_request_and_in_all() -> None:
     assert stats["spec_decode_num_drafts"] == 2
     assert stats["spec_decode_num_draft_tokens"] == 6
     assert stats["spec_decode_num_accepted_tokens"] == 4
+    assert stats["wasted_tokens_total:rejected_draft"] == 2
     per_position = [stats[f"spec_decode_num_accepted_tokens_per_pos:{position}"] for position in range(K)]
     assert per_position == [2, 1, 1]
