@@ -79,6 +79,20 @@ class FrontendAlive(msgspec.Struct, array_like=True, frozen=True, tag="frontend_
     has sent one, and then nothing for a number of seconds, end: its lease is over."""
 
 
+class ResetPrefixCache(msgspec.Struct, array_like=True, frozen=True, tag="reset_prefix_cache"):
+    """Empty the prefix cache. A `ResetDone` with the same number answers."""
+
+    number: Number
+    reset_running: bool = False
+    """Recompute running requests, too; without it their blocks stay in use until they end."""
+
+
+class ResetDone(msgspec.Struct, array_like=True, frozen=True, tag="reset_done"):
+    number: Number
+    complete: bool
+    """False: running requests still share blocks, or there is no engine."""
+
+
 class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """Times of one request on the scheduler's monotonic clock, in seconds; 0.0: it did not happen."""
 
@@ -176,7 +190,7 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """The scheduler that sends it; 0: unknown, and no sign of life follows."""
 
 
-ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive
+ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache
 """frontend -> scheduler, after the handshake"""
-EngineMessage = RequestOutputs | EngineState | StepRecords
+EngineMessage = RequestOutputs | EngineState | StepRecords | ResetDone
 """scheduler -> frontend, after the handshake"""

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from services.cli.command_help import GroupedCommand
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
@@ -18,6 +19,7 @@ app = typer.Typer(
     epilog="Every flag is also read from the environment (RUNAHEAD_MAX_NUM_SEQS) and from a YAML file (--config).",
     rich_markup_mode=None,  # its tables cut long flags off
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Inspect the configuration.")
 app.add_typer(config_app, name="config")
@@ -64,15 +66,17 @@ def _convert(settings: Settings[ConvertConfig]) -> int:
     return convert(settings.config)
 
 
-app.command("serve", help="Serve MODEL with all services on this machine.")(
+app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
 )
 for _name, _model in SERVICES.items():
-    app.command(_name, help=f"Run one {_name} service.")(command(_model, _start))
-app.command("convert", help="Write the GGUF file MODEL as a checkpoint in Hugging Face format.")(
-    command(ConvertConfig, _convert, positional="model")
+    app.command(_name, cls=GroupedCommand, help=f"Run one {_name} service.")(command(_model, _start))
+app.command(
+    "convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format."
+)(command(ConvertConfig, _convert, positional="model"))
+app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
+    command(BenchConfig, _bench)
 )
-app.command("bench", help="Measure the speed of an OpenAI-compatible API.")(command(BenchConfig, _bench))
 
 
 @app.command("healthcheck")
@@ -132,9 +136,11 @@ def _capabilities() -> None:
     show_capabilities()
 
 
-config_app.command("show", help="Print the settings that `serve` would use, and the origin of each value.")(
-    command(ServeConfig, show, omitted=ENDPOINTS, positional="model")
-)
+config_app.command(
+    "show",
+    cls=GroupedCommand,
+    help="Print the settings that `serve` would use, and the origin of each value.",
+)(command(ServeConfig, show, omitted=ENDPOINTS, positional="model"))
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from services.cli.command_help import ORDER, group_of, position
 from services.cli.settings import (
     ConfigurationError,
     Settings,
@@ -45,7 +46,8 @@ def command(
         given = {name: value for name, value in given.items() if value != []}
         raise typer.Exit(run(merge(model, given, file, omitted=omitted)))
 
-    parameters = [_option(name, info) for name, info in model.model_fields.items() if name not in omitted]
+    fields = sorted((name for name in model.model_fields if name not in omitted), key=position)
+    parameters = [_option(name, model) for name in fields]
     if positional is not None:
         parameters.insert(0, _argument(positional, model.model_fields[positional]))
     parameters.append(_config_file())
@@ -54,8 +56,9 @@ def command(
     return invoke
 
 
-def _option(name: str, info: FieldInfo) -> inspect.Parameter:
+def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
     """Make an option with text values: the model checks them, so that all origins give the same errors."""
+    info = model.model_fields[name]
     kind: Any = bool if is_switch(info) else list[str] if is_list(info) else str
     text = f"{flag(name)}/{flag('no_' + name)}" if is_switch(info) else flag(name)
     default = info.get_default(call_default_factory=True, validated_data={})
@@ -65,6 +68,7 @@ def _option(name: str, info: FieldInfo) -> inspect.Parameter:
         metavar=None if is_switch(info) else type_name(info),
         show_default=False,
         autocompletion=_completion(info),
+        rich_help_panel=group_of(name, model),
     )
     return _keyword(name, Annotated[kind | None, option])
 
@@ -75,7 +79,9 @@ def _argument(name: str, info: FieldInfo) -> inspect.Parameter:
 
 
 def _config_file() -> inspect.Parameter:
-    option = typer.Option("--config", help="YAML file with any of these settings.", metavar="FILE")
+    option = typer.Option(
+        "--config", help="YAML file with any of these settings.", metavar="FILE", rich_help_panel=ORDER[0]
+    )
     return _keyword("config", Annotated[Path | None, option])
 
 

@@ -3,6 +3,7 @@
 The configuration model alone checks the values, so that every origin gives the same errors.
 """
 
+import difflib
 import os
 import typing
 from collections.abc import Collection, Mapping
@@ -13,6 +14,9 @@ from typing import Annotated, Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+
+from services.cli.vllm_names import HINTS
+from services.config.sizes import WITH_SUFFIX
 
 PREFIX = "RUNAHEAD_"
 
@@ -55,7 +59,10 @@ def choices(info: FieldInfo) -> tuple[str, ...]:
 
 
 def type_name(info: FieldInfo) -> str:
-    """Return the placeholder of a value in the help: INTEGER, FLOAT, TEXT or the choices."""
+    """Return the placeholder of a value in the help: INTEGER, SIZE, FLOAT, TEXT or the choices."""
+    marks = [mark for kind in typing.get_args(info.annotation) for mark in typing.get_args(kind)]
+    if WITH_SUFFIX in (*info.metadata, *marks):
+        return "SIZE"
     kinds = [info.annotation, *typing.get_args(info.annotation)]
     kinds = [typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind for kind in kinds]
     number = "INTEGER" if int in kinds else "FLOAT" if float in kinds else ""
@@ -113,13 +120,25 @@ def _from_file(file: Path | None, fields: Mapping[str, FieldInfo]) -> dict[str, 
     found: dict[str, object] = {}
     unknown = [str(key) for key in content if str(key).replace("-", "_") not in fields]
     if unknown:
-        raise ConfigurationError(f"{file}: unknown keys: {', '.join(unknown)}")
+        meant = (meant_key(key, fields) for key in unknown)
+        raise ConfigurationError(
+            f"{file}: unknown keys: {', '.join(map(''.join, zip(unknown, meant, strict=True)))}"
+        )
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name in found:
             raise ConfigurationError(f"{file}: {key} is given twice")
         found[name] = [value] if is_list(fields[name]) and isinstance(value, str) else value
     return found
+
+
+def meant_key(key: str, fields: Collection[str]) -> str:
+    """Return a suggestion for a key that no field has, such as " (max-num-seqs?)", or ""."""
+    written = key.lower().replace("-", "_")
+    if (text := HINTS.get(flag(written))) is not None:
+        return f" ({text})"
+    similar = difflib.get_close_matches(written, fields, 1, 0.7)
+    return f" ({similar[0].replace('_', '-')}?)" if similar else ""
 
 
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> dict[str, object]:

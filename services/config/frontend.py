@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from services.config.base import CHECKPOINT, REVISION, TOKENIZER
 from services.config.http import HttpConfig
+from services.config.sizes import Size
 
 
 class FrontendConfig(HttpConfig):
@@ -23,13 +24,17 @@ class FrontendConfig(HttpConfig):
     scheduler_endpoint: str = Field(
         "ipc:///tmp/runahead/clients", description="Endpoint of the scheduler for frontends."
     )
-    max_body_bytes: int = Field(
+    max_body_bytes: Size = Field(
         8 * 1024 * 1024, ge=1024, description="Maximum size of a request body, bytes."
     )
     unknown_parameters: Literal["warn", "refuse", "ignore"] = Field(
         "warn",
         description="Treatment of fields of a request body that neither OpenAI nor vLLM has: ignored with a log "
         "line and a response header (warn), refused with status 400 (refuse), or ignored (ignore).",
+    )
+    enable_admin_routes: bool = Field(
+        False,
+        description="Serve the routes that change the engine: /reset_prefix_cache.",
     )
     request_timeout: float = Field(
         600.0,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.base import REVISION, TOKENIZER, ServiceConfig
+from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
 
 
@@ -39,11 +40,11 @@ class SchedulerConfig(ServiceConfig):
     num_gpu_blocks_override: int | None = Field(
         None, ge=2, description="Number of KV-cache blocks. Default: as many as the workers can hold."
     )
-    max_model_len: int | None = Field(
-        None, ge=2, description="Context length, tokens. Default: the checkpoint's."
+    max_model_len: Size | None = Field(
+        None, ge=2, description="Context length, tokens, such as 8192 or 8K. Default: the checkpoint's."
     )
     max_num_seqs: int = Field(256, ge=1, le=65536, description="Maximum number of running requests.")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Maximum number of tokens in one step.")
+    max_num_batched_tokens: Size = Field(2048, ge=1, description="Maximum number of tokens in one step.")
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="Maximum number of prompt tokens of one request in one step. 0: no limit."
     )
@@ -107,7 +108,7 @@ class SchedulerConfig(ServiceConfig):
     max_num_queued_reqs: int = Field(
         1024, ge=1, description="Maximum number of waiting requests. More are refused with status 429."
     )
-    max_num_queued_tokens: int = Field(
+    max_num_queued_tokens: Size = Field(
         4_194_304,
         ge=1,
         description="Maximum number of prompt tokens of waiting requests. More are refused with status 429.",

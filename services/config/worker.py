@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from services.config.base import CHECKPOINT, REVISION, ServiceConfig
 from services.config.simulator import SimulatorConfig
+from services.config.sizes import Size
 
 
 class BackendConfig(ServiceConfig):
@@ -42,8 +43,8 @@ class BackendConfig(ServiceConfig):
         description="Address at which other ranks connect to this one. Default: the address of the route to "
         "the scheduler.",
     )
-    kv_cache_memory_bytes: int = Field(
-        0, ge=0, description="Size of the KV cache, bytes. 0: a share of the free memory."
+    kv_cache_memory_bytes: Size = Field(
+        0, ge=0, description="Size of the KV cache, bytes, such as 4G. 0: a share of the free memory."
     )
     quantization: str | None = Field(
         None,
@@ -62,8 +63,29 @@ class BackendConfig(ServiceConfig):
     )
 
 
+USERS: dict[str, tuple[str, ...]] = {
+    "load_format": ("vllm",),
+    "enforce_eager": ("vllm",),
+    "dtype": ("native", "vllm"),
+    "threads": ("native", "vllm"),
+    **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
+}
+"""Backends that use a setting; all others of the settings are for all, or have a check of their own."""
+
+
 class WorkerConfig(SimulatorConfig, BackendConfig):
     """Settings of a worker. `--help` lists the bases from last to first."""
+
+    @model_validator(mode="after")
+    def _check_users(self) -> Self:
+        """Refuse a setting that the backend would ignore, unless it has the default value."""
+        for name, backends in USERS.items():
+            if self.backend not in backends and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is a setting of --backend {' and '.join(backends)}; "
+                    f"--backend {self.backend} does not use it"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_kernels(self) -> Self:

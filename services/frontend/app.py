@@ -14,7 +14,7 @@ from protocol.requests import EnginePhase
 from services.config import FrontendConfig
 from services.frontend.anthropic.endpoints import MessagesEndpoints
 from services.frontend.engine.client import EngineClient
-from services.frontend.errors import RETRY_AFTER, APIError, error_response
+from services.frontend.errors import RETRY_AFTER, APIError, error_response, invalid
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answering import Answering
@@ -47,7 +47,9 @@ def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> F
     _add_probes(app, engine, metrics)
     _add_models(app, engine, model)
     _add_information(app, engine, model)
-    _add_document(app, closed=config.unknown_parameters == "refuse")
+    if config.enable_admin_routes:
+        _add_admin(app, engine)
+    _add_document(app, config.enable_admin_routes, closed=config.unknown_parameters == "refuse")
     answering, bodies = Answering(engine, model, metrics), BodyParser(config.unknown_parameters)
     Endpoints(answering, bodies).add_to(app)
     MessagesEndpoints(answering, bodies).add_to(app)
@@ -170,8 +172,19 @@ def _add_information(app: FastAPI, engine: EngineClient, model: ServedModel) -> 
         return JSONResponse({"server_load": engine.num_open})
 
 
-def _add_document(app: FastAPI, closed: bool) -> None:
-    content = msgspec.json.encode(openapi.document(closed))
+def _add_admin(app: FastAPI, engine: EngineClient) -> None:
+    """Add what changes the engine, for its operator."""
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(http: HTTPRequest) -> Response:
+        running = http.query_params.get("reset_running_requests", "false").lower()
+        if running not in ("true", "false"):
+            raise invalid("reset_running_requests must be true or false", "reset_running_requests")
+        return JSONResponse({"success": await engine.reset_prefix_cache(running == "true")})
+
+
+def _add_document(app: FastAPI, admin: bool, closed: bool) -> None:
+    content = msgspec.json.encode(openapi.document(closed, admin))
 
     @app.get("/openapi.json")
     async def describe() -> Response:

@@ -23,6 +23,7 @@ from protocol.membership import Loaded, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
+    ClientMessage,
     EnginePhase,
     EngineState,
     Finish,
@@ -30,6 +31,8 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
+    ResetDone,
+    ResetPrefixCache,
 )
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError
@@ -168,9 +171,7 @@ class Service:
             except (ProtocolError, ValueError) as error:
                 self.frontends.count_error(client, error)
 
-    def _on_client_message(
-        self, client: int, message: Hello | GenerateRequest | AbortRequest | Subscribe | FrontendAlive
-    ) -> None:
+    def _on_client_message(self, client: int, message: Hello | ClientMessage) -> None:
         match message:
             case Hello():
                 self.frontends.send_if_connected(client, self._state())
@@ -179,6 +180,10 @@ class Service:
             case Subscribe(steps=subscribed):
                 self.subscriptions.set(client, subscribed)
                 self._attach()
+            case ResetPrefixCache(number=number, reset_running=running):
+                done = self.engine is not None and self.engine.reset_prefix_cache(running)
+                log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
+                self.frontends.send_if_connected(client, ResetDone(number, done))
             case GenerateRequest(incarnation=other) | AbortRequest(incarnation=other) if other not in (
                 0,
                 self.incarnation,

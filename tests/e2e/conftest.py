@@ -26,6 +26,7 @@ def sim() -> Iterator[ServeProcess]:
         "0",
         "--max-model-len",
         "96",
+        "--enable-admin-routes",
     )
     with serving(*arguments) as running:
         yield running

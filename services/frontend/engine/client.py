@@ -23,6 +23,8 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
+    ResetDone,
+    ResetPrefixCache,
 )
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -39,6 +41,8 @@ HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
+RESET_TIMEOUT = 10.0
+"""Seconds to wait for the answer to a reset of the prefix cache."""
 
 TICK = 1.0
 """Seconds between two signs of life, and between two checks for those of the scheduler."""
@@ -100,7 +104,10 @@ class EngineClient:
         self._reading: asyncio.Task[None] | None = None
         self.ledger = RequestLedger()
         self._numbers = itertools.count(1)
-        self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
+        self._resets: dict[int, asyncio.Future[bool]] = {}
+        """Resets of the prefix cache without an answer."""
+        self._reset_numbers = itertools.count(1)
+        self._decoder: Decoder[RequestOutputs | EngineState | ResetDone] = Decoder(EngineMessage)
         self._last_frame = 0.0
         """When the scheduler was last heard: seconds on the loop's clock, measured once a tick."""
         self._heard = False
@@ -273,6 +280,10 @@ class EngineClient:
             if isinstance(message, EngineState):
                 self._on_state(message)
                 return
+            if isinstance(message, ResetDone):
+                if (answer := self._resets.get(message.number)) is not None and not answer.done():
+                    answer.set_result(message.complete)
+                return
             if message.incarnation != self.state.incarnation:
                 log.warning("a message of another scheduler was dropped")
                 return
@@ -346,7 +357,23 @@ class EngineClient:
         if numbers:
             self._send_quietly(AbortRequest(numbers, self.state.incarnation))
 
-    def _send_quietly(self, message: AbortRequest | FrontendAlive) -> None:
+    async def reset_prefix_cache(self, reset_running: bool) -> bool:
+        """Empty the prefix cache. Return False if running requests still share blocks.
+
+        Raises: APIError, if the scheduler does not answer
+        """
+        self.check_ready()
+        number = next(self._reset_numbers) & 0xFFFFFFFF
+        answer = self._resets[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send_quietly(ResetPrefixCache(number, reset_running))
+            return await asyncio.wait_for(answer, RESET_TIMEOUT)
+        except TimeoutError:
+            raise APIError(503, "the scheduler did not answer; try again later") from None
+        finally:
+            del self._resets[number]
+
+    def _send_quietly(self, message: AbortRequest | FrontendAlive | ResetPrefixCache) -> None:
         """Send what the next scheduler does not need."""
         if self._client is None:
             return

@@ -9,15 +9,8 @@ import zmq
 
 from protocol.codec import Decoder
 from protocol.handshake import Hello
-from protocol.records import StepRecords, Subscribe
-from protocol.requests import (
-    AbortRequest,
-    ClientMessage,
-    EngineState,
-    FrontendAlive,
-    GenerateRequest,
-    RequestOutputs,
-)
+from protocol.records import StepRecords
+from protocol.requests import ClientMessage, EngineState, RequestOutputs, ResetDone
 from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
@@ -31,9 +24,7 @@ class FrontendConnections:
 
     def __init__(self, endpoint: str) -> None:
         self._server = Server(endpoint, {"frontend"})
-        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe | FrontendAlive] = Decoder(
-            ClientMessage
-        )
+        self._decoder: Decoder[ClientMessage] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
         """By number, in the order of arrival."""
@@ -57,9 +48,7 @@ class FrontendConnections:
         """Number of frontends that are not known to be gone."""
         return len(self._peers)
 
-    def receive(
-        self,
-    ) -> Iterator[tuple[int, Hello | GenerateRequest | AbortRequest | Subscribe | FrontendAlive]]:
+    def receive(self) -> Iterator[tuple[int, Hello | ClientMessage]]:
         """Yield what has arrived, each message with the number of its frontend; a new frontend's first is a `Hello`."""
         for peer, message in self._server.messages(self._decoder):
             if peer not in self._numbers:
@@ -97,7 +86,7 @@ class FrontendConnections:
             self._server.refuse(peer, "this frontend did not read; its requests were aborted")
             self._lose(frontend, error)
 
-    def send_if_connected(self, frontend: int, message: EngineState | StepRecords) -> None:
+    def send_if_connected(self, frontend: int, message: EngineState | StepRecords | ResetDone) -> None:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
         peer = self._peers.get(frontend)
         if peer is None:

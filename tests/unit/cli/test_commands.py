@@ -1,6 +1,7 @@
 """Commands with their exit status and output. Those that do not start a service run in this process."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.cli.command_help import ORDER
+from services.cli.vllm_names import HINTS
 from services.config import ENDPOINTS, ServeConfig
 from tests.unit.checkpoint.gguf_files import RawFile, entry
 from tests.unit.cli.command import run_command, run_process
@@ -42,6 +45,11 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
         (["bench", "--base-url", "localhost:80"], "--base-url"),
         (["bench", "--random-id-low", "9", "--random-id-high", "9"], "--random-id-high 9 must be above"),
         (["sing"], "No such command 'sing'"),
+        (
+            ["serve", "--gpu-memory-utilization=0.9"],
+            "No such option: --gpu-memory-utilization; give the size of",
+        ),
+        (["worker", "-tp", "2"], "No such option: -tp; use --tensor-parallel-size"),
     ],
 )
 def test_invalid_command_line_exits_2_with_one_line(
@@ -52,6 +60,31 @@ def test_invalid_command_line_exits_2_with_one_line(
     assert reason in done.stderr
     assert done.stderr.startswith("runahead: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_served_model_name_takes_several_values(capsys: Capture) -> None:
+    done = run_command(capsys, "config", "show", "a-model", "--served-model-name", "a", "b", "--port", "1")
+    assert 'served-model-name: ["a", "b"]  # flag' in done.stdout
+    assert 'model: "a-model"  # flag' in done.stdout
+
+
+def test_help_has_groups_with_common_options_first_and_the_simulator_last(capsys: Capture) -> None:
+    text = run_command(capsys, "serve", "-h").stdout
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Arguments:", *(f"{title}:" for title in ORDER)]
+    assert (
+        text.index("--port")
+        < text.index("\nAPI:")
+        < text.index("--batching-policy")
+        < text.index("--sim-step-ms")
+    )
+
+
+def test_hints_are_for_flags_that_do_not_exist() -> None:
+    known = {"--" + name.replace("_", "-") for name in ServeConfig.model_fields}
+    for flag, text in HINTS.items():
+        assert flag not in known
+        assert set(re.findall(r"--[a-z-]+", text)) <= known | {f"--no-{name[2:]}" for name in known}
 
 
 @pytest.mark.parametrize(

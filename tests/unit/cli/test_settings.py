@@ -38,8 +38,9 @@ def test_keys_of_a_file_may_be_kebab_case_or_snake_case(tmp_path: Path, key: str
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("max-num-seq: 7\nport: 1\nspeed: 3\n", ["max-num-seq", "speed"]),
-        ("port: 1\nPORT: 2\n", ["PORT"]),
+        ("max-num-seq: 7\nport: 1\nspeed: 3\n", ["max-num-seq (max-num-seqs?)", "speed"]),
+        ("port: 1\nPORT: 2\n", ["PORT (port?)"]),
+        ("swap-space: 4\n", ["swap-space (preempted requests are recomputed; leave it out)"]),
         ("scheduler-endpoint: tcp://127.0.0.1:1\n", ["scheduler-endpoint"]),
     ],
 )
@@ -121,6 +122,8 @@ def test_error_names_flag_value_and_origin(
         ("pipeline_parallel_size", "INTEGER"),
         ("batch_queue_depth", "INTEGER"),
         ("settle_seconds", "FLOAT"),
+        ("kv_cache_memory_bytes", "SIZE"),
+        ("max_model_len", "SIZE"),
         ("dtype", "auto|float32|bfloat16"),
         ("model", "TEXT"),
         ("tokenizer", "TEXT"),
@@ -148,6 +151,46 @@ def test_tensor_parallel_size_is_a_word_or_a_number(given: str, size: object) ->
 )
 def test_serve_starts_a_worker_for_each_rank(flags: dict[str, object], workers: int) -> None:
     assert merge(ServeConfig, flags, None, {}).config.num_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("4G", 4 << 30),
+        ("4g", 4_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("25.6k", 25_600),
+        ("1 MB", 1_000_000),
+        ("7", 7),
+    ],
+)
+def test_sizes_have_suffixes(given: str, size: int) -> None:
+    assert merge(ServeConfig, {"kv_cache_memory_bytes": given}, None, {}).config.kv_cache_memory_bytes == size
+    assert merge(ServeConfig, {"max_model_len": given}, None, {}).config.max_model_len == size
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"load_format": "dummy"},
+            "--load-format is a setting of --backend vllm; --backend native does not use it",
+        ),
+        ({"enforce_eager": True, "backend": "sim"}, "--enforce-eager is a setting of --backend vllm"),
+        ({"dtype": "float32", "backend": "sim"}, "--dtype is a setting of --backend native and vllm"),
+        (
+            {"sim_step_ms": "7"},
+            "--sim-step-ms is a setting of --backend sim; --backend native does not use it",
+        ),
+    ],
+)
+def test_settings_that_the_backend_does_not_use_are_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        merge(ServeConfig, flags, None, {})
+
+
+def test_settings_of_other_backends_may_have_their_default_values() -> None:
+    merge(ServeConfig, {"sim_step_ms": "5", "load_format": "auto"}, None, {})
 
 
 def test_refused_secret_is_not_repeated(tmp_path: Path) -> None:

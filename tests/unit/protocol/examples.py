@@ -30,6 +30,8 @@ from protocol.requests import (
     FrontendAlive,
     GenerateRequest,
     RequestOutputs,
+    ResetDone,
+    ResetPrefixCache,
 )
 from protocol.sampling import SamplingParams
 from protocol.steps import (
@@ -66,6 +68,8 @@ EXAMPLES: list[msgspec.Struct] = [
     GenerateRequest(2**32 - 1, pack([1, 2, 3]), 2, PARAMS, -5, "tenant", "cmpl-1"),
     AbortRequest([1, 2**32 - 1]),
     FrontendAlive(),
+    ResetPrefixCache(4294967295, True),
+    ResetDone(4294967295, True),
     Subscribe(False),
     StepRecords(
         [

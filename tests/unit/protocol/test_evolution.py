@@ -69,7 +69,11 @@ GOLDEN_2_0 = {
     "StepFault": "94a56661756c740111bb52756e74696d654572726f723a206f7574206f66206d656d6f7279",
 }
 """Bytes of each of EXAMPLES in version 2.0, as hex. A minor version adds messages; never edit an existing entry."""
-GOLDEN_2_1 = {"FrontendAlive": "91ae66726f6e74656e645f616c697665"}
+GOLDEN_2_1 = {
+    "FrontendAlive": "91ae66726f6e74656e645f616c697665",
+    "ResetPrefixCache": "93b272657365745f7072656669785f6361636865ceffffffffc3",
+    "ResetDone": "93aa72657365745f646f6e65ceffffffffc3",
+}
 GOLDEN = GOLDEN_2_0 | GOLDEN_2_1
 
 

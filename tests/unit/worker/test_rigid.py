@@ -156,7 +156,9 @@ def test_a_rectangle_beyond_the_volume_or_the_context_is_refused() -> None:
 
 def test_a_step_takes_the_time_of_its_padded_shape() -> None:
     """A chunk of one token costs a whole window; decodes cost the rectangle."""
-    config = WorkerConfig(sim_step_ms=0, sim_prefill_token_us=1, sim_decode_us=1000, sim_context_token_ns=1)
+    config = WorkerConfig(
+        backend="sim", sim_step_ms=0, sim_prefill_token_us=1, sim_decode_us=1000, sim_context_token_ns=1
+    )
     cost, table, plans = CostModel(config), SlotTable(SLOTS, BLOCK, BLOCKS, CONTEXT), PlanBuilder()
     rigid = RigidShapes(table, CHUNK, 0)
 

@@ -125,22 +125,28 @@ ROUTES = (
 )  # fmt: skip
 
 
-def document(closed: bool) -> JSON:
+ADMIN_ROUTES = (Route("post", "/reset_prefix_cache", "Empties the prefix cache", responses.ResetResponse),)
+"""Routes of `--enable-admin-routes`."""
+
+
+def document(closed: bool, admin: bool = False) -> JSON:
     """OpenAPI 3.1.
 
     Args:
         closed: unknown properties of bodies are refused.
+        admin: `ADMIN_ROUTES` are served, too.
     """
+    routes = ROUTES + ADMIN_ROUTES if admin else ROUTES
     models = [
         model
-        for route in ROUTES
+        for route in routes
         for model in (route.response, route.chunk, *route.bodies)
         if model is not None
     ]
-    pairs = [(model, "validation") for model in dict.fromkeys([*(route.error for route in ROUTES), *models])]
+    pairs = [(model, "validation") for model in dict.fromkeys([*(route.error for route in routes), *models])]
     _, definitions = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
     schemas: JSON = definitions["$defs"]
-    for model in {body for route in ROUTES for body in route.bodies}:
+    for model in {body for route in routes for body in route.bodies}:
         _add_unserved(schemas[model.__name__], unserved_of(model), closed)
     _add_unserved(schemas[MessageParam.__name__], NEUTRAL_IN_MESSAGE, closed)
     for part in (
@@ -156,7 +162,7 @@ def document(closed: bool) -> JSON:
     ):
         _add_unserved(schemas[part.__name__], {}, closed)
     paths: JSON = {}
-    for route in ROUTES:
+    for route in routes:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
     return {
         "openapi": "3.1.0",

@@ -276,3 +276,8 @@ class TokenizerInfo(BaseModel):
 
 class LoadResponse(BaseModel):
     server_load: Natural
+
+
+class ResetResponse(BaseModel):
+    success: bool
+    """False: running requests still share blocks."""

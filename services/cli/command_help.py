@@ -1,0 +1,96 @@
+"""Commands whose help lists the options in groups: common ones first, the simulator's last."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from typer.core import TyperCommand
+
+from services.cli.settings import ConfigurationError
+from services.cli.vllm_names import hint
+from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServiceConfig, SimulatorConfig
+from services.config.worker import BackendConfig
+
+COMMON = (
+    "model", "input_file", "output_file", "url", "base_url", "host", "port", "api_key", "served_model_name", "backend",
+    "dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size",
+    "speculative_config", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
+)  # fmt: skip
+"""Settings that most users need first, in the order of the help."""
+GROUPS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("Logs and recovery", ServiceConfig),
+    ("HTTP server", HttpConfig),
+    ("API", FrontendConfig),
+    ("Scheduler", SchedulerConfig),
+    ("Worker", BackendConfig),
+    ("Simulator", SimulatorConfig),
+)
+"""Title and configuration; a setting belongs to the first one that has it."""
+ORDER = (
+    "Common options",
+    "Options",
+    "API",
+    "HTTP server",
+    "Scheduler",
+    "Worker",
+    "Logs and recovery",
+    "Simulator",
+)
+
+
+def group_of(name: str, model: type[BaseModel]) -> str:
+    """Return the title of the group of a field of `model`."""
+    if name in COMMON:
+        return ORDER[0]
+    owners = (title for title, owner in GROUPS if issubclass(model, owner) and name in owner.model_fields)
+    return next(owners, "Options")
+
+
+def position(name: str) -> int:
+    """Return the place of a field within its group; fields without one keep their order."""
+    return COMMON.index(name) if name in COMMON else len(COMMON)
+
+
+class GroupedCommand(TyperCommand):
+    """A command with groups of options; an option of `SEVERAL` may have several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {flag for option in self.params for flag in (*option.opts, *option.secondary_opts)}
+        for argument in args:
+            flag = argument.partition("=")[0]
+            if flag not in known and (text := hint(flag)) is not None:
+                raise ConfigurationError(text)
+        return super().parse_args(ctx, [*_repeated(args)])
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *ORDER)}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                groups["Arguments" if is_argument else _panel(parameter)].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+SEVERAL = "--served-model-name"
+"""Takes several values after one flag, as in vLLM."""
+
+
+def _repeated(args: Iterable[str]) -> Iterator[str]:
+    """Repeat the flag before each further value."""
+    values: int | None = None
+    for argument in args:
+        if argument.startswith("-"):
+            values = 0 if argument == SEVERAL else 1 if argument.startswith(f"{SEVERAL}=") else None
+        elif values is not None:
+            if values:
+                yield SEVERAL
+            values += 1
+        yield argument
+
+
+def _panel(parameter: Any) -> str:
+    return parameter.rich_help_panel or "Options"
