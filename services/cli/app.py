@@ -10,7 +10,16 @@ from services.cli.command_help import GroupedCommand
 from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
-from services.config import ENDPOINTS, SERVICES, BenchConfig, ConvertConfig, ServeConfig, ServiceConfig
+from services.config import (
+    ENDPOINTS,
+    SERVICES,
+    WITHOUT_SERVER,
+    BenchConfig,
+    ConvertConfig,
+    RunBatchConfig,
+    ServeConfig,
+    ServiceConfig,
+)
 
 USAGE_ERROR = 2
 
@@ -60,6 +69,12 @@ def _bench(settings: Settings[BenchConfig]) -> int:
     return bench(settings.config)
 
 
+def _run_batch(settings: Settings[RunBatchConfig]) -> int:
+    from services.cli.run_batch import run_batch
+
+    return run_batch(settings.config)
+
+
 def _convert(settings: Settings[ConvertConfig]) -> int:
     from services.cli.convert import convert
 
@@ -71,6 +86,9 @@ app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on 
 )
 for _name, _model in SERVICES.items():
     app.command(_name, cls=GroupedCommand, help=f"Run one {_name} service.")(command(_model, _start))
+app.command("run-batch", cls=GroupedCommand, help="Answer a batch file in OpenAI's format with MODEL.")(
+    command(RunBatchConfig, _run_batch, omitted=WITHOUT_SERVER, positional="model")
+)
 app.command(
     "convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format."
 )(command(ConvertConfig, _convert, positional="model"))

@@ -21,6 +21,9 @@ from services.cli.settings import (
     type_name,
 )
 
+SHORT = {"input_file": "-i", "output_file": "-o"}
+"""Short forms of flags, by field."""
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -63,6 +66,7 @@ def _option(name: str, model: type[BaseModel]) -> inspect.Parameter:
     text = f"{flag(name)}/{flag('no_' + name)}" if is_switch(info) else flag(name)
     default = info.get_default(call_default_factory=True, validated_data={})
     option = typer.Option(
+        *((SHORT[name],) if name in SHORT else ()),
         text,
         help=f"{info.description}{_shown(default)}",
         metavar=None if is_switch(info) else type_name(info),

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from services.cli.display import display
@@ -29,8 +29,12 @@ the scheduler refused it; a scheduler's configuration cannot be used, or it gave
 with the frontend, which is not restarted."""
 
 
-def serve(config: ServeConfig) -> int:
+def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | None = None) -> int:
     """Serve until a signal or a failure. Return the exit status: 0 after an orderly stop.
+
+    Args:
+        on_ready: called once requests are served, instead of a line about the address; its argument stops the server
+            and may be called from another thread.
 
     Raises:
         ConfigurationError: the model or the address cannot be used.
@@ -62,6 +66,9 @@ def serve(config: ServeConfig) -> int:
             return POLL_INTERVAL
         is_ready = True
         screen.done()
+        if on_ready is not None:
+            on_ready(supervisor.stop)
+            return None
         print(_welcome(probe, bool(config.api_key), time.monotonic() - started), flush=True)
         return None
 

@@ -192,6 +192,12 @@ class Supervisor:
         finally:
             self.kill()
 
+    def stop(self) -> None:
+        """Stop the children in order, as after a first signal. May be called from any thread while `signals` is in
+        effect."""
+        with contextlib.suppress(OSError):  # the loop has ended
+            self._wakeup_writer.send(bytes([signal.SIGTERM]))
+
     def kill(self) -> None:
         """End all children that are left, and wait for them."""
         for child in self.children:

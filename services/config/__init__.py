@@ -9,6 +9,7 @@ from services.config.bench import BenchConfig
 from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
+from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig
@@ -18,12 +19,14 @@ from services.config.worker import BackendConfig, WorkerConfig
 __all__ = [
     "ENDPOINTS",
     "SERVICES",
+    "WITHOUT_SERVER",
     "BackendConfig",
     "BaseConfig",
     "BenchConfig",
     "ConvertConfig",
     "FrontendConfig",
     "HttpConfig",
+    "RunBatchConfig",
     "SchedulerConfig",
     "ServeConfig",
     "ServiceConfig",

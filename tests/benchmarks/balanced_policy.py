@@ -194,7 +194,6 @@ def measure(policy: str, setting: Setting) -> StagesRun:
         "sim_context_token_ns": costs.context * STAGES * 1e9,
         "sim_hop_ms": costs.hop * 1e3,
         "sim_hop_token_us": costs.hop_token * 1e6,
-        "threads": 1,
         "log_level": "warning",
     }
     requests = [

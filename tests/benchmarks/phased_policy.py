@@ -43,7 +43,6 @@ def measure(ranks: int, depth: int, args: argparse.Namespace) -> dict[str, float
         "sim_prefill_token_us": 20.0,
         "sim_vocab_size": 1024,
         "sim_max_volume": args.volume,
-        "threads": 1,
         "log_level": "warning",
     }
     with engine(scheduler, worker, ranks) as client:

@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--backend", choices=("native", "sim"), default="native")
     args = parser.parse_args()
-    worker: dict[str, object] = {"backend": args.backend, "threads": 1, "kv_cache_memory_bytes": 64 << 20}
+    worker: dict[str, object] = {"backend": args.backend, "kv_cache_memory_bytes": 64 << 20}
+    if args.backend == "native":
+        worker["threads"] = 1
     rows, repeats = [], {}
     for name, (tp, pp) in LAYOUTS.items():
         repeats[name] = kills(tp, pp, args.kills, worker | {"log_level": "error"})

@@ -113,7 +113,7 @@ def test_citations_by_number_are_found(citation: str) -> None:
 def test_flags_that_are_named_exist(page: Path) -> None:
     settings = {
         name
-        for model in (config.ServeConfig, config.BenchConfig)
+        for model in (config.RunBatchConfig, config.BenchConfig)
         for name, field in model.model_fields.items()
     }
     known = {f"--{name.replace('_', '-')}" for name in settings}

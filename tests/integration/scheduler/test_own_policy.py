@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from tests.examples.install import STEADY_DECODE, install
 from tests.integration.scheduler.engine import FrontendConnection, engine
 
-WORKER = {"backend": "sim", "sim_step_ms": 1.0, "sim_vocab_size": 1000, "threads": 1}
+WORKER = {"backend": "sim", "sim_step_ms": 1.0, "sim_vocab_size": 1000}
 LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 
 

@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from tests.integration.scheduler.engine import FrontendConnection, engine
 from tests.integration.scheduler.step_trace import steps_ahead
 
-SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000, "threads": 1}
+SIM = {"backend": "sim", "sim_step_ms": 30.0, "sim_vocab_size": 1000}
 """Steps long enough that the order of events is certain on a busy machine."""
 REQUESTS, SEATS, TOKENS = (range(12), 6, 20) if os.environ.get("RUNAHEAD_SOAK") else (range(0, 12, 2), 3, 10)
 """The number of a request decides its length: one to five chunks."""

@@ -15,7 +15,7 @@ from protocol.transport import Client
 from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, FrontendConnection, engine
 from tests.integration.scheduler.step_trace import in_flight, read_steps
 
-SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000, "threads": 1}
+SIM = {"backend": "sim", "sim_step_ms": 2.0, "sim_vocab_size": 1000}
 LIMITS = {"max_model_len": 512}
 PROMPT = [*range(40)]
 

@@ -1,0 +1,99 @@
+"""`runahead run-batch`: answers an OpenAI batch file, with services of its own or those of a running server."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from services.cli.keys import with_keys
+from services.cli.run_batch.batch import Batch, BatchCounts
+from services.cli.run_batch.requests import RequestSender, Target, reach
+from services.cli.serve import serve
+from services.cli.settings import ConfigurationError, flag
+from services.config import RunBatchConfig, ServeConfig
+from services.private import private_directory, short_base
+
+__all__ = ["run_batch"]
+
+DIRECTORY_PREFIX = "runahead-batch-"
+
+
+class _Files(NamedTuple):
+    source: Path
+    target: Path
+
+
+def run_batch(config: RunBatchConfig) -> int:
+    """Answer the batch and print its counts. Return the exit status: 1 if a line has no answer or an error.
+
+    Raises:
+        ConfigurationError: a file or the server cannot be used.
+    """
+    files = _files(config)
+    batch = Batch(files.source, files.target, config.max_concurrency or config.max_num_seqs)
+    started = time.monotonic()
+    if config.url:
+        target = Target.from_url(config.url, with_keys(config).api_key)
+        reach(target)
+        batch.run(RequestSender(target))
+        status = 0
+    else:
+        status = _run_with_services(config, batch)
+    _print(batch.counts, time.monotonic() - started, files.target)
+    if batch.error:
+        raise ConfigurationError(batch.error)
+    return status or (0 if batch.counts.complete else 1)
+
+
+def _files(config: RunBatchConfig) -> _Files:
+    """Raises: ConfigurationError, if a file is missing or is not a local one that can be used"""
+    for name in ("input_file", "output_file"):
+        value = getattr(config, name)
+        if not value:
+            raise ConfigurationError(f"run-batch needs {flag(name)} FILE")
+        if "://" in value:
+            raise ConfigurationError(f"{flag(name)}: {value} is no local file; download or copy it yourself")
+    source, target = (Path(name).expanduser() for name in (config.input_file, config.output_file))
+    if not source.is_file():
+        raise ConfigurationError(f"--input-file: there is no file {source}")
+    if not target.parent.is_dir() or target.is_dir():
+        raise ConfigurationError(f"--output-file: {target} is no path of a file in an existing directory")
+    if target.exists() and target.samefile(source):
+        raise ConfigurationError(f"--output-file: {target} is the input file")
+    return _Files(source, target)
+
+
+def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
+    """Start the services on a Unix socket in a private directory, run the batch, and stop them."""
+    fields = {name: getattr(config, name) for name in config.model_fields_set & set(ServeConfig.model_fields)}
+    for name in ("api_key", "api_key_file"):  # only this user reaches the socket
+        fields.pop(name, None)
+    with private_directory(short_base(DIRECTORY_PREFIX, "http"), DIRECTORY_PREFIX) as directory:
+        socket = str(directory / "http")
+        sender = RequestSender(Target.from_socket(socket))
+        own = ServeConfig.model_validate(fields | {"uds": socket})
+        thread: threading.Thread | None = None
+
+        def on_ready(stop: Callable[[], None]) -> None:
+            nonlocal thread
+
+            def work() -> None:
+                try:
+                    batch.run(sender)
+                finally:
+                    stop()
+
+            thread = threading.Thread(target=work)
+            thread.start()
+
+        status = serve(own, on_ready)
+        if thread is not None:
+            thread.join()
+    return status
+
+
+def _print(counts: BatchCounts, seconds: float, target: Path) -> None:
+    errors = f", {counts.errors} with errors" if counts.errors else ""
+    left = "" if counts.ended else "; stopped before the end of the input"
+    print(f"{counts.written} lines written to {target}{errors}, in {seconds:.1f} s{left}")

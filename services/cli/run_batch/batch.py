@@ -1,0 +1,101 @@
+"""A batch file from its first line to its last."""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from services.cli.run_batch.lines import BatchRefusal, BatchRequest, answer_line, parse, refusal_line
+from services.cli.run_batch.requests import RequestSender, ServerGone
+
+WINDOW = 16
+"""Lines that are read ahead, for each request that may be open: a slow one holds back only the output."""
+REPORT_SECONDS = 10.0
+"""Seconds between two lines about the progress."""
+
+
+@dataclass
+class BatchCounts:
+    written: int = 0
+    errors: int = 0
+    """Lines without an answer of status 200."""
+    ended: bool = False
+    """The whole input was answered."""
+
+    @property
+    def complete(self) -> bool:
+        return self.ended and not self.errors
+
+
+class _Result(NamedTuple):
+    line: str
+    is_error: bool
+
+
+class Batch:
+    """Reads requests, sends up to `concurrency` of them at a time, and writes answers in the order of the input."""
+
+    def __init__(self, source: Path, target: Path, concurrency: int) -> None:
+        self.counts = BatchCounts()
+        self.error = ""
+        """Reason why a file could not be read or written, or the server was lost."""
+        self._source = source
+        self._target = target
+        self._concurrency = concurrency
+        self._stopped = threading.Event()
+        self._reported = 0.0
+
+    def run(self, sender: RequestSender) -> None:
+        """Answer all lines, or stop at the first one that gets no answer: `error` has the reason."""
+        self._reported = time.monotonic()
+        pool = ThreadPoolExecutor(self._concurrency)
+        try:
+            with self._target.open("w", encoding="utf-8") as output:
+                self._run(sender, pool, output)
+            self.counts.ended = True
+        except (OSError, UnicodeDecodeError, ServerGone) as error:
+            self.error = str(error)
+        finally:
+            self._stopped.set()
+            pool.shutdown(cancel_futures=True)
+            sender.close()
+
+    def _run(self, sender: RequestSender, pool: ThreadPoolExecutor, output: TextIO) -> None:
+        """Raises: OSError, UnicodeDecodeError, ServerGone"""
+        pending: deque[Future[_Result]] = deque()
+        for line in self._lines():
+            pending.append(pool.submit(self._answer, sender, line))
+            while pending and (len(pending) >= WINDOW * self._concurrency or pending[0].done()):
+                self._write(output, pending.popleft().result())
+        for future in pending:
+            self._write(output, future.result())
+
+    def _lines(self) -> Iterator[BatchRequest | BatchRefusal]:
+        used: dict[str, int] = {}
+        with self._source.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield parse(text, used, number)
+
+    def _answer(self, sender: RequestSender, line: BatchRequest | BatchRefusal) -> _Result:
+        """Raises: ServerGone"""
+        if isinstance(line, BatchRefusal):
+            return _Result(refusal_line(line), True)
+        if self._stopped.is_set():
+            raise ServerGone("stopped")
+        answer = sender.send(line)
+        return _Result(answer_line(line.custom_id, *answer), answer.status != 200)
+
+    def _write(self, output: TextIO, result: _Result) -> None:
+        output.write(result.line)
+        self.counts.written += 1
+        self.counts.errors += result.is_error
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._reported = time.monotonic()
+            output.flush()
+            print(f"{self.counts.written} lines answered", file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""Lines of batch files, in OpenAI's format."""
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+ROUTES = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses",
+        "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    custom_id: str
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class BatchRefusal:
+    """A line that cannot be sent."""
+
+    custom_id: str | None
+    code: str
+    message: str
+
+
+def parse(text: str, used: dict[str, int], number: int) -> BatchRequest | BatchRefusal:
+    """Parse a line. `used`: number of the line of each custom_id so far; this line's is added."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BatchRefusal(None, "invalid_json_line", f"line {number} is not JSON: {error}")
+    if not isinstance(content, dict):
+        return BatchRefusal(None, "invalid_json_line", f"line {number} is not an object")
+    name = content.get("custom_id")
+    if not isinstance(name, str) or not name:
+        return BatchRefusal(None, "missing_custom_id", f"line {number} has no custom_id")
+    if name in used:
+        return BatchRefusal(name, "duplicate_custom_id", f"line {used[name]} has the same custom_id")
+    used[name] = number
+    url, body = content.get("url"), content.get("body")
+    if content.get("method", "POST") != "POST":
+        return BatchRefusal(name, "invalid_method", "the method must be POST")
+    if url not in ROUTES:
+        return BatchRefusal(name, "invalid_url", f"the url must be one of {', '.join(sorted(ROUTES))}")
+    if not isinstance(body, dict):
+        return BatchRefusal(name, "invalid_body", "the body must be an object")
+    if body.get("stream"):
+        return BatchRefusal(name, "invalid_body", "an answer in a batch cannot be a stream")
+    return BatchRequest(name, url, json.dumps(body).encode())
+
+
+def answer_line(custom_id: str, status: int, request_id: str, body: Any) -> str:
+    """Return the line of an answer; an error of the API is an answer with its status."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(custom_id, response, None)
+
+
+def refusal_line(refusal: BatchRefusal) -> str:
+    return _line(refusal.custom_id, None, {"code": refusal.code, "message": refusal.message})
+
+
+def _line(custom_id: str | None, response: Any, error: Any) -> str:
+    content = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return json.dumps(content, ensure_ascii=False) + "\n"

@@ -1,0 +1,170 @@
+"""`runahead run-batch` against a small HTTP server: lines, order, errors, a lost server."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.run_batch.lines import BatchRefusal, BatchRequest, parse
+from tests.unit.cli.command import Done, run_command
+
+Capture = pytest.CaptureFixture[str]
+
+
+def line(custom_id: str, url: str = "/v1/chat/completions", **more: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {}} | more)
+
+
+class Api(BaseHTTPRequestHandler):
+    """Answers with the path and the body. The first request of "twice" is refused for load; "last" ends the server."""
+
+    protocol_version = "HTTP/1.1"
+    refused: set[str]
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": []})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        user = body.get("user", "")
+        if user == "last":
+            self.server.shutdown()
+            self.server.server_close()
+            self.close_connection = True
+        elif user == "twice" and user not in self.refused:
+            self.refused.add(user)
+            self.reply(429, {})
+        else:
+            self.reply(404 if user == "missing" else 200, {"path": self.path, **body})
+
+    def reply(self, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.send_header("x-request-id", "r-1")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    Api.refused = set()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def run(capsys: Capture, path: Path, lines: list[str], url: str, *more: str) -> tuple[Done, list[Any]]:
+    (path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    target = path / "out.jsonl"
+    done = run_command(
+        capsys, "run-batch", "-i", str(path / "in.jsonl"), "-o", str(target), "--url", url, *more
+    )
+    return done, [json.loads(text) for text in target.read_text().splitlines()] if target.exists() else []
+
+
+def test_answers_are_in_the_order_of_the_input(capsys: Capture, tmp_path: Path) -> None:
+    lines = [line(f"r{i}", body={"user": str(i)}) for i in range(40)]
+    with serving() as url:
+        done, answers = run(capsys, tmp_path, lines, url, "--max-concurrency", "3")
+    assert (done.status, done.stderr) == (0, "")
+    assert done.stdout.startswith("40 lines written to ")
+    assert [answer["custom_id"] for answer in answers] == [f"r{i}" for i in range(40)]
+    assert answers[7]["response"] == {
+        "status_code": 200, "request_id": "r-1", "body": {"path": "/v1/chat/completions", "user": "7"}
+    }  # fmt: skip
+    assert len({answer["id"] for answer in answers}) == 40
+
+
+def test_errors_belong_to_their_lines(capsys: Capture, tmp_path: Path) -> None:
+    lines = [
+        line("a", body={"user": "missing"}),
+        "nonsense",
+        line("b", body={"user": "twice"}),
+        "",
+        line("a"),
+    ]
+    with serving() as url:
+        done, answers = run(capsys, tmp_path, lines, url)
+    assert done.status == 1
+    assert "4 lines written" in done.stdout
+    assert "3 with errors" in done.stdout
+    assert [(a["response"] or {}).get("status_code") for a in answers] == [404, None, 200, None]
+    assert [(a["error"] or {}).get("code") for a in answers] == [
+        None, "invalid_json_line", None, "duplicate_custom_id"
+    ]  # fmt: skip
+
+
+def test_a_lost_server_stops_the_batch_with_the_answers_so_far(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.run_batch.requests.PAUSE_SECONDS", 0.0)
+    lines = [line("a"), line("b", body={"user": "last"}), *(line(f"r{i}") for i in range(100))]
+    with serving() as url:
+        done, answers = run(capsys, tmp_path, lines, url, "--max-concurrency", "1")
+    assert done.status == 2
+    assert "the server is gone" in done.stderr
+    assert "stopped before the end of the input" in done.stdout
+    assert [answer["custom_id"] for answer in answers] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "invalid_json_line"),
+        ("[]", "invalid_json_line"),
+        (json.dumps({"url": "/v1/completions", "body": {}}), "missing_custom_id"),
+        (line("a", method="GET"), "invalid_method"),
+        (line("a", url="/v1/files"), "invalid_url"),
+        (line("a", body=[]), "invalid_body"),
+        (line("a", body={"stream": True}), "invalid_body"),
+        (line("used"), "duplicate_custom_id"),
+    ],
+)
+def test_line_that_cannot_be_sent(text: str, code: str) -> None:
+    refusal = parse(text, {"used": 1}, 2)
+    assert isinstance(refusal, BatchRefusal)
+    assert refusal.code == code
+
+
+def test_every_route_of_a_batch_is_served() -> None:
+    from services.cli.run_batch.lines import ROUTES
+    from services.frontend.openai.schemas import openapi
+
+    assert {("post", path) for path in ROUTES} <= {(route.method, route.path) for route in openapi.ROUTES}
+    assert all(isinstance(parse(line("a", url=path), {}, 1), BatchRequest) for path in ROUTES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "run-batch needs --input-file FILE"),
+        (("-i", "in.jsonl"), "run-batch needs --output-file FILE"),
+        (("-i", "https://host/in", "-o", "out"), "--input-file: https://host/in is no local file"),
+        (("-i", "/no/such", "-o", "out"), "--input-file: there is no file /no/such"),
+        (("-i", __file__, "-o", "/no/such/out"), "--output-file: /no/such/out is no path of a file"),
+        (("-i", __file__, "-o", __file__), "is the input file"),
+        (
+            ("-i", __file__, "-o", "/tmp/out", "--url", "http://127.0.0.1:1"),
+            "--url: no answer from 127.0.0.1",
+        ),
+        (("--port", "80"), "No such option: --port"),
+    ],
+)
+def test_unusable_files_and_servers_are_refused_first(
+    capsys: Capture, arguments: tuple[str, ...], reason: str
+) -> None:
+    done = run_command(capsys, "run-batch", *arguments)
+    assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert reason in done.stderr
