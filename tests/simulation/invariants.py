@@ -83,7 +83,7 @@ class Checker:
         s, pool, size = epoch.slots, epoch.kv.pool, limits.block_size
         sampled: dict[int, list[int]] = {}
         drafts: Counter[int] = Counter()
-        for step in epoch.ledger.steps:
+        for step in self.engine.queue.steps:
             drafts.update(dict(zip(step.slots.tolist(), step.drafts.tolist(), strict=True)))
             for slot in step.slots[step.samples].tolist():
                 sampled.setdefault(slot, []).append(step.step_id)
@@ -119,7 +119,7 @@ class Checker:
         self._touched.clear()
         self._processed = epoch.next_step - 1
         demand(not len(epoch.running), "epoch void", "requests are running")
-        demand(not epoch.ledger.steps and not epoch.fences, "epoch void", "steps or fences remain")
+        demand(not self.engine.queue and not epoch.fences, "epoch void", "steps or fences remain")
         demand(not epoch.kv.pool.by_hash, "epoch void", "blocks of lost workers can be hit")
         demand(epoch.kv.num_free == epoch.limits.num_blocks, "epoch void", "blocks are held")
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "epoch void", "slots are held")
@@ -180,7 +180,7 @@ class Checker:
         )
 
     def _steps_in_flight(self) -> list[InflightStep]:
-        return list(self.epoch.ledger.steps)
+        return list(self.engine.queue.steps)
 
     def _check_ledger(self) -> None:
         s, steps, depth = self.epoch.slots, self._steps_in_flight(), self.engine.queue.depth
@@ -375,7 +375,7 @@ class Checker:
     def check_drained(self) -> None:
         """Clean drain."""
         epoch = self.epoch
-        demand(not epoch.ledger.steps and not epoch.fences, "clean drain", "ledger")
+        demand(not self.engine.queue and not epoch.fences, "clean drain", "steps or fences")
         demand(not len(epoch.running) and not len(self.waiting), "clean drain", "requests")
         demand(epoch.kv.num_free == epoch.limits.num_blocks, "clean drain", "blocks")
         demand(len(epoch.slots.free) == epoch.limits.num_slots, "clean drain", "slots")

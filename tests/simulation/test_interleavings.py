@@ -155,7 +155,7 @@ def fingerprint(world: World, done: frozenset[str]) -> tuple[object, ...]:
             for i in live
         ),
         tuple((r.number, len(r.token_ids), r.stale_rows) for r in world.store.waiting),
-        tuple((tuple(x.slots.tolist()), tuple(x.counts.tolist())) for x in epoch.ledger.steps),
+        tuple((tuple(x.slots.tolist()), tuple(x.counts.tolist())) for x in world.engine.queue.steps),
         len(world.pending),
         tuple(pool.blank),
         tuple(pool.cached),

@@ -179,7 +179,7 @@ def test_a_schedule_call_that_finds_nothing_changes_nothing() -> None:
     world.add(prompt(20), params(4, eos=False))
     world.dispatch()
     newest = world.epoch.ledger.newest
-    assert len(world.epoch.ledger.steps) == 3
+    assert len(world.engine.queue) == 3
     for _ in range(3):
         assert world.engine.planner.schedule() is None
         assert world.epoch.ledger.newest is newest
@@ -431,11 +431,11 @@ def test_entries_of_another_generation_count_for_nothing() -> None:
     world.add(prompt(24), params(2, eos=False))
     world.dispatch()
     ledger, s = world.epoch.ledger, world.epoch.slots
-    assert [int(step.counts[0]) for step in ledger.steps] == [8, 8, 8]
+    steps: list[InflightStep] = list(world.engine.queue.steps)
+    assert [int(step.counts[0]) for step in steps] == [8, 8, 8]
     ledger.roll_back(0, 5)
     assert int(s.computed[0]) - int(s.inflight[0]) == 5
-    step: InflightStep = ledger.steps[0]
-    assert not ledger.current(step).any()
-    for _ in range(3):
-        ledger.remove_oldest()
+    assert not ledger.current(steps[0]).any()
+    for step in steps:
+        ledger.remove(step)
         assert (int(s.computed[0]), int(s.inflight[0]), int(s.placeholders[0])) == (5, 0, 0)

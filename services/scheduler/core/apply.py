@@ -74,7 +74,7 @@ class ResultApplier:
         live = current & (states == LIVE)
         all_live = bool(live.all())
         self.check(step, result, rows, drafts, live)
-        epoch.ledger.remove_oldest()
+        epoch.ledger.remove(step)
         if not all_live or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         if self.drafting is not None:

@@ -80,7 +80,7 @@ class EpochState:
 
     def void(self) -> None:
         """The workers are lost. No request is running any more; drop everything else."""
-        self.ledger.steps.clear()
+        self.ledger.oldest = self.next_step
         for slots in self.fences.values():
             for slot in slots:
                 self.free(slot)

@@ -1,9 +1,6 @@
-"""The steps in flight. Every count of promised work is a sum over them (the ledger, docs/invariants.md)."""
+"""The promised work. Each of its counts is a sum over the steps in flight (the ledger, docs/invariants.md)."""
 
-from collections import deque
 from dataclasses import dataclass
-
-import numpy as np
 
 from services.scheduler.core.slots import Column, Mask, SlotColumns, SlotIds
 
@@ -26,16 +23,16 @@ class InflightStep:
 
 
 class Ledger:
-    """FIFO of steps in flight. Maintains the columns that are sums over it: `inflight`, `placeholders`, `sampling`."""
+    """Maintains the columns that are sums over the steps in flight: `inflight`, `placeholders`, `sampling`."""
 
     def __init__(self, slots: SlotColumns) -> None:
         self._slots = slots
-        self.steps: deque[InflightStep] = deque()
+        self.oldest = 1
+        """Id of the oldest step in flight; with none in flight, of the next step."""
         self.newest: InflightStep | None = None
         """The step that was dispatched last, in flight or not."""
 
     def add(self, step: InflightStep) -> None:
-        self.steps.append(step)
         self.newest = step
         s, rows = self._slots, step.slots
         s.computed[rows] = step.starts + step.counts
@@ -47,8 +44,9 @@ class Ledger:
         s.sampled_step[sampling] = step.step_id
         s.proposed[sampling] = step.proposes
 
-    def remove_oldest(self) -> InflightStep:
-        step = self.steps.popleft()
+    def remove(self, step: InflightStep) -> None:
+        """Remove the oldest step: it was processed."""
+        self.oldest = step.step_id + 1
         s, rows, counts, samples, drafts = self._slots, step.slots, step.counts, step.samples, step.drafts
         current = self.current(step)
         if not current.all():
@@ -56,7 +54,6 @@ class Ledger:
         s.inflight[rows] = s.inflight.take(rows) - counts
         s.placeholders[rows] = s.placeholders.take(rows) - samples - drafts
         s.sampling[rows] = s.sampling.take(rows) - samples
-        return step
 
     def current(self, step: InflightStep) -> Mask:
         """bool[rows]: rows of their slot's present generation. Other rows count for nothing."""
@@ -68,11 +65,6 @@ class Ledger:
         s.generation[slot] += 1
         s.inflight[slot] = s.placeholders[slot] = s.sampling[slot] = 0
         s.computed[slot] = frontier
-
-    @property
-    def oldest(self) -> int:
-        """Id of the oldest step in flight; with none in flight, an id greater than every fence."""
-        return self.steps[0].step_id if self.steps else np.iinfo(np.int64).max
 
     def names(self, slot: int) -> bool:
         """Return whether a step in flight names the slot."""
