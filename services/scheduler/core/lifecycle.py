@@ -67,8 +67,7 @@ class Lifecycle:
     def void(self) -> None:
         """The workers are lost: running requests wait again with their confirmed tokens, every resume gate is open, and
         the epoch is void."""
-        lost = sum(int(step.counts.sum()) for step in self.epoch.ledger.steps)
-        self.store.counters["wasted_tokens_total:lost_epoch"] += lost
+        self.store.counters["wasted_tokens_total:lost_epoch"] += int(self.epoch.slots.inflight.sum())
         for slot in self.epoch.running.tolist():
             self._return(slot, DROP)
         for request in self.store.waiting:
