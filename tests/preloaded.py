@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from multiprocessing.connection import Connection
 from typing import IO, BinaryIO
 
 MODULES = [
     "tests.ranks.process",
+    "services.cli.app",
+    "services.cli.serve",
     "services.cli.start",
     "services.frontend.service",
     "services.scheduler.service",
@@ -29,7 +31,6 @@ INPUT, OUTPUT, ERRORS = 0, 1, 2
 class PreloadedProcess:
     """`python -c CODE ARGUMENTS` in a forked process, with the part of `subprocess.Popen` that tests need.
 
-    The process gets the environment of the test at its start.
     """
 
     stdin: BinaryIO
@@ -37,12 +38,20 @@ class PreloadedProcess:
     stderr: IO[str]
 
     def __init__(
-        self, code: str, *arguments: str, pipes: Collection[int] = (), log: IO[str] | None = None
+        self,
+        code: str,
+        *arguments: str,
+        pipes: Collection[int] = (),
+        log: IO[str] | None = None,
+        environment: Mapping[str, str] = os.environ,
+        is_parent: bool = False,
     ) -> None:
         """
         Args:
             pipes: INPUT, OUTPUT and ERRORS that become the pipes `stdin`, `stdout` (both unbuffered) and `stderr`.
             log: file for ERRORS.
+            environment: as it is now.
+            is_parent: the process may start processes with `multiprocessing`.
         """
         theirs: dict[int, Connection] = {}
         if log is not None:
@@ -61,7 +70,7 @@ class PreloadedProcess:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(MODULES)
         self._process = context.Process(
-            target=_run, args=(code, arguments, dict(os.environ), theirs), daemon=True
+            target=_run, args=(code, arguments, dict(environment), theirs), daemon=not is_parent
         )
         self._process.start()
         for connection in theirs.values():

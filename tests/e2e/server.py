@@ -18,6 +18,8 @@ import psutil
 from openai import AsyncOpenAI, OpenAI
 
 from services.checkpoint import DEMO_MODEL
+from tests.e2e import forked as forked_serve
+from tests.preloaded import OUTPUT, PreloadedProcess
 
 PATIENCE = 120.0
 """Seconds after which a condition that does not hold is a failure."""
@@ -33,32 +35,33 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 class ServeProcess:
     """A running `serve`, of the demo model unless another one is named.
 
-    Its sockets are under `runtime`, its log is the file `log`.
+    Its sockets are under `runtime`, its log is the file `log`. It and its services are forked from a process with all
+    imports (forked.py), or interpreters, as a user starts them.
     """
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, forked: bool = True, **environment: str) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="ra-"))
         self.log = self.runtime.with_suffix(".log")
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RUNAHEAD_")}
+        settings = {"RUNAHEAD_MODEL": str(DEMO_MODEL), "XDG_RUNTIME_DIR": str(self.runtime), **environment}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "serve", *arguments],
-                env={
-                    **clean,
-                    "RUNAHEAD_MODEL": str(DEMO_MODEL),
-                    "XDG_RUNTIME_DIR": str(self.runtime),
-                    **environment,
-                },
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            self.process: PreloadedProcess | subprocess.Popen[bytes] = (
+                PreloadedProcess(
+                    forked_serve.CODE, "serve", *arguments,
+                    pipes=(OUTPUT,), log=log, environment={**clean, **settings}, is_parent=True,
+                )
+                if forked
+                else subprocess.Popen(
+                    [sys.executable, "-m", "services.cli", "serve", *arguments],
+                    env={**clean, **settings}, stdout=subprocess.PIPE, stderr=log, bufsize=0,
+                )
+            )  # fmt: skip
         self.url = ""
         self.services: dict[str, psutil.Process] = {}
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
-        self.welcome = self.process.stdout.readline()
+        self.welcome = self.process.stdout.readline().decode()
         match = re.search(r"https?://\S+(?=/v1 )", self.welcome)
         assert match, f"not ready; its log:\n{self.log.read_text()}"
         self.url = match[0]
@@ -70,8 +73,7 @@ class ServeProcess:
             with contextlib.suppress(
                 psutil.NoSuchProcess, ValueError
             ):  # it has ended, or its command line is not there yet
-                command = child.cmdline()
-                self.services[Path(command[command.index("services.cli.child") + 2]).stem] = child
+                self.services[name_of(child)] = child
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
@@ -119,6 +121,20 @@ class ServeProcess:
         self.log.unlink()
 
 
+def name_of(service: psutil.Process) -> str:
+    """Return the name of a child of `serve`.
+
+    Raises: ValueError: its command line or its name is not there yet.
+    """
+    command = service.cmdline()
+    if forked_serve.ENTRY_POINT in command:
+        return Path(command[command.index(forked_serve.ENTRY_POINT) + 2]).stem
+    name = service.name()
+    if not name.startswith(("frontend", "scheduler", "worker")):
+        raise ValueError(name)
+    return name
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -127,9 +143,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, wait: bool = True, **environment: str) -> Iterator[ServeProcess]:
+def serving(
+    *arguments: str, wait: bool = True, forked: bool = True, **environment: str
+) -> Iterator[ServeProcess]:
     """Start a server on a free port and yield it. At the end, kill all its processes and remove its files."""
-    server = ServeProcess("--port", "0", *arguments, **environment)
+    server = ServeProcess("--port", "0", *arguments, forked=forked, **environment)
     try:
         if wait:
             server.wait_ready()

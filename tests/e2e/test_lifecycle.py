@@ -1,4 +1,4 @@
-"""Start and end of `serve`: signals, killed services, broken models."""
+"""Start and end of `serve` as a user starts it: signals, killed services, broken models."""
 
 import asyncio
 import shutil
@@ -43,7 +43,7 @@ async def usage(stream: Any) -> int:
 
 
 async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
-    with serving(*SLOW_SIM) as server:
+    with serving(*SLOW_SIM, forked=False) as server:
         async with server.async_client() as client:
             streams = await open_streams(client, STREAMS, TOKENS)
             server.signal(signal.SIGTERM)
@@ -56,7 +56,7 @@ async def test_sigterm_finishes_every_stream_and_refuses_new_ones() -> None:
 
 
 async def test_second_sigterm_ends_open_streams() -> None:
-    with serving(*SLOW_SIM) as server:
+    with serving(*SLOW_SIM, forked=False) as server:
         async with server.async_client() as client:
             streams = await open_streams(client, 4, 2000)
             server.signal(signal.SIGTERM)
@@ -71,7 +71,7 @@ async def test_second_sigterm_ends_open_streams() -> None:
 
 
 async def test_killed_frontend_stops_all_and_is_reported() -> None:
-    with serving(*SLOW_SIM) as server:
+    with serving(*SLOW_SIM, forked=False) as server:
         async with server.async_client() as client:
             await open_streams(client, 4, 2000)
             server.services["frontend"].kill()
@@ -91,7 +91,7 @@ def frontend_has_logged(server: ServeProcess) -> bool:
 
 @pytest.mark.parametrize("moment", [has_children, frontend_has_logged])
 def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[ServeProcess], bool]) -> None:
-    with serving(wait=False) as server:
+    with serving(wait=False, forked=False) as server:
         wait_until(lambda: moment(server), "the server is loading")
         children = psutil.Process(server.process.pid).children()
         server.signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: st
     shutil.copytree(DEMO_MODEL, directory)
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
-    with serving(str(directory), wait=False) as server:
+    with serving(str(directory), wait=False, forked=False) as server:
         assert server.wait() not in (0, None)
         assert server.last_line().startswith("runahead: "), server.log.read_text()
         assert name in server.last_line()
@@ -117,10 +117,10 @@ def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: st
 
 def test_public_address_warns_without_a_key_and_requires_a_given_key() -> None:
     """Both idle servers stop on one signal."""
-    with serving(*SLOW_SIM, "--host", "0.0.0.0") as server:
+    with serving(*SLOW_SIM, "--host", "0.0.0.0", forked=False) as server:
         assert "WARNING: anyone who can reach 0.0.0.0" in server.log.read_text()
         stop(server, signal.SIGTERM)
-    with serving(*SLOW_SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame") as server:
+    with serving(*SLOW_SIM, "--host", "0.0.0.0", RUNAHEAD_API_KEY="sesame", forked=False) as server:
         assert "WARNING" not in server.log.read_text()
         assert server.get("/v1/models")[0] == 401
         assert all("sesame" not in " ".join(service.cmdline()) for service in server.services.values())

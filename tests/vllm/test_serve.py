@@ -28,7 +28,7 @@ SCHEMA = {
 def server() -> Iterator[ServeProcess]:
     with serving(
         "--backend", "vllm", "--enforce-eager", "--threads", "1", "--block-size", str(BLOCK), "--max-model-len", "512",
-        "--kv-cache-memory-bytes", str(64 << 20),
+        "--kv-cache-memory-bytes", str(64 << 20), forked=False,
     ) as running:  # fmt: skip
         yield running
 
