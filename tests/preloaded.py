@@ -4,6 +4,7 @@ The standard library's fork server imports MODULES once for each pytest process;
 `tests/e2e` starts interpreters as a user does.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -22,8 +23,8 @@ MODULES = [
     "services.scheduler.service",
     "services.worker.service",
     "services.worker.backends.native",
-    "services.worker.backends.native.kernels.cpu",
     "services.worker.backends.sim",
+    "tests.loaded_kernels",
 ]
 INPUT, OUTPUT, ERRORS = 0, 1, 2
 
@@ -107,6 +108,7 @@ class PreloadedProcess:
 def _run(
     code: str, arguments: tuple[str, ...], environment: dict[str, str], streams: dict[int, Connection]
 ) -> None:
+    gc.freeze()  # a collection then leaves out what was imported
     os.environ.clear()
     os.environ.update(environment)
     packages = environment.get("PYTHONPATH", "").split(os.pathsep)
