@@ -1,7 +1,6 @@
 """Processes that start with the imports of the services done, which takes longer than most tests.
 
 The standard library's fork server imports MODULES once for each pytest process; every process is forked from it.
-`tests/e2e` starts interpreters as a user does.
 """
 
 import gc
@@ -30,9 +29,7 @@ INPUT, OUTPUT, ERRORS = 0, 1, 2
 
 
 class PreloadedProcess:
-    """`python -c CODE ARGUMENTS` in a forked process, with the part of `subprocess.Popen` that tests need.
-
-    """
+    """`python -c CODE ARGUMENTS` in a forked process, with the part of `subprocess.Popen` that tests need."""
 
     stdin: BinaryIO
     stdout: BinaryIO
