@@ -5,23 +5,44 @@ import json
 import logging
 import re
 import sys
+import time
 from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _ERROR = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) \S+: (.*)")
 
 
+class TextFormatter(logging.Formatter):
+    """Formats lines as `FORMAT` with less work: the time of a second is formatted once."""
+
+    def __init__(self) -> None:
+        super().__init__(FORMAT)
+        self._second = -1
+        self._text = ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info or record.exc_text or record.stack_info:
+            return super().format(record)
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._text = time.strftime(self.default_time_format, self.converter(second))
+        return f"{self._text},{int(record.msecs):03d} {record.levelname} {record.name}: {record.getMessage()}"
+
+
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object. Members of `extra["fields"]` are members of the object."""
+    """Formats a record as a JSON object. Members of `extra["fields"]`, or of what it returns if it is a function, are
+    members of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created).astimezone()
+        fields = record.__dict__.get("fields", {})
         content = {
             "time": at.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **record.__dict__.get("fields", {}),
+            **(fields() if callable(fields) else fields),
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
@@ -30,7 +51,9 @@ class JsonFormatter(logging.Formatter):
 
 def configure(level: str, form: Literal["text", "json"] = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(FORMAT))
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    # No line has them, and each would be looked up for each line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 

@@ -40,9 +40,8 @@ _LOADING_PHASES = frozenset({"loading weights", "weights", "simulated model"})
 """Texts of the engine that every client may see."""
 
 
-def build(config: FrontendConfig, model: ServedModel, engine: EngineClient) -> FastAPI:
+def build(config: FrontendConfig, model: ServedModel, engine: EngineClient, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="Runahead", docs_url=None, redoc_url=None, openapi_url=None)
-    metrics = Metrics(engine, model.names[0])
     _add_errors(app)
     _add_probes(app, engine, metrics)
     _add_models(app, engine, model)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from services.frontend.engine.client import EngineClient
+from services.frontend.metrics import Metrics
 
 log = logging.getLogger("runahead.frontend")
 
@@ -47,11 +48,12 @@ class LoadLog:
         )
 
 
-async def log_load(engine: EngineClient) -> None:
-    """Write lines until cancelled."""
+async def log_load(engine: EngineClient, metrics: Metrics) -> None:
+    """Write lines until cancelled. Fold the metrics' values, which bounds their memory."""
     load = LoadLog()
     load.line(engine.state.stats, time.monotonic())
     while True:
         await asyncio.sleep(INTERVAL)
+        metrics.fold()
         if (line := load.line(engine.state.stats, time.monotonic())) is not None:
             log.info("%s", line)

@@ -1,25 +1,22 @@
 """Metrics for Prometheus: vLLM's names, labels and buckets, with the prefix "runahead:" and once more with "vllm:"."""
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
-from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from protocol.requests import ITERATION_TOKENS, Finish
+from services.frontend.collectors import LABELS, Total, ValueHistogram, histogram_family
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
 
@@ -36,7 +33,6 @@ _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
     "grammar_cache_bytes", "grammars_compiling", "weight_loads",
 }  # fmt: skip
-_LABELS = ("model_name", "engine")
 _PART_LABELS = {"wasted_tokens_total": "cause"}
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 OURS, VLLM = "runahead:", "vllm:"
@@ -70,7 +66,7 @@ class _EngineStatistics(Collector):
         stats = dict(self._engine.state.stats)
         if (total := stats.pop("iteration_tokens_sum", None)) is not None:
             counts = [stats.pop(f"iteration_tokens:{i}", 0.0) for i in range(len(ITERATION_TOKENS) + 1)]
-            yield _histogram(
+            yield histogram_family(
                 f"{OURS}iteration_tokens_total",
                 "tokens of a step",
                 ITERATION_TOKENS,
@@ -83,7 +79,7 @@ class _EngineStatistics(Collector):
             name, _, part = key.partition(":")
             if name not in families:
                 kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-                labels = (*_LABELS, _PART_LABELS.get(name, "position")) if part else _LABELS
+                labels = (*LABELS, _PART_LABELS.get(name, "position")) if part else LABELS
                 families[name] = kind(
                     f"{OURS}{name.removesuffix('_total')}", f"{name} of the engine", labels=labels
                 )
@@ -94,7 +90,7 @@ class _EngineStatistics(Collector):
     def _gauges(self) -> Iterator[Metric]:
         """Yield gauges whose labels have the information, and the requests that wait by their reason."""
         state = self._engine.state
-        named = dict(zip(_LABELS, self._labels, strict=True))
+        named = dict(zip(LABELS, self._labels, strict=True))
         if info := state.info:
             yield InfoMetricFamily(
                 f"{OURS}engine", "features that are combined in this engine", value=named | info
@@ -105,7 +101,7 @@ class _EngineStatistics(Collector):
             value=named | {"version": metadata.version("runahead-engine")},
         )
         resubmitted = CounterMetricFamily(
-            f"{OURS}requests_resubmitted", "requests that were submitted to a scheduler again", labels=_LABELS
+            f"{OURS}requests_resubmitted", "requests that were submitted to a scheduler again", labels=LABELS
         )
         resubmitted.add_metric(self._labels, self._engine.ledger.resubmitted)
         yield resubmitted
@@ -145,66 +141,6 @@ def _gauge(name: str, text: str, labels: dict[str, str], value: float) -> GaugeM
     return family
 
 
-def _histogram(
-    name: str,
-    text: str,
-    bounds: Iterable[float],
-    counts: Iterable[float],
-    total: float,
-    labels: tuple[str, str],
-) -> HistogramMetricFamily:
-    """Return a family.
-
-    Args:
-        counts: values in each bucket, one more than `bounds`.
-    """
-    family = HistogramMetricFamily(name, text, labels=_LABELS)
-    names = [*map(floatToGoString, [*bounds, float("inf")])]
-    family.add_metric(labels, [*zip(names, map(float, accumulate(counts)), strict=True)], total)
-    return family
-
-
-class LatencyHistogram(Collector):
-    """Histogram without locks, for one thread. With prometheus_client's own, the locks double the cost of a token."""
-
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, str]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
-        self._bounds = [*map(float, buckets)]
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        yield _histogram(self._name, self._text, self._bounds, self._counts, self._sum, self._labels)
-
-
-class Total(Collector):
-    """Counter without locks, for one thread, with labels beside those of every metric."""
-
-    def __init__(self, name: str, text: str, more_labels: tuple[str, ...], labels: tuple[str, str]) -> None:
-        self._name = name
-        self._text = text
-        self._label_names = (*_LABELS, *more_labels)
-        self._labels = labels
-        self._values: dict[tuple[str, ...], float] = {}
-        if not more_labels:
-            self.add(0)
-
-    def add(self, amount: float, *labels: str) -> None:
-        self._values[labels] = self._values.get(labels, 0.0) + amount
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
-        for labels, value in self._values.items():
-            family.add_metric((*self._labels, *labels), value)
-        yield family
-
-
 class _VllmNames(Collector):
     """The families of VLLM_NAMES once more, under vLLM's names. They cost nothing until they are read."""
 
@@ -231,8 +167,7 @@ def outcome_of(status: int) -> str:
     return outcomes.get(status, "failed" if status >= 500 else "invalid")
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRecord:
+class AnswerRecord(NamedTuple):
     """Numbers of one choice that ended by itself."""
 
     finish: str
@@ -260,17 +195,20 @@ class Metrics:
         labels = (model, "0")
         self._registry.register(_EngineStatistics(engine, labels))
 
+        self._histograms: list[ValueHistogram] = []
+
         def counter(name: str, text: str, *more: str) -> Total:
             total = Total(f"{OURS}{name}", text, more, labels)
             self._registry.register(total)
             return total
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LatencyHistogram:
-            made = LatencyHistogram(f"{OURS}{name}", text, buckets, labels)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> ValueHistogram:
+            made = ValueHistogram(f"{OURS}{name}", text, buckets, labels)
             self._registry.register(made)
+            self._histograms.append(made)
             return made
 
-        def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> LatencyHistogram:
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> ValueHistogram:
             return histogram(f"{name}_seconds", text, buckets)
 
         self._success = counter("request_success", "answers that completed", "finished_reason")
@@ -285,9 +223,10 @@ class Metrics:
         self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
         for source in ("local_compute", "local_cache_hit"):
             self._by_source.add(0, source)
-        self.ttft = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
-        self.itl = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
-        self.e2e = seconds("e2e_request_latency", "seconds from a request to its end")
+        first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
+        gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
+        self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
+        self._e2e = seconds("e2e_request_latency", "seconds from a request to its end")
         self._per_token = seconds(
             "request_time_per_output_token", "mean seconds between the tokens of an answer", _ITL
         )
@@ -308,7 +247,7 @@ class Metrics:
     def on_answer(self, record: AnswerRecord) -> None:
         """Count a choice that ended by itself."""
         self._success.add(1, record.finish)
-        self.e2e.observe(record.seconds)
+        self._e2e.observe(record.seconds)
         if record.duplicates:
             self._duplicates.add(record.duplicates)
         self._prompt.observe(record.prompt_tokens)
@@ -343,6 +282,11 @@ class Metrics:
     def on_request(self, status: int) -> None:
         """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
         self._requests.add(1, outcome_of(status), str(status))
+
+    def fold(self) -> None:
+        """Sort observed values into buckets. Call it regularly: until then they are kept."""
+        for histogram in self._histograms:
+            histogram.fold()
 
     def render(self) -> bytes:
         return generate_latest(self._registry) + generate_latest(self._aliases)

@@ -31,12 +31,20 @@ class RequestSummary:
         if end is not None and end.times is not None and end.times.scheduled:
             self.queued = max(self.queued or 0.0, end.times.scheduled - end.times.queued)
 
-    def fields(self) -> dict[str, float]:
-        """Return the numbers that are known, times in seconds with three decimals."""
-        known: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
-        times = {
+    def text(self, now: float) -> str:
+        """Return the numbers that are known, for people. `now`: monotonic seconds."""
+        queued = "" if self.queued is None else f" queue_seconds={self.queued:.3f}"
+        first = "" if self.first_token is None else f" first_token_seconds={self.first_token:.3f}"
+        tokens = f"prompt_tokens={self.prompt_tokens} output_tokens={self.output_tokens}"
+        return f"{tokens}{queued}{first} seconds={now - self.started:.3f}"
+
+    def fields(self, now: float) -> dict[str, float]:
+        """Return the numbers that are known by their names. `now`: monotonic seconds."""
+        known: dict[str, float | None] = {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
             "queue_seconds": self.queued,
             "first_token_seconds": self.first_token,
-            "seconds": time.monotonic() - self.started,
+            "seconds": now - self.started,
         }
-        return known | {name: round(value, 3) for name, value in times.items() if value is not None}
+        return {name: round(value, 3) for name, value in known.items() if value is not None}

@@ -22,6 +22,7 @@ from services.frontend.http.cors import with_cors
 from services.frontend.http.guards import Guards
 from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
+from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 
 log = logging.getLogger("runahead.frontend")
@@ -59,10 +60,12 @@ class FrontendService:
             config.recovery_timeout_seconds,
             config.request_timeout,
         )
-        app = with_cors(Guards(build(config, model, self.engine), config, config.max_body_bytes), config)
+        self._metrics = Metrics(self.engine, model.names[0])
+        app = build(config, model, self.engine, self._metrics)
+        guarded = with_cors(Guards(app, config, config.max_body_bytes), config)
         self.server = _Server(
             uvicorn.Config(
-                app,
+                guarded,
                 http=Connection,
                 loop="none",
                 ws="none",
@@ -84,7 +87,7 @@ class FrontendService:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self.engine.run())
-        load = asyncio.create_task(log_load(self.engine))
+        load = asyncio.create_task(log_load(self.engine, self._metrics))
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.server.should_exit = True

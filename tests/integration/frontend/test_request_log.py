@@ -53,7 +53,7 @@ def test_accepted_and_completed(pair: tuple[Frontend, ScriptedScheduler], stream
     *lines, last = wait_lines(frontend, name, "completed")
     assert lines == accepted
     assert re.fullmatch(
-        r"request completed: status=200 route=/v1/completions prompt_tokens=2 output_tokens=\d+ queue_seconds=1\.5 "
+        r"request completed: status=200 route=/v1/completions prompt_tokens=2 output_tokens=\d+ queue_seconds=1\.500 "
         r"first_token_seconds=\d\.\d+ seconds=\d\.\d+",
         last,
     )

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import sys
 
 import pytest
 
-from services.cli.logs import JsonFormatter, error_text, json_line
+from services.cli.logs import FORMAT, JsonFormatter, TextFormatter, error_text, json_line
 
 RECORD = logging.LogRecord("runahead.frontend", logging.INFO, "x.py", 1, "request %s", ("completed",), None)
 
@@ -14,6 +15,18 @@ def test_record_becomes_one_json_object() -> None:
     found = json.loads(JsonFormatter().format(RECORD))
     assert found.pop("time").count(":") >= 2
     assert found == {"level": "INFO", "logger": "runahead.frontend", "message": "request completed"}
+
+
+def test_text_is_that_of_the_format() -> None:
+    ours, theirs = TextFormatter(), logging.Formatter(FORMAT)
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        failed = logging.LogRecord("x", logging.ERROR, "x.py", 1, "failed", None, sys.exc_info())
+    for record in (RECORD, failed, RECORD):
+        for created in (0.0, 0.9994, 1.0, 1795392000.123):
+            record.created, record.msecs = created, created % 1 * 1000
+            assert ours.format(record) == theirs.format(record)
 
 
 def test_fields_and_traceback_are_members_of_it() -> None:

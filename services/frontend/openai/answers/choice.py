@@ -137,9 +137,9 @@ class Choice(RequestStream):
         if self._last_token is None:
             self._first_token = now
             self._context.summary.on_first_token(now)
-            self._metrics.ttft.observe(now - self._context.started)
+            self._metrics.observe_first_token(now - self._context.started)
         else:
-            self._metrics.itl.observe(now - self._last_token)
+            self._metrics.observe_gap(now - self._last_token)
         self._last_token = now
         if assembler.stop_string is not None:
             self._context.engine.abort([self])

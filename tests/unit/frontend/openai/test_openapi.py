@@ -11,6 +11,7 @@ from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from services.frontend.app import build
 from services.frontend.engine.client import EngineClient
+from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.schemas.openapi import document
 
@@ -41,7 +42,8 @@ def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
 
 def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
     config = FrontendConfig(model=str(DEMO_MODEL))
-    app = build(config, ServedModel.load(config), EngineClient("ipc:///nowhere", 1, 10.0, 300.0, 600.0))
+    engine = EngineClient("ipc:///nowhere", 1, 10.0, 300.0, 600.0)
+    app = build(config, ServedModel.load(config), engine, Metrics(engine, "demo"))
     served = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
