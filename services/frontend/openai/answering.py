@@ -166,11 +166,12 @@ def _end_record(http: HTTPRequest, status: int, reason: str) -> logging.LogRecor
     """Return the log record about the end of a request. `log.info` would search for its caller, which takes longer than
     everything else."""
     request_id, route = http.state.request_id, http.scope["path"]
-    summary, outcome, now = http.state.summary, outcome_of(status), time.monotonic()
+    summary: RequestSummary = http.state.summary
+    outcome, now = outcome_of(status), time.monotonic()
 
     def fields() -> dict[str, object]:
         request = {"outcome": outcome, "request_id": request_id, "status": status, "route": route}
-        return request | summary.fields(now)
+        return {**request, **summary.fields(now)}
 
     request = f"request_id={request_id} status={status} route={route}"
     line = f"request {outcome}: {request} {summary.text(now)}{reason}"
