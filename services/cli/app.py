@@ -75,6 +75,12 @@ def _run_batch(settings: Settings[RunBatchConfig]) -> int:
     return run_batch(settings.config)
 
 
+def _plan(settings: Settings[ServeConfig]) -> int:
+    from services.cli.plan import plan
+
+    return plan(settings.config)
+
+
 def _convert(settings: Settings[ConvertConfig]) -> int:
     from services.cli.convert import convert
 
@@ -141,6 +147,11 @@ def _doctor() -> None:
     from services.cli.doctor import doctor
 
     raise typer.Exit(doctor())
+
+
+app.command(
+    "plan", cls=GroupedCommand, help="Print memory, KV blocks and sequences for each number of ranks."
+)(command(ServeConfig, _plan, omitted=ENDPOINTS, positional="model"))
 
 
 @app.command("capabilities")

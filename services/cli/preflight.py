@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import ssl
+from pathlib import Path
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
@@ -25,6 +26,24 @@ def check_model(model: str) -> None:
                 read_json(path, "config.json")
         except CheckpointError as error:
             raise ConfigurationError(str(error)) from None
+
+
+def check_files(config: ServeConfig) -> None:
+    """Check that files that the frontend reads exist, and that no name is a model.
+
+    Raises: ConfigurationError
+    """
+    if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
+        raise ConfigurationError(f"--chat-template: cannot read {config.chat_template}: no such file")
+    names = config.served_model_name
+    if (
+        not config.model
+        and len(names) > 1
+        and (names[-1].lower().endswith(".gguf") or Path(names[-1]).exists())
+    ):
+        raise ConfigurationError(
+            f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name"
+        )
 
 
 def free_port(host: str, port: int) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
-from services.cli.preflight import check_model, check_tls, free_port, warning
+from services.cli.model_check import check_sizes
+from services.cli.preflight import check_files, check_model, check_tls, free_port, warning
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
 from services.cli.supervisor import Supervisor
@@ -43,6 +44,8 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_model(config.model)
     config = with_keys(config)
     check_tls(config)
+    check_files(config)
+    check_sizes(config)
     if config.uds is None:
         config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display(config.log_format)

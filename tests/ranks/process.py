@@ -19,7 +19,7 @@ from protocol.codec import unpack
 from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
-from services.worker.backends.native import NativeRunner
+from services.worker.backends.native.runner import NativeRunner
 from services.worker.distributed.rendezvous import listen
 
 HEAD = struct.Struct("<I")

@@ -15,7 +15,7 @@ def create_runner(config: WorkerConfig) -> ModelRunner:
 
             return SimRunner(config)
         case "native":
-            from services.worker.backends.native import NativeRunner
+            from services.worker.backends.native.runner import NativeRunner
 
             return NativeRunner(config)
         case "vllm":

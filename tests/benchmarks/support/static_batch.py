@@ -19,7 +19,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
 from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
-from services.worker.backends.native import NativeRunner
+from services.worker.backends.native.runner import NativeRunner
 from services.worker.distributed.rendezvous import listen
 
 BLOCK = 16

@@ -15,8 +15,8 @@ from protocol.rows import EmbeddingRows, LogprobRows
 from protocol.sampling import Pooling, SamplingParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from services.config import WorkerConfig
-from services.worker.backends.native import NativeRunner
 from services.worker.backends.native.epoch import NativeEpoch
+from services.worker.backends.native.runner import NativeRunner
 from services.worker.runner import ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512

@@ -15,9 +15,9 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput
 from services.config import WorkerConfig
-from services.worker.backends.native import NativeRunner
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.cpu.compiled import product
+from services.worker.backends.native.runner import NativeRunner
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import Family

@@ -1,3 +1,1 @@
-from services.worker.backends.native.runner import NativeRunner
-
-__all__ = ["NativeRunner"]
+"""Runahead's own backend. Nothing is imported here, so that sizes of models are known without torch."""

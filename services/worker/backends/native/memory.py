@@ -1,0 +1,85 @@
+"""Memory of a rank, computed from the configuration of the model without its weights, and without torch."""
+
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from services.checkpoint import default_dtype, is_gguf
+from services.checkpoint.gguf import read_header
+from services.config import WorkerConfig
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.partition import ModelPart
+
+BITS = {"int8": 8.5, "int4": 5.0, "bfloat16": 16.0, "float32": 32.0}
+"""Bits of a weight in memory, with its share of scales and minima."""
+KEPT_TYPES = {
+    "Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8", "F32": "float32", "BF16": "bfloat16", "F16": "float32"
+}  # fmt: skip
+"""Type in memory of a GGUF file's types; all others become int8."""
+LANES = 16
+"""Keys and values are padded to a multiple of this."""
+
+
+class RankMemory(NamedTuple):
+    weights: int
+    """Bytes of embedding, products and head."""
+    kv_block: int
+    """Bytes of a block of the KV cache."""
+
+
+def served_dtype(config: WorkerConfig, model: ModelConfig) -> str:
+    """Return the dtype of activations and KV cache: float32 or bfloat16."""
+    wanted = config.dtype if config.dtype != "auto" else default_dtype(config.model) or model.dtype
+    return "bfloat16" if wanted == "bfloat16" else "float32"
+
+
+def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: int) -> RankMemory:
+    """Return the memory of one rank.
+
+    Args:
+        path: the directory or the GGUF file.
+        block_size: tokens of a KV block.
+
+    Raises: CheckpointError
+    """
+    bits, whole, own = _bits(config, path, part.whole), part.whole, part.config
+    queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    per_layer = whole.hidden_size * (2 * queries + 2 * keys + 3 * own.intermediate_size)
+    rows = part.vocabulary_width * whole.hidden_size
+    is_shared = bits.is_quantised and whole.tied and part.is_first
+    tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
+    weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
+    itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
+    per_head = _padded(own.head_dim) * (_padded(block_size) + block_size)
+    return RankMemory(round(weights), own.num_layers * own.num_kv_heads * per_head * itemsize)
+
+
+class _Bits(NamedTuple):
+    """Bits of a weight; an average for layers."""
+
+    embedding: float
+    layers: float
+    head: float
+    is_quantised: bool
+    """A tied head and the embedding are the same memory."""
+
+
+def _bits(config: WorkerConfig, path: Path, model: ModelConfig) -> _Bits:
+    dtype = served_dtype(config, model)
+    if config.quantization in ("int8", "int4"):
+        return _Bits(BITS["int8"], BITS[config.quantization], BITS["int8"], True)
+    if not is_gguf(path) or config.quantization == "none":
+        # Products stored in bfloat16 stay so with float32 activations; the embedding does not.
+        products = BITS["bfloat16" if model.dtype == "bfloat16" and not is_gguf(path) else dtype]
+        return _Bits(BITS[dtype], products, products, False)
+    tensors = {name: t for name, t in read_header(path).tensors.items() if len(t.shape) == 2}
+    kinds = {name: KEPT_TYPES.get(t.type.name, "int8") for name, t in tensors.items()}
+    embedding = kinds.pop("token_embd.weight", "int8")
+    head = BITS[kinds.pop("output.weight", embedding)]
+    sizes = {name: prod(tensors[name].shape) for name in kinds}
+    layers = sum(BITS[kind] * sizes[name] for name, kind in kinds.items()) / max(1, sum(sizes.values()))
+    return _Bits(BITS[embedding], layers, head, embedding in ("int8", "int4"))
+
+
+def _padded(length: int) -> int:
+    return -(-length // LANES) * LANES
