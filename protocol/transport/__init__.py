@@ -14,21 +14,21 @@ service makes a new one. Neither `Server` nor `Client` may be shared between thr
 """
 
 from protocol.fields import MAX_IPC_PATH
+from protocol.security import LOCAL, Security
 from protocol.transport.client import Client
-from protocol.transport.curve import ClientKeys, ServerKeys
 from protocol.transport.endpoint import check_endpoint
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.server import Server
 
 __all__ = [
+    "LOCAL",
     "MAX_IPC_PATH",
     "Client",
-    "ClientKeys",
     "HandshakeRefused",
     "HandshakeTimeout",
     "PeerGone",
     "PeerSlow",
+    "Security",
     "Server",
-    "ServerKeys",
     "check_endpoint",
 ]

@@ -4,16 +4,16 @@ import asyncio
 
 import msgspec
 
+from protocol.security import LOCAL, Security
 from protocol.transport.client import Client
-from protocol.transport.curve import ClientKeys
 
 
 class AsyncClient:
     """`Client` with asynchronous `handshake` and `receive`. It belongs to one loop, and only one task may receive."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
         """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
-        self._client = Client(endpoint, keys)
+        self._client = Client(endpoint, security)
         self._wake: asyncio.Future[None] | None = None
 
     async def handshake(self, role: str, name: str, timeout: float) -> None:  # noqa: ASYNC109  as in Client

@@ -9,8 +9,8 @@ import zmq
 
 from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import PROTOCOL_VERSION, Hello, Refused, Welcome
-from protocol.transport.curve import ClientKeys, secure_client
-from protocol.transport.endpoint import check_endpoint, configure
+from protocol.security import LOCAL, Security
+from protocol.transport.endpoint import check_endpoint, configure, ipc_path
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, FINAL, Monitor
 
@@ -23,18 +23,21 @@ _REFUSED = encode(Refused(""))[:-1]
 
 
 class Client:
-    """A connection to one server. Must not be shared between threads. `keys` encrypt it (tcp only)."""
+    """A connection to one server. Must not be shared between threads."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
         """Raises: ValueError, if the endpoint is invalid; OSError, if the keys cannot be read."""
-        self.endpoint = check_endpoint(endpoint, encrypted=keys is not None)
+        self.endpoint = check_endpoint(endpoint, security)
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._monitor = Monitor(self.socket)
         try:
             configure(self.socket, endpoint)
             self.socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
-            if keys is not None:
-                secure_client(self.socket, keys)
+            if security.keys is not None and ipc_path(endpoint) is None:
+                # Imported here because it imports asyncio, which a service without keys may not need.
+                from protocol.transport.curve import secure_client
+
+                secure_client(self.socket, security.keys)
             self.socket.connect(endpoint)
         except BaseException:
             self.close()
@@ -109,7 +112,8 @@ class Client:
         """`receive` without waiting."""
         self._read_events()  # first, so that a loss is noticed only when all earlier frames are readable
         try:
-            frame = self.socket.recv(zmq.DONTWAIT)
+            while not (frame := self.socket.recv(zmq.DONTWAIT)):
+                pass  # an empty frame is the server's check of the connection
         except zmq.Again:
             if self._broken:
                 self._gone = True

@@ -1,98 +1,82 @@
-"""CURVE keys for tcp: both sides are authenticated and the connection is encrypted.
+"""CURVE on tcp: both sides are authenticated by their keys, and the connection is encrypted.
 
-The files are those of `zmq.auth.create_certificates`: NAME.key holds a public key, NAME.key_secret a pair of keys.
+Every server has a ZeroMQ context of its own, whose authenticator (ZAP, RFC 27) runs in a thread. It accepts the keys of
+the server's roles alone, and libzmq adds the role of the key to every frame as its User-Id.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from protocol.security import client_keys, public_roles, server_pair
 
 log = logging.getLogger("runahead.transport")
 
 DOMAIN = "runahead"
 
 
-@dataclass(frozen=True)
-class ServerKeys:
-    secret: Path
-    """File with the server's own pair."""
-    clients: Path
-    """Directory of the public keys (*.key) that may connect. It is read at every connection, so no change needs a
-    restart."""
+class AllowedKeys:
+    """Keys that may connect, for the authenticator's thread. The files are read at every connection."""
 
-
-@dataclass(frozen=True)
-class ClientKeys:
-    secret: Path
-    """File with the client's own pair."""
-    server: Path
-    """File with the server's public key."""
-
-
-class _AllowedKeys:
-    """Callback of the authenticator's thread for each connection."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, roles: Collection[str]) -> None:
+        """Raises: OSError"""
+        self._directory, self._roles = directory, roles
+        public_roles(directory)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        from zmq.auth import load_certificates
+        return self.role_of(key) is not None
 
+    def role_of(self, key: bytes) -> str | None:
+        """Return the role of a public key (z85), or None if it may not connect."""
         try:
-            return key in load_certificates(self._directory)
-        except (OSError, ValueError) as error:
+            role = public_roles(self._directory).get(key)
+        except OSError as error:
             log.error("no peer can connect: the allowed keys cannot be read: %s", error)
-            return False
+            return None
+        return role if role in self._roles else None
 
 
-class Authenticator:
-    """A ZeroMQ context whose servers accept only the keys of `keys.clients`. It has its own thread."""
+class RoleAuthenticator(ThreadAuthenticator):
+    """Authenticator whose User-Id is the role of the key."""
 
-    def __init__(self, keys: ServerKeys) -> None:
-        """Raises: OSError, ValueError, if a key is missing or invalid."""
-        # Imported here because they import asyncio, which a service without keys does not need.
-        from zmq.auth import load_certificates
-        from zmq.auth.thread import ThreadAuthenticator
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", allowed: AllowedKeys) -> None:
+        super().__init__(context, log=log.getChild("curve"))
+        self._accepted_keys = allowed
+        self.start()
+        self.configure_curve_callback(DOMAIN, allowed)
 
-        self._pair = _pair(keys.secret)
-        load_certificates(keys.clients)
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self._accepted_keys.role_of(z85.encode(client_public_key)) or ""
+
+
+class SecureContext:
+    """A ZeroMQ context whose servers accept only keys of `roles`. It has its own thread."""
+
+    def __init__(self, keys: Path, roles: Collection[str]) -> None:
+        """Raises: OSError, if a key is missing or invalid."""
+        self._pair, allowed = server_pair(keys), AllowedKeys(keys, roles)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = ThreadAuthenticator(self.context, log=log.getChild("curve"))
-        self._thread.start()
-        self._thread.configure_curve_callback(DOMAIN, _AllowedKeys(keys.clients))
+        self._authenticator = RoleAuthenticator(self.context, allowed)
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of a server's socket. Call it before bind."""
         socket.curve_publickey, socket.curve_secretkey = self._pair
         socket.curve_server = True
         socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
-        socket.setsockopt(
-            zmq.ZAP_ENFORCE_DOMAIN, 1
-        )  # without it, a missing authenticator would accept every client
+        # Without it, a missing authenticator would accept every client.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
         """Close the context. All its sockets must be closed."""
-        self._thread.stop()
+        self._authenticator.stop()
         self.context.term()
 
 
-def secure_client(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
-    """Set the keys of a client's socket. Call it before connect.
-
-    Raises: OSError, ValueError, if a key is missing or invalid.
-    """
-    from zmq.auth import load_certificate
-
-    socket.curve_publickey, socket.curve_secretkey = _pair(keys.secret)
-    socket.curve_serverkey = load_certificate(keys.server)[0]
-
-
-def _pair(file: Path) -> tuple[bytes, bytes]:
-    from zmq.auth import load_certificate
-
-    public, secret = load_certificate(file)
-    if secret is None:
-        raise ValueError(f"{file} contains no secret key; use the file that ends in .key_secret")
-    return public, secret
+def secure_client(socket: zmq.Socket[bytes], keys: Path) -> None:
+    """Set the keys of a client's socket. Call it before connect. Raises: OSError, if a key is missing or invalid."""
+    pair, socket.curve_serverkey = client_keys(keys)
+    socket.curve_publickey, socket.curve_secretkey = pair

@@ -11,6 +11,7 @@ import zmq
 
 from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.fields import MAX_IPC_PATH
+from protocol.security import LOCAL, Security
 
 HIGH_WATER_MARK = 10_000
 """Maximum number of messages that wait for one peer, on either side."""
@@ -25,27 +26,29 @@ ENVELOPE_BYTES = 1024
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[\w.-]+|\*):(?P<port>\d{1,5})", re.ASCII)
 
 
-def check_endpoint(endpoint: str, encrypted: bool = False) -> str:
+def check_endpoint(endpoint: str, security: Security = LOCAL) -> str:
     """Return the endpoint if a service may bind it or connect to it.
 
-    Args:
-        encrypted: the socket has CURVE keys.
-
-    Raises: ValueError, with the accepted forms.
+    Raises: ValueError, with the accepted forms, or with what a connection beyond loopback needs.
     """
     path = ipc_path(endpoint)
     if path is not None:
         if len(os.fsencode(path)) > MAX_IPC_PATH:
             raise ValueError(f"{endpoint}: an ipc path has at most {MAX_IPC_PATH} bytes")
-        if encrypted:
-            raise ValueError(f"{endpoint}: keys are for tcp://; ipc sockets are guarded by their directory")
         return endpoint
     parts = _TCP.fullmatch(endpoint)
     if parts is None or int(parts["port"]) > 65535:
         raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
-    if not encrypted and _is_everywhere(parts["host"]):
+    host = parts["host"]
+    if not security.encrypted and _is_everywhere(host):
         raise ValueError(
-            f"{endpoint}: services are not encrypted; use one internal address or interface instead of {parts['host']}"
+            f"{endpoint}: services are not encrypted; use one internal address or interface instead of {host}, or keys "
+            "(runahead keys)"
+        )
+    if not (security.encrypted or security.insecure or _is_loopback(host)):
+        raise ValueError(
+            f"{endpoint}: {host} is not the loopback address; make keys (runahead keys DIR) and set --transport-keys, "
+            "or set --insecure-transport on a network that you trust"
         )
     return endpoint
 
@@ -72,17 +75,17 @@ def configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)
 
 
-def bind(socket: zmq.Socket[bytes], endpoint: str, encrypted: bool = False) -> str:
+def bind(socket: zmq.Socket[bytes], endpoint: str, security: Security = LOCAL) -> str:
     """Bind and return the endpoint for clients. Port 0 becomes a free one.
 
-    Raises: OSError, if the endpoint is in use; ValueError, if it means every interface.
+    Raises: OSError, if the endpoint is in use; ValueError, if its address must not be bound.
     """
     path = ipc_path(endpoint)
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_if_served(path)
     else:
-        endpoint = check_endpoint(_numeric(endpoint), encrypted)
+        endpoint = check_endpoint(_numeric(endpoint), security)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -101,6 +104,16 @@ def _is_everywhere(host: str) -> bool:
     try:
         return socket.inet_aton(host) == b"\0\0\0\0"
     except OSError:
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether the host reaches this machine alone. A name other than localhost may be any machine."""
+    if host in ("localhost", "lo"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
         return False
 
 

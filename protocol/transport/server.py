@@ -1,27 +1,38 @@
 """The binding side of a socket."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
 
 from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome, check_version
-from protocol.transport.curve import Authenticator, ServerKeys
+from protocol.security import LOCAL, SERVER, Security, key_role
 from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_path
 from protocol.transport.errors import PeerGone, PeerSlow
 from protocol.transport.monitor import FAILURES, Monitor
+
+if TYPE_CHECKING:
+    from protocol.transport.curve import SecureContext
 
 T = TypeVar("T")
 log = logging.getLogger("runahead.transport")
 
 MAX_PEERS = 1024
 """Maximum number of peers; more are refused."""
+SWEEP_INTERVAL = 0.1
+"""Minimum seconds between two sweeps of a full table."""
+CHECK = b""
+"""Frame that tests a connection. Clients ignore it."""
 _HELLO = encode(Hello(*PROTOCOL_VERSION, "", ""))[:-4]
 """Common prefix of every `Hello`, without its version and its two texts."""
+IDENTITY_BYTES = 5
+"""Size of a routing id that libzmq has chosen: a zero and a counter."""
 UNKNOWN = "unknown"
 """Role of a peer without a handshake, in the counts of errors."""
 
@@ -29,19 +40,24 @@ UNKNOWN = "unknown"
 class Server:
     """Socket for many peers. Other frames of a peer are read only after its `Hello` was accepted.
 
+    A peer that violates the protocol is expelled: only its own connection is lost (identity, docs/invariants.md).
+
     Poll `socket` and `events`, then call `receive` until it returns None. Must not be shared between threads.
     """
 
-    def __init__(self, endpoint: str, roles: Collection[str], keys: ServerKeys | None = None) -> None:
+    def __init__(self, endpoint: str, roles: Collection[str], security: Security = LOCAL) -> None:
         """Raises: ValueError, if the endpoint must not be bound; OSError, if it is in use or a key is missing."""
-        check_endpoint(endpoint, encrypted=keys is not None)
+        check_endpoint(endpoint, security)
         self._roles = roles
         self.peers: dict[bytes, Hello] = {}
         self.errors: Counter[str] = Counter()
         """Number of invalid messages, refused peers and failed connections by role."""
+        self._lost: list[bytes] = []
+        """Peers that were removed since the last `take_lost`."""
+        self._swept = 0.0
         self._hello: Decoder[Hello] = Decoder(Hello, max_bytes=4096)
-        self._authenticator = Authenticator(keys) if keys is not None else None
-        context = self._authenticator.context if self._authenticator else zmq.Context.instance()
+        self._secure = _secure_context(endpoint, roles, security)
+        context = self._secure.context if self._secure is not None else zmq.Context.instance()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._monitor = Monitor(self.socket)
         self._disconnected = False
@@ -52,9 +68,9 @@ class Server:
         try:
             configure(self.socket, endpoint)
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            if self._authenticator is not None:
-                self._authenticator.secure(self.socket)
-            self.endpoint = bind(self.socket, endpoint, encrypted=keys is not None)
+            if self._secure is not None:
+                self._secure.secure(self.socket)
+            self.endpoint = bind(self.socket, endpoint, security)
             self._file = _file_of(self.endpoint)
         except BaseException:
             self.close()
@@ -72,37 +88,48 @@ class Server:
             raise PeerSlow(f"{self.name(peer)} does not read") from None
         except zmq.ZMQError as error:
             gone = PeerGone(f"{self.name(peer)} is not connected: {error.strerror}")
-            self.peers.pop(peer, None)
+            self._remove(peer)
             raise gone from None
 
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
         """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
         while True:
             try:
-                peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
+                peer, frames, key = self._read()
             except zmq.Again:
                 self._read_events()
                 return None
             if len(frames) != 1:
-                self.count_error(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
+                self.expel(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
             elif peer in self.peers:
                 if not frames[0].startswith(_HELLO):  # a second Hello, see Client
                     return peer, frames[0]
-            elif (hello := self._handshake(peer, frames[0])) is not None:
+            elif (hello := self._handshake(peer, frames[0], key)) is not None:
                 return peer, hello
 
+    def _read(self) -> tuple[bytes, list[bytes], str | None]:
+        """Return the next peer, its frames, and the role of its key; None: the socket has no keys.
+
+        Raises: zmq.Again, if nothing has arrived.
+        """
+        if self._secure is None:
+            peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            return peer, frames, None
+        identity, *found = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        return identity.bytes, [frame.bytes for frame in found], str(identity.get("User-Id"))
+
     def messages(self, decoder: Decoder[T]) -> Iterator[tuple[bytes, Hello | T]]:
-        """Yield all messages that have arrived. Invalid messages are counted."""
+        """Yield all messages that have arrived. The sender of an invalid one is expelled."""
         while (received := self.receive()) is not None:
             peer, frame = received
             try:
                 message = frame if isinstance(frame, Hello) else decoder.decode(frame)
             except ProtocolError as error:
-                self.count_error(peer, error)
+                self.expel(peer, error)
                 continue
             yield peer, message
 
-    def _handshake(self, peer: bytes, frame: bytes) -> Hello | None:
+    def _handshake(self, peer: bytes, frame: bytes, key: str | None) -> Hello | None:
         try:
             hello = self._hello.decode(frame)
         except ProtocolError as error:
@@ -110,7 +137,7 @@ class Server:
             return None
         # A probe is answered even without room for peers: the answer shows that the loop reads.
         is_probe = hello.role == PROBE
-        reason = check_version(hello) or (None if is_probe else self._objection(hello))
+        reason = check_version(hello) or (None if is_probe else self._objection(peer, hello, key))
         if reason is not None:
             self.refuse(peer, reason)
             return None
@@ -119,12 +146,44 @@ class Server:
         self._try_send(peer, Welcome(*PROTOCOL_VERSION))
         return None if is_probe else hello
 
-    def _objection(self, hello: Hello) -> str | None:
+    def _objection(self, peer: bytes, hello: Hello, key: str | None) -> str | None:
         if hello.role not in self._roles:
             return f"a {hello.role!r} may not connect here, only {' or '.join(sorted(self._roles))}"
+        if key not in (None, key_role(hello.role)):
+            return (
+                f"a {hello.role!r} needs the key of a {key_role(hello.role)}, and this is the key of a {key}"
+            )
+        if len(peer) != IDENTITY_BYTES or peer[0]:
+            return "a peer must not choose its own routing id"
+        if len(self.peers) >= MAX_PEERS:
+            self._sweep()
         if len(self.peers) >= MAX_PEERS:
             return f"{MAX_PEERS} peers are connected already"
         return None
+
+    def _sweep(self) -> None:
+        """Remove the peers that have left. Only a message to a peer shows whether it is connected."""
+        if (now := time.monotonic()) - self._swept < SWEEP_INTERVAL:
+            return
+        self._swept = now
+        for peer in list(self.peers):
+            with suppress(PeerGone, PeerSlow):
+                self.send_frame(peer, CHECK)
+
+    def expel(self, peer: bytes, error: Exception) -> None:
+        """Refuse a peer that has violated the protocol. It is in the next `take_lost`."""
+        self.count_error(peer, error)
+        self._remove(peer)
+        self._try_send(peer, Refused(f"bad message: {error}"))
+
+    def _remove(self, peer: bytes) -> None:
+        if self.peers.pop(peer, None) is not None:
+            self._lost.append(peer)
+
+    def take_lost(self) -> list[bytes]:
+        """Return the peers that were found to be gone or were expelled since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def refuse(self, peer: bytes, reason: str) -> None:
         """Refuse a peer, before or after its handshake. It does not retry."""
@@ -136,7 +195,7 @@ class Server:
         try:
             self.send(peer, message)
         except (PeerGone, PeerSlow) as error:
-            log.warning("%s", error)
+            log.debug("%s", error)
 
     def count_error(self, peer: bytes, error: Exception) -> None:
         """Count an invalid message of a peer."""
@@ -187,10 +246,23 @@ class Server:
             return
         self._monitor.close()
         self.socket.close(linger_ms)
-        if self._authenticator is not None:
-            self._authenticator.close()
+        if self._secure is not None:
+            self._secure.close()
         if (path := ipc_path(self.endpoint)) is not None:
             path.unlink(missing_ok=True)
+
+
+def _secure_context(endpoint: str, roles: Collection[str], security: Security) -> "SecureContext | None":
+    """Return the context of a socket with keys, which accepts keys of `roles`, and the server's own one for probes.
+
+    Raises: OSError, if a key is missing or invalid.
+    """
+    if security.keys is None or ipc_path(endpoint) is not None:
+        return None
+    # Imported here because it imports asyncio, which a service without keys may not need.
+    from protocol.transport.curve import SecureContext
+
+    return SecureContext(security.keys, {SERVER, *map(key_role, roles)})
 
 
 def _file_of(endpoint: str) -> tuple[int, int] | None:

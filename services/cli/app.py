@@ -1,6 +1,7 @@
 """The commands of `runahead`. Their options come from services.config; their code is in the modules of this package."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from services.cli.flags import command
 from services.cli.settings import ConfigurationError, Settings
 from services.cli.show import show
 from services.config import (
-    ENDPOINTS,
+    OMITTED,
     SERVICES,
     WITHOUT_SERVER,
     BenchConfig,
@@ -88,7 +89,7 @@ def _convert(settings: Settings[ConvertConfig]) -> int:
 
 
 app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on this machine.")(
-    command(ServeConfig, _serve, omitted=ENDPOINTS, positional="model")
+    command(ServeConfig, _serve, omitted=OMITTED, positional="model")
 )
 for _name, _model in SERVICES.items():
     app.command(_name, cls=GroupedCommand, help=f"Run one {_name} service.")(command(_model, _start))
@@ -114,6 +115,15 @@ def _healthcheck(
             "--connected", help="Check that this container's main process runs and is connected to TARGET."
         ),
     ] = False,
+    transport_keys: Annotated[
+        str,
+        typer.Option(
+            "--transport-keys",
+            help="Directory with the keys of this container's service.",
+            envvar="RUNAHEAD_TRANSPORT_KEYS",
+            show_envvar=False,
+        ),
+    ] = "",
 ) -> None:
     """Check the health of one service.
 
@@ -121,7 +131,7 @@ def _healthcheck(
     """
     from services.cli.healthcheck import main
 
-    raise typer.Exit(main([target] + ["--connected"] * connected))
+    raise typer.Exit(main([target] + ["--connected"] * connected, keys=transport_keys))
 
 
 @app.command("status")
@@ -141,6 +151,21 @@ def _status(
     raise typer.Exit(status(url, api_key, as_json))
 
 
+@app.command("keys")
+def _keys(
+    directory: Annotated[
+        Path, typer.Argument(help="Directory to write to; it may exist already.", metavar="DIR")
+    ],
+) -> None:
+    """Make the keys of frontends, schedulers and workers for tcp connections.
+
+    DIR gets a directory for each role, for --transport-keys of the services with that role. Complete keys are kept.
+    """
+    from services.cli.transport_keys import make_keys
+
+    typer.echo(make_keys(directory))
+
+
 @app.command("doctor")
 def _doctor() -> None:
     """Print what this machine has for serving, and what would be slow on it and why."""
@@ -151,7 +176,7 @@ def _doctor() -> None:
 
 app.command(
     "plan", cls=GroupedCommand, help="Print memory, KV blocks and sequences for each number of ranks."
-)(command(ServeConfig, _plan, omitted=ENDPOINTS, positional="model"))
+)(command(ServeConfig, _plan, omitted=OMITTED, positional="model"))
 
 
 @app.command("capabilities")
@@ -169,7 +194,7 @@ config_app.command(
     "show",
     cls=GroupedCommand,
     help="Print the settings that `serve` would use, and the origin of each value.",
-)(command(ServeConfig, show, omitted=ENDPOINTS, positional="model"))
+)(command(ServeConfig, show, omitted=OMITTED, positional="model"))
 
 
 def run(arguments: list[str] | None = None) -> int:

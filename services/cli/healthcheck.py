@@ -31,11 +31,16 @@ class Unhealthy(Exception):
 
 
 def healthcheck(
-    target: str, connected: bool = False, timeout: float = ANSWER_TIMEOUT, proc: Path = _PROC
+    target: str,
+    connected: bool = False,
+    timeout: float = ANSWER_TIMEOUT,
+    proc: Path = _PROC,
+    keys: str = "",
 ) -> None:
     """Check that `target` is healthy.
 
     Args:
+        keys: directory with the keys of a service, for a scheduler that has keys.
         connected: check this container's main process and its connection to the target.
         timeout: seconds to wait for an answer.
 
@@ -49,7 +54,7 @@ def healthcheck(
     elif target.startswith(("http://", "https://")):
         _get(target, timeout)
     elif target.startswith(("tcp://", "ipc://")):
-        _shake_hands(target, timeout)
+        _shake_hands(target, timeout, keys)
     else:
         raise ValueError(f"cannot check {target!r}; {USAGE}")
 
@@ -87,11 +92,14 @@ def own_tls() -> "ssl.SSLContext":
     return context
 
 
-def _shake_hands(endpoint: str, timeout: float) -> None:
+def _shake_hands(endpoint: str, timeout: float, keys: str) -> None:
     from protocol.handshake import PROBE
-    from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone
+    from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, Security
 
-    client = Client(endpoint)
+    try:  # a probe contains no secret, so it may do without keys
+        client = Client(endpoint, Security(Path(keys) if keys else None, insecure=True))
+    except OSError as error:
+        raise Unhealthy(str(error)) from None
     try:
         client.handshake(PROBE, socket.gethostname(), timeout)
     except (HandshakeRefused, HandshakeTimeout, PeerGone) as error:
@@ -144,14 +152,14 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
-def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
+def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT, keys: str = "") -> int:
     """Return 0 if healthy, 1 with a line on stderr if not, 2 for an invalid command line."""
     connected = "--connected" in arguments
     targets = [argument for argument in arguments if argument != "--connected"]
     try:
         if len(targets) != 1 or targets[0].startswith("-"):
             raise ValueError(USAGE)
-        healthcheck(targets[0], connected, timeout)
+        healthcheck(targets[0], connected, timeout, keys=keys)
     except Unhealthy as error:
         print(f"unhealthy: {error}", file=sys.stderr)
         return 1

@@ -26,6 +26,7 @@ def start(config: ServiceConfig) -> int:
     logs.configure(config.log_level, config.log_format)
     try:
         check_endpoints(config)
+        check_keys(config)
         with collection_paused():
             run = _entry_point(config)
         return run()
@@ -63,10 +64,18 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     raise TypeError(f"{type(config).__name__} belongs to no service")
 
 
+def check_keys(config: ServiceConfig) -> None:
+    """Raises: ConfigurationError, if a key for connections between services cannot be used."""
+    try:
+        config.security.check(is_server=isinstance(config, SchedulerConfig))
+    except OSError as error:
+        raise ConfigurationError(f"--transport-keys: {error}") from None
+
+
 def check_endpoints(config: ServiceConfig) -> None:
     """Raises: ConfigurationError, if an endpoint is invalid."""
     for name in ENDPOINTS & set(type(config).model_fields):
         try:
-            check_endpoint(getattr(config, name))
+            check_endpoint(getattr(config, name), config.security)
         except ValueError as error:
             raise ConfigurationError(f"{flag(name)}: {error}") from None

@@ -11,13 +11,14 @@ from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
 from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
-from services.config.serve import ENDPOINTS, SERVICES, ServeConfig
+from services.config.serve import ENDPOINTS, OMITTED, SERVICES, ServeConfig
 from services.config.simulator import SimulatorConfig
 from services.config.speculation import SpeculativeConfig
 from services.config.worker import BackendConfig, WorkerConfig
 
 __all__ = [
     "ENDPOINTS",
+    "OMITTED",
     "SERVICES",
     "WITHOUT_SERVER",
     "BackendConfig",

@@ -1,8 +1,11 @@
 """Settings that all services share."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from protocol.security import Security
 
 CHECKPOINT = (
     "Directory, GGUF file or Hugging Face name of the checkpoint; NAME:Q4_K_M is one of several GGUF files there. "
@@ -26,6 +29,16 @@ class ServiceConfig(BaseConfig):
     log_format: Literal["text", "json"] = Field(
         "text", description="Form of messages on stderr: lines of text, or a JSON object per line."
     )
+    transport_keys: str | None = Field(
+        None,
+        description="Directory with the keys of this service (`runahead keys` makes them): tcp connections between "
+        "services are authenticated and encrypted. Default: none, for ipc and loopback.",
+    )
+    insecure_transport: bool = Field(
+        False,
+        description="Allow tcp connections beyond loopback without keys. Anyone who reaches the scheduler can then act "
+        "as a frontend or as a worker.",
+    )
     scheduler_timeout_seconds: float = Field(
         10.0,
         ge=2,
@@ -38,3 +51,8 @@ class ServiceConfig(BaseConfig):
         description="Seconds that open requests wait for the replacement of a lost worker or scheduler before they "
         "fail, and that a worker waits for another scheduler before it exits.",
     )
+
+    @property
+    def security(self) -> Security:
+        """How connections between services are protected."""
+        return Security(Path(self.transport_keys) if self.transport_keys else None, self.insecure_transport)

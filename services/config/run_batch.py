@@ -4,7 +4,7 @@ from pydantic import Field
 
 from services.config.base import ServiceConfig
 from services.config.http import HttpConfig
-from services.config.serve import ENDPOINTS, ServeConfig
+from services.config.serve import OMITTED, ServeConfig
 
 
 class RunBatchConfig(ServeConfig):
@@ -24,7 +24,7 @@ class RunBatchConfig(ServeConfig):
     )
 
 
-WITHOUT_SERVER = ENDPOINTS | (
+WITHOUT_SERVER = OMITTED | (
     set(HttpConfig.model_fields) - set(ServiceConfig.model_fields) - {"api_key", "api_key_file"}
 )
 """Settings of a server that has users; a batch has none of them."""

@@ -38,7 +38,8 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
-
+OMITTED = ENDPOINTS | {"transport_keys", "insecure_transport"}
+"""Settings that `serve` does not have: its services are connected by ipc sockets in a private directory."""
 
 SERVICES: dict[str, type[ServiceConfig]] = {
     "frontend": FrontendConfig,

@@ -59,6 +59,7 @@ class FrontendService:
             config.scheduler_timeout_seconds,
             config.recovery_timeout_seconds,
             config.request_timeout,
+            config.security,
         )
         self._metrics = Metrics(self.engine, model.names[0])
         app = build(config, model, self.engine, self._metrics)

@@ -83,8 +83,8 @@ class Service:
         self._leases = Leases(config.scheduler_timeout_seconds)
         self._leadership = Leadership(config.scheduler_timeout_seconds)
         self.compiler = _compiler(config)
-        self.frontends = FrontendConnections(config.client_endpoint)
-        self.workers = WorkerConnections(config.worker_endpoint)
+        self.frontends = FrontendConnections(config.client_endpoint, config.security)
+        self.workers = WorkerConnections(config.worker_endpoint, config.security)
         self.group = WorkerGroup(config, incarnation)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
@@ -209,6 +209,9 @@ class Service:
             case ModelRunnerOutput():
                 if self.engine is None:
                     return
+                if self._is_forged(worker, message):
+                    self.group.on_impossible_result(worker, "another rank sends the results", now)
+                    return
                 self.group.on_result(message.epoch, message.step_id, now)
                 if message.epoch == self.group.epoch:
                     self._add_times(worker, message)
@@ -224,6 +227,13 @@ class Service:
                     self.group.on_message(worker, message, now)
                 except ProtocolError as error:
                     self.workers.count_error(worker, error)
+
+    def _is_forged(self, worker: bytes, result: ModelRunnerOutput) -> bool:
+        """Return whether a result of the epoch in effect comes from another worker than its output rank."""
+        if not self._ranks or self._limits is None or result.epoch != self.group.epoch:
+            return False
+        stages = self._limits.stages
+        return worker != self._ranks[len(self._ranks) // stages * (stages - 1)]
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:

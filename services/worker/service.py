@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -139,12 +140,13 @@ class Worker:
         return self._results.lost
 
     def _make_connection(self) -> tuple[Client, ResultSender]:
-        endpoint, silence = self._config.scheduler_endpoint, self._config.scheduler_timeout_seconds
-        return _client(endpoint), ResultSender(_client(endpoint), self._runner.abort, silence)
+        silence = self._config.scheduler_timeout_seconds
+        return _client(self._config), ResultSender(_client(self._config), self._runner.abort, silence)
 
     def _connect(self, timeout: float) -> None:
         """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
-        name = f"{socket.gethostname()}:{os.getpid()}"
+        # Unique, and not to be guessed: nobody else can name the second connection like the first one.
+        name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
         self._client.handshake("worker", name, timeout)
         self._results.handshake(name, timeout)
         self._results.start()
@@ -365,8 +367,8 @@ def _listen(host: str) -> socket.socket:
         ) from error
 
 
-def _client(endpoint: str) -> Client:
-    client = Client(endpoint)
+def _client(config: WorkerConfig) -> Client:
+    client = Client(config.scheduler_endpoint, config.security)
     client.socket.linger = LINGER_MS  # a fault is a worker's last message, and must arrive
     return client
 

@@ -97,12 +97,15 @@ class Stack:
         self.compose("down", "--volumes", "--timeout", "30")
 
     def containers(self, service: str = "") -> list[Container]:
-        """Return the containers, also those that have ended, in the order of their names."""
+        """Return the containers, also those that have ended, in the order of their names.
+
+        Without a service: of all services but `keys`, which ends when the others begin.
+        """
         label = f"label=com.docker.compose.project={self.name}"
         ids = self.engine.run("ps", "--all", "--quiet", "--no-trunc", "--filter", label).split()
         details = json.loads(self.engine.run("inspect", *ids)) if ids else []
         found = sorted(map(Container, details), key=lambda container: str(container.details["Name"]))
-        return [container for container in found if service in ("", container.service)]
+        return [c for c in found if c.service == service or (not service and c.service != "keys")]
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + PATIENCE

@@ -114,7 +114,7 @@ def test_images_contain_only_their_packages_and_no_writable_files(
 
 
 def test_only_the_api_is_reachable_from_outside(stack: Stack) -> None:
-    """Plans and tensors are not encrypted, so their network has no connection to the outside."""
+    """Tensors of the ranks are not encrypted, so their network has no connection to the outside."""
     (frontend,), (scheduler,), (worker,) = map(stack.containers, ("frontend", "scheduler", "worker"))
     networks = frontend.details["NetworkSettings"]["Networks"]
     (inside,) = scheduler.details["NetworkSettings"]["Networks"]
@@ -134,6 +134,22 @@ def test_only_the_api_is_reachable_from_outside(stack: Stack) -> None:
         "exec", worker.id, "python", "-c", CONNECT, "scheduler:5601", "scheduler:5602", api
     ).splitlines()
     assert seen == ["scheduler:5601 open", "scheduler:5602 open", f"{api} closed"]
+
+
+def test_network_of_the_services_needs_keys(stack: Stack) -> None:
+    """Each container has the keys of its role. A container of the same network without keys gets no answer."""
+    (keys,), (scheduler,) = stack.containers("keys"), stack.containers("scheduler")
+    assert keys.details["State"]["ExitCode"] == 0
+    for service in ("frontend", "scheduler", "worker"):
+        (container,) = stack.containers(service)
+        files = stack.engine.run("exec", container.id, "ls", "/run/keys").split()
+        assert [name for name in files if name.endswith("_secret")] == [f"{service}.key_secret"]
+    (inside,) = scheduler.details["NetworkSettings"]["Networks"]
+    check = "runahead healthcheck tcp://scheduler:5601 || echo unhealthy"
+    image = f"runahead-scheduler:{VERSION}"
+    stranger = stack.engine.run("run", "--rm", "--network", inside, "--entrypoint", "sh", image, "-c", check)
+    assert stranger.strip() == "unhealthy"
+    assert stack.engine.run("exec", scheduler.id, "runahead", "healthcheck", "tcp://scheduler:5601") == ""
 
 
 def test_scaling_under_load_changes_no_stream(stack: Stack, expected: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from protocol.codec import Decoder, ProtocolError, pack
+from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.logprobs import Logprobs
 from protocol.requests import (
     AbortRequest,
@@ -28,6 +28,7 @@ from protocol.requests import (
 )
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.security import LOCAL, Security
 from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.ledger import RequestLedger
@@ -55,6 +56,7 @@ SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seq
 MAX_FRAMES = 64
 """Messages decoded before other tasks of the event loop run."""
 
+_requests: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
 
 
@@ -93,9 +95,16 @@ class EngineClient:
     """
 
     def __init__(
-        self, endpoint: str, max_open_requests: int, silence: float, patience: float, request_timeout: float
+        self,
+        endpoint: str,
+        max_open_requests: int,
+        silence: float,
+        patience: float,
+        request_timeout: float,
+        security: Security = LOCAL,
     ) -> None:
         self._endpoint = endpoint
+        self._security = security
         self._max_open = max_open_requests
         self._silence = silence
         self._patience = patience
@@ -151,7 +160,7 @@ class EngineClient:
         watch = asyncio.create_task(self._watch())
         try:
             while True:
-                client = AsyncClient(self._endpoint)
+                client = AsyncClient(self._endpoint, self._security)
                 try:
                     await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
                     self._client = client
@@ -338,6 +347,10 @@ class EngineClient:
             context.structured,
             context.pooling,
         )
+        try:  # the scheduler would expel this frontend, with all its streams
+            _requests.decode(encode(message))
+        except (ProtocolError, ValueError) as error:
+            raise APIError(400, f"the request exceeds a limit of the engine: {error}") from None
         self.ledger.open(stream, message, time.monotonic())
         self._submit_open()
         log.debug(

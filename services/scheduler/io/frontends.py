@@ -11,6 +11,7 @@ from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.records import StepRecords
 from protocol.requests import ClientMessage, EngineState, RequestOutputs, ResetDone
+from protocol.security import LOCAL, Security
 from protocol.transport import PeerGone, PeerSlow, Server
 
 log = logging.getLogger("runahead.scheduler")
@@ -22,8 +23,8 @@ SWEEP_SECONDS = 1.0
 class FrontendConnections:
     """A frontend keeps its number while it is connected; no number is used twice."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._server = Server(endpoint, {"frontend"})
+    def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
+        self._server = Server(endpoint, {"frontend"}, security)
         self._decoder: Decoder[ClientMessage] = Decoder(ClientMessage)
         self._numbers: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
@@ -65,7 +66,10 @@ class FrontendConnections:
         return self._sweep_at is not None and time.monotonic() >= self._sweep_at
 
     def take_gone(self) -> list[int]:
-        """Return the frontends that were found to be gone since the last call."""
+        """Return the frontends that were found to be gone, or were expelled, since the last call."""
+        for peer in self._server.take_lost():
+            if (number := self._numbers.get(peer)) is not None:
+                self._lose(number, PeerGone("its connection broke, or it violated the protocol"))
         gone, self._gone = self._gone, []
         return gone
 

@@ -6,24 +6,31 @@ from collections.abc import Iterable, Iterator
 
 import zmq
 
-from protocol.codec import Decoder, encode
+from protocol.codec import Decoder, ProtocolError, encode
 from protocol.handshake import Hello
 from protocol.membership import GroupMessage, Ping, Pong, WorkerMessage
+from protocol.security import LOCAL, Security
 from protocol.steps import StepMessage, StepResult
 from protocol.transport import PeerGone, PeerSlow, Server
 from services.scheduler.io.clock_offset import ClockOffset
 
 log = logging.getLogger("runahead.scheduler")
 
+RESULTS = "worker-results"
+"""Role of a worker's connection for results."""
 PROBE_SECONDS = 1.0
 """Seconds for which workers are pinged after a connection broke: libzmq drops a peer a little after it reports it."""
 
 
 class WorkerConnections:
-    """A worker has two connections under one name: "worker", which identifies it, and "worker-results"."""
+    """A worker has two connections under one name: "worker", which identifies it, and "worker-results".
 
-    def __init__(self, endpoint: str) -> None:
-        self._server = Server(endpoint, {"worker", "worker-results"})
+    A name belongs to the connections that came first, while they live. Results are accepted on the second one alone
+    (identity, docs/invariants.md).
+    """
+
+    def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
+        self._server = Server(endpoint, {"worker", RESULTS}, security)
         self._decoder: Decoder[WorkerMessage | StepResult] = Decoder(WorkerMessage | StepResult)
         self._by_name: dict[str, bytes] = {}
         self._results: dict[bytes, bytes] = {}
@@ -59,16 +66,30 @@ class WorkerConnections:
             elif isinstance(message, Pong):
                 if (clock := self._clocks.get(peer)) is not None:
                     clock.add(message.ping_sent, message.received, message.sent, time.monotonic())
-            else:
-                yield self._owner.get(peer, peer), message
+            elif (worker := self._sender(peer, message)) is not None:
+                yield worker, message
 
     def _greet(self, peer: bytes, hello: Hello) -> None:
-        if hello.role == "worker":
-            if (before := self._by_name.get(hello.name)) is not None:
-                self._lose(before)  # restarted, under the same name
+        worker = self._by_name.get(hello.name)
+        if hello.role == RESULTS:
+            if worker is None:  # it was lost meanwhile, and connects again
+                return
+            if worker not in self._results:
+                self._results[worker], self._owner[peer] = peer, worker
+                return
+        elif worker is None:
             self._by_name[hello.name], self._clocks[peer] = peer, ClockOffset()
-        elif (worker := self._by_name.get(hello.name)) is not None:
-            self._results[worker], self._owner[peer] = peer, worker
+            return
+        self._server.refuse(peer, f"the name {hello.name!r} belongs to another connection")
+
+    def _sender(self, peer: bytes, message: WorkerMessage | StepResult) -> bytes | None:
+        """Return the worker that sent a message; None: the message is dropped."""
+        if self._server.peers[peer].role == RESULTS:
+            return self._owner.get(peer)
+        if isinstance(message, StepResult):
+            self._server.expel(peer, ProtocolError("results belong on the connection for results"))
+            return None
+        return peer
 
     def ping(self, workers: Iterable[bytes]) -> None:
         """Start one exchange with each worker that measures how far its clock is ahead."""
@@ -117,7 +138,7 @@ class WorkerConnections:
         self._server.count_error(worker, error)
 
     def take_gone(self) -> list[bytes]:
-        """Return the workers of which a connection turned out to be broken since the last call.
+        """Return the workers that lost a connection, or were expelled, since the last call.
 
         After any connection broke, workers are pinged with each call. In the end every connection is tried once, also
         those for results, which workers read rarely, and those of workers that were refused.
@@ -131,6 +152,8 @@ class WorkerConnections:
             self._sweep, ping = False, encode(Ping(now))
             for peer in list(self._server.peers):
                 self._send_frame(peer, self._owner.get(peer, peer), ping)
+        for peer in self._server.take_lost():
+            self._lose(self._owner.get(peer, peer))
         gone, self._gone = self._gone, []
         return gone
 

@@ -175,7 +175,8 @@ def test_messages_of_other_epochs_and_bad_frames_are_ignored(
         other = msgspec.structs.replace(plan, epoch=EPOCH + 1)
         scheduler.send(other, grammar_output(other, []))
         scheduler.send_raw(b"\xc1 no message")
-        scheduler.send_raw(b"")
+        scheduler.send_raw(b"")  # a check of the connection, no message
+        scheduler.send_raw(b"\x90")
         scheduler.send(InitializeCache(16, 64), plan)
         (result,) = scheduler.results(1)
         assert tokens(result) == {request.slot: alone(prompt(1, 6), GREEDY, 1)[0]}

@@ -12,7 +12,7 @@ import yaml
 
 from services.cli.command_help import ORDER
 from services.cli.vllm_names import HINTS
-from services.config import ENDPOINTS, ServeConfig
+from services.config import OMITTED, ServeConfig
 from tests.unit.checkpoint.gguf_files import RawFile, entry
 from tests.unit.cli.command import run_command, run_process
 
@@ -23,8 +23,8 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
     text = " ".join(run_command(capsys, "serve", "--help").stdout.split())
     for name, info in ServeConfig.model_fields.items():
         flag = "--" + name.replace("_", "-")
-        assert (f" {flag} " in text) == (name not in ENDPOINTS), flag
-        if name in ENDPOINTS or info.default in (None, "") or info.default_factory:
+        assert (f" {flag} " in text) == (name not in OMITTED), flag
+        if name in OMITTED or info.default in (None, "") or info.default_factory:
             continue
         entry = text[text.index(f" {flag} ") :].partition("]")[0]
         value = ("on" if info.default else "off") if type(info.default) is bool else info.default

@@ -49,8 +49,24 @@ def check_environment(service: str, environment: dict[str, str]) -> None:
     check_endpoints(merge(model, {}, environ=environment).config)
 
 
-def test_three_services_by_default() -> None:
-    assert set(services()) == set(SERVICE_NAMES)
+def test_three_services_by_default_and_one_that_makes_their_keys() -> None:
+    assert set(services()) == {*SERVICE_NAMES, "keys"}
+
+
+def test_each_service_has_the_keys_of_its_role_alone() -> None:
+    maker = services()["keys"]
+    assert maker["image"] == services()["scheduler"]["image"]
+    assert (maker["command"], maker["network_mode"], maker["restart"]) == (["keys", "/keys"], "none", "no")
+    assert set(maker["volumes"]) == {f"{role}-keys:/keys/{role}" for role in SERVICE_NAMES}
+    assert maker["user"] == services()["worker"]["user"], "the files are readable for this user only"
+    for role in SERVICE_NAMES:
+        definition = services()[role]
+        assert definition["volumes"] == [f"{role}-keys:/run/keys:ro"]
+        assert definition["environment"]["RUNAHEAD_TRANSPORT_KEYS"] == "/run/keys"
+        assert definition["depends_on"]["keys"] == {"condition": "service_completed_successfully"}
+    assert set(loaded("docker-compose.yml")["volumes"]) == {f"{role}-keys" for role in SERVICE_NAMES}
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    assert "RUN mkdir -p /keys/frontend /keys/scheduler /keys/worker && chmod 1777 /keys/*" in dockerfile
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)
@@ -58,7 +74,7 @@ def test_services_accept_their_environment(service: str) -> None:
     check_environment(service, services()[service]["environment"])
 
 
-@pytest.mark.parametrize("service", SERVICE_NAMES)
+@pytest.mark.parametrize("service", [*SERVICE_NAMES, "keys"])
 def test_every_container_is_restricted(service: str) -> None:
     definition = services()[service]
     assert definition["read_only"] is True
@@ -68,9 +84,10 @@ def test_every_container_is_restricted(service: str) -> None:
     assert definition["pids_limit"] > 0
     assert definition["mem_limit"]
     assert definition["tmpfs"][0].startswith("/tmp")
-    assert not {"container_name", "privileged", "cap_add", "network_mode", "volumes", "env_file"} & set(
-        definition
-    )
+    assert not {"container_name", "privileged", "cap_add", "env_file"} & set(definition)
+    if service == "keys":
+        return
+    assert "network_mode" not in definition
     assert definition["restart"] == "unless-stopped"
     assert definition["stop_grace_period"]
 
@@ -85,7 +102,7 @@ def test_only_the_api_has_a_port_and_only_on_loopback() -> None:
 def test_services_connect_on_an_internal_network() -> None:
     networks = loaded("docker-compose.yml")["networks"]
     assert networks["engine"] == {"internal": True}
-    assert {name: definition["networks"] for name, definition in services().items()} == {
+    assert {name: services()[name]["networks"] for name in SERVICE_NAMES} == {
         "frontend": ["outside", "engine"],
         "scheduler": ["engine"],
         "worker": ["engine"],
@@ -98,7 +115,7 @@ def test_services_connect_on_an_internal_network() -> None:
 
 
 def test_health_checks_run_runahead_with_an_endpoint_of_the_service() -> None:
-    for definition in services().values():
+    for definition in (services()[name] for name in SERVICE_NAMES):
         command = definition["healthcheck"]["test"]
         assert command[:3] == ["CMD", "runahead", "healthcheck"]
         endpoints = set(definition["environment"].values()) | {"http://127.0.0.1:8000/readyz"}
@@ -108,8 +125,8 @@ def test_health_checks_run_runahead_with_an_endpoint_of_the_service() -> None:
 
 def test_frontend_is_stopped_first_so_that_its_streams_end() -> None:
     """Compose stops a service before its dependencies."""
-    assert set(services()["frontend"]["depends_on"]) == {"scheduler", "worker"}
-    assert set(services()["worker"]["depends_on"]) == {"scheduler"}
+    assert set(services()["frontend"]["depends_on"]) == {"scheduler", "worker", "keys"}
+    assert set(services()["worker"]["depends_on"]) == {"scheduler", "keys"}
 
 
 def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
@@ -120,7 +137,8 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
     assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+\S*", default[1]), (
         "the version of the base image is not exact"
     )
-    for service, definition in services().items():
+    for service in SERVICE_NAMES:
+        definition = services()[service]
         assert definition["image"] == f"runahead-{service}:{version}"
         assert definition["build"]["target"] == service
         assert f" AS {service}\n" in dockerfile

@@ -153,10 +153,21 @@ def test_pods_meet_the_restricted_profile(service: str) -> None:
 
 
 def test_api_keys_are_a_file_from_a_secret() -> None:
-    (secret,) = [v for v in pod_template("frontend")["spec"]["volumes"] if "secret" in v]
+    (secret,) = [v for v in pod_template("frontend")["spec"]["volumes"] if v["name"] == "keys"]
+    assert secret["secret"]["secretName"] == "runahead-api-keys"
     (mount,) = [m for m in container("frontend")["volumeMounts"] if m["name"] == secret["name"]]
     assert environment("frontend")["RUNAHEAD_API_KEY_FILE"].startswith(mount["mountPath"] + "/")
     assert not any(o["kind"] == "Secret" for o in objects())
+
+
+@pytest.mark.parametrize("service", SERVICE_NAMES)
+def test_each_pod_has_the_keys_of_its_role_alone(service: str) -> None:
+    (secret,) = [v for v in pod_template(service)["spec"]["volumes"] if v["name"] == "transport"]
+    assert secret["secret"] == {"secretName": f"runahead-{service}-keys", "defaultMode": 0o440}
+    (mount,) = [m for m in container(service)["volumeMounts"] if m["name"] == "transport"]
+    assert mount["readOnly"]
+    assert environment(service)["RUNAHEAD_TRANSPORT_KEYS"] == mount["mountPath"]
+    assert "RUNAHEAD_INSECURE_TRANSPORT" not in environment(service)
 
 
 @pytest.mark.parametrize("service", SERVICE_NAMES)

@@ -9,7 +9,8 @@ import zmq
 from protocol.codec import Decoder, encode
 from protocol.handshake import PROTOCOL_VERSION, Hello
 from protocol.membership import Heartbeat
-from protocol.transport import Client, ClientKeys, Server
+from protocol.security import LOCAL, Security
+from protocol.transport import Client, Server
 
 PATIENCE = 60.0
 """Seconds without a frame after which a test fails."""
@@ -24,9 +25,9 @@ def arrived(server: Server) -> tuple[bytes, Hello | bytes]:
     return received
 
 
-def connect(server: Server, role: str = "worker", keys: ClientKeys | None = None) -> tuple[Client, bytes]:
+def connect(server: Server, role: str = "worker", security: Security = LOCAL) -> tuple[Client, bytes]:
     """Return a client after its handshake, and its identity at the server."""
-    client = Client(server.endpoint, keys)
+    client = Client(server.endpoint, security)
     client.send(Hello(*PROTOCOL_VERSION, role, "test"))
     peer, hello = arrived(server)
     assert isinstance(hello, Hello)

@@ -6,16 +6,28 @@ from pathlib import Path
 
 import pytest
 
+from protocol.security import Security
 from protocol.transport import MAX_IPC_PATH, Client, Server, check_endpoint
 from tests.unit.protocol.peers import connect, exchange
+
+ENCRYPTED, INSECURE = Security(Path("keys")), Security(insecure=True)
 
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["ipc:///run/x", "ipc://relative", "tcp://127.0.0.1:5555", "tcp://scheduler:5555", "tcp://[::1]:0", "tcp://eth0:1"],
+    ["ipc:///run/x", "ipc://relative", "tcp://127.0.0.1:5555", "tcp://localhost:5555", "tcp://[::1]:0", "tcp://lo:1"],
 )  # fmt: skip
 def test_valid_endpoint_is_returned(endpoint: str) -> None:
     assert check_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize("host", ["scheduler", "eth0", "10.0.0.1", "[fe80::1]", "128.0.0.1"])
+def test_endpoint_beyond_loopback_needs_keys_or_the_flag_that_says_insecure(host: str) -> None:
+    endpoint = f"tcp://{host}:0"
+    for make in (check_endpoint, Client, lambda e: Server(e, {"worker"})):
+        with pytest.raises(ValueError, match=r"--transport-keys, or set --insecure-transport"):
+            make(endpoint)
+    assert check_endpoint(endpoint, ENCRYPTED) == check_endpoint(endpoint, INSECURE) == endpoint
 
 
 @pytest.mark.parametrize(
@@ -48,14 +60,16 @@ def test_binding_every_interface_needs_keys(host: str) -> None:
         check_endpoint(f"tcp://{host}:5555")
     with pytest.raises(ValueError, match="not encrypted"):
         Server(f"tcp://{host}:0", {"worker"})
-    assert check_endpoint(f"tcp://{host}:5555", encrypted=True)
+    with pytest.raises(ValueError, match="not encrypted"):
+        check_endpoint(f"tcp://{host}:5555", INSECURE)
+    assert check_endpoint(f"tcp://{host}:5555", ENCRYPTED)
 
 
 def test_name_that_resolves_to_every_interface_needs_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("0.0.0.0", 0))]
     monkeypatch.setattr("socket.getaddrinfo", lambda *args: everywhere)
     with pytest.raises(ValueError, match="not encrypted"):
-        Server("tcp://innocent.example:0", {"worker"})
+        Server("tcp://innocent.example:0", {"worker"}, INSECURE)
 
 
 def test_ipc_path_above_the_kernels_limit_is_refused() -> None:

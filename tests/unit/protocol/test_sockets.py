@@ -9,6 +9,7 @@ from protocol.codec import MAX_MESSAGE_BYTES, encode
 from protocol.membership import Heartbeat, LoadFailed
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow, Server
 from protocol.transport.endpoint import ENVELOPE_BYTES, HIGH_WATER_MARK
+from protocol.transport.server import CHECK, SWEEP_INTERVAL
 from tests.unit.protocol.peers import PATIENCE, arrived, connect, exchange
 
 
@@ -88,12 +89,47 @@ def test_large_frame_within_the_limit_arrives(server: Server) -> None:
 
 
 @pytest.mark.parametrize("frames", [[b"", encode(Heartbeat(1, 1))], [b"a", b"b", b"c"]])
-def test_message_of_several_frames_is_counted_and_dropped(server: Server, frames: list[bytes]) -> None:
+def test_sender_of_several_frames_is_expelled(server: Server, frames: list[bytes]) -> None:
     client, peer = connect(server)
-    client.socket.send_multipart(frames)
+    bad, bad_peer = connect(server)
+    bad.socket.send_multipart(frames)
+    bad.send(Heartbeat(1, 1))
+    while not server.errors:
+        assert server.socket.poll(1000 * PATIENCE)
+        assert server.receive() is None
+    with pytest.raises(HandshakeRefused, match=f"bad message: {len(frames)} frames"):
+        bad.receive(PATIENCE)
     exchange(server, client, peer)
-    assert server.errors == {"worker": 1}
+    assert server.errors["worker"] == 1
+    assert list(server.peers) == [peer]
+    assert server.take_lost() == [bad_peer]
+    assert server.take_lost() == []
+    bad.close()
     client.close()
+
+
+def test_connection_is_checked_without_a_message_for_its_client(server: Server) -> None:
+    client, peer = connect(server)
+    server.send_frame(peer, CHECK)
+    exchange(server, client, peer)
+    client.close()
+
+
+def test_full_table_has_room_for_a_peer_after_others_have_left(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocol.transport.server.MAX_PEERS", 3)
+    stays, peer = connect(server)
+    for _ in range(20):
+        leaver, _ = connect(server)
+        leaver.close()
+        while not server.take_disconnected():
+            assert server.events.poll(1000 * PATIENCE)
+            assert server.receive() is None
+        time.sleep(SWEEP_INTERVAL / 2)
+    assert len(server.peers) <= 3
+    exchange(server, stays, peer)
+    stays.close()
 
 
 def test_messages_keep_their_order(server: Server) -> None:
