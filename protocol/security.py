@@ -23,7 +23,7 @@ _EVERYBODY = 0o007
 
 @dataclass(frozen=True)
 class Security:
-    """How connections of one service are protected. The default allows ipc and loopback only."""
+    """Protection of one service's connections. The default allows ipc and loopback only."""
 
     keys: Path | None = None
     """Directory with the keys of this service. It is read at every connection, so changes need no restart."""

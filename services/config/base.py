@@ -54,5 +54,5 @@ class ServiceConfig(BaseConfig):
 
     @property
     def security(self) -> Security:
-        """How connections between services are protected."""
+        """Protection of connections between services."""
         return Security(Path(self.transport_keys) if self.transport_keys else None, self.insecure_transport)

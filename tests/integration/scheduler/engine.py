@@ -20,6 +20,7 @@ from protocol.requests import (
 )
 from protocol.rows import LogprobRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from protocol.security import LOCAL, Security
 from protocol.transport import Client
 from services.checkpoint import DEMO_MODEL
 from services.config import SchedulerConfig, WorkerConfig
@@ -49,8 +50,8 @@ def _advance(state: EngineState) -> tuple[object, ...]:
 class FrontendConnection:
     """One frontend's connection to the scheduler."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._client = Client(endpoint)
+    def __init__(self, endpoint: str, security: Security = LOCAL) -> None:
+        self._client = Client(endpoint, security)
         self._client.handshake("frontend", "test", PATIENCE)
         self._decoder: Decoder[RequestOutputs | EngineState] = Decoder(EngineMessage)
         self.tokens: dict[int, list[int]] = {}

@@ -10,6 +10,7 @@ from protocol.codec import encode, pack
 from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, Register
 from protocol.requests import AbortRequest, EnginePhase, EngineState, RequestOutputs
+from protocol.steps import ModelRunnerOutput
 from protocol.transport import Client, HandshakeRefused
 from protocol.transport import server as transport
 from services.scheduler.io import frontends as frontend_connections
@@ -227,3 +228,74 @@ def test_the_connection_for_results_is_not_flooded_while_workers_are_probed(work
     until(ended)
     assert len(frames) == 2, "one ping, and the end of the epoch"
     close(clients)
+
+
+def test_name_of_a_living_connection_cannot_be_taken_over(workers: Workers) -> None:
+    peer, clients = workers.register("host:1")
+    for role in ("worker", "worker-results"):
+        thief = Client(workers.endpoint)
+        thief.send_hello(role, "host:1")
+        with pytest.raises(HandshakeRefused, match="'host:1' belongs to another connection"):
+            until(lambda c=thief: (workers.pump(), c.receive_now(), False)[2])  # type: ignore[misc]
+        thief.send(Heartbeat(0, 0))
+        thief.close()
+    before = len(workers.received)
+    clients[0].send(Register("sim", "m"))
+    clients[1].send(Heartbeat(0, 0))
+    until(lambda: (workers.pump(), len(workers.received) == before + 2)[1])
+    assert {sender for sender, _ in workers.received[before:]} == {peer}
+    assert workers.gone == []
+    workers.connections.send(peer, EndEpoch(1, "a rank was lost"), everywhere=True)
+    for client in clients:
+        until(lambda c=client: c.receive_now() is not None)  # type: ignore[misc]
+    close(clients)
+
+
+def test_name_is_free_after_its_connection_has_left(workers: Workers) -> None:
+    first, clients = workers.register("host:1")
+    close(clients)
+    until(lambda: (workers.pump(), first in workers.gone)[1])
+    second, clients = workers.register("host:1")
+    assert second != first
+    close(clients)
+
+
+def test_results_without_a_worker_and_on_the_wrong_connection_are_dropped(workers: Workers) -> None:
+    result = ModelRunnerOutput(1, 1, b"", b"", b"", b"")
+    peer, clients = workers.register("host:1")
+    clients[0].send(result)
+    until(lambda: (workers.pump(), peer in workers.gone)[1])
+    with pytest.raises(HandshakeRefused, match="results belong on the connection for results"):
+        until(lambda: (clients[0].receive_now(), False)[1])
+    clients[1].send(result)  # its worker is gone
+    other, others = workers.register("host:2")
+    others[1].send(result)
+    until(lambda: (workers.pump(), (other, result) in workers.received)[1])
+    assert [sender for sender, message in workers.received if message == result] == [other]
+    close(clients)
+    close(others)
+
+
+def test_bad_frame_loses_its_worker_alone(workers: Workers) -> None:
+    peer, clients = workers.register("host:1")
+    other, others = workers.register("host:2")
+    clients[1].socket.send(b"\xc1")
+    until(lambda: (workers.pump(), workers.gone == [peer])[1])
+    before = len(workers.received)
+    others[1].send(Heartbeat(0, 1))
+    until(lambda: (workers.pump(), len(workers.received) > before)[1])
+    assert workers.received[before:] == [(other, Heartbeat(0, 1))]
+    close(clients)
+    close(others)
+
+
+def test_bad_frame_loses_its_frontend_alone(frontends: Frontends) -> None:
+    first, second = frontends.connect(), frontends.connect()
+    first.socket.send(b"\xc1")
+    until(lambda: frontends.has_lost(0))
+    with pytest.raises(HandshakeRefused, match="bad message"):
+        until(lambda: (first.receive_now(), False)[1])
+    second.send(AbortRequest([7]))
+    until(lambda: (frontends.pump(), (1, AbortRequest([7])) in frontends.received)[1])
+    first.close()
+    second.close()
