@@ -18,7 +18,7 @@ COMMON = (
 )  # fmt: skip
 """Settings that most users need first, in the order of the help."""
 GROUPS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("Logs and recovery", ServiceConfig),
+    ("Logs, recovery and connections", ServiceConfig),
     ("HTTP server", HttpConfig),
     ("API", FrontendConfig),
     ("Scheduler", SchedulerConfig),
@@ -33,7 +33,7 @@ ORDER = (
     "HTTP server",
     "Scheduler",
     "Worker",
-    "Logs and recovery",
+    "Logs, recovery and connections",
     "Simulator",
 )
 
