@@ -8,6 +8,20 @@ from services.config.base import CHECKPOINT, REVISION, TOKENIZER
 from services.config.http import HttpConfig
 from services.config.sizes import Size
 
+ToolCallFormat = Literal[
+    "deepseek_v3",
+    "glm45",
+    "granite",
+    "hermes",
+    "llama3_json",
+    "llama4_pythonic",
+    "mistral",
+    "openai",
+    "phi4_mini_json",
+    "qwen3_xml",
+]
+ReasoningFormat = Literal["deepseek_r1", "glm45", "granite", "mistral", "qwen3"]
+
 
 class FrontendConfig(HttpConfig):
     model: str = Field("", description=CHECKPOINT)
@@ -54,14 +68,16 @@ class FrontendConfig(HttpConfig):
     enable_auto_tool_choice: bool = Field(
         False, description="Let the model decide whether to call a tool. Needs --tool-call-parser."
     )
-    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = Field(
+    tool_call_parser: ToolCallFormat | None = Field(
         None,
-        description="Format of tool calls in the output of the model; Qwen models use hermes. Default: none.",
+        description="Format of tool calls in the output of the model; Qwen 2.5 and 3 use hermes, Qwen 3 Coder "
+        "qwen3_xml, gpt-oss openai. Default: none.",
     )
-    reasoning_parser: Literal["deepseek_r1", "qwen3"] | None = Field(
+    reasoning_parser: ReasoningFormat | None = Field(
         None,
-        description="Format of reasoning between <think> and </think>: always present (deepseek_r1), or "
-        "present if the answer begins with <think> (qwen3). Default: none.",
+        description="Format of reasoning in the output of the model: between <think> and </think>, always present "
+        "(deepseek_r1) or present if the answer begins with <think> (qwen3, glm45); between [THINK] and [/THINK] "
+        "(mistral); after a sentence (granite). Default: none.",
     )
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="Default sampling parameters of requests: the checkpoint's (auto) or none (vllm)."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.config import FrontendConfig
 from services.frontend.reasoning import formats as reasoning_formats
-from services.frontend.reasoning.think import CLOSING, OPENING, ReasoningStart
+from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags
 from services.frontend.text.tokenizer import Tokenizer
 from services.frontend.tools import formats as tool_formats
 from services.frontend.tools.parser import ToolParser
@@ -25,25 +25,30 @@ class OutputFormats:
     """Token ids of the closing tag."""
     reasoning_is_special: bool = False
     """True if the tags around reasoning are special tokens."""
+    tags: ReasoningTags = THINK
+    """Texts around reasoning."""
 
     @classmethod
     def from_config(cls, config: FrontendConfig, tokenizer: Tokenizer) -> "OutputFormats":
-        reasoning_end = tuple(tokenizer.encode_rendered(CLOSING)) if config.reasoning_parser else ()
+        reasoning = reasoning_formats.FORMATS[config.reasoning_parser] if config.reasoning_parser else None
+        tags = reasoning.tags if reasoning is not None else THINK
+        reasoning_end = tuple(tokenizer.encode_rendered(tags.closing[-1])) if reasoning is not None else ()
         if len(reasoning_end) > 1:
             log.warning(
                 "%s is %d tokens: structured output begins after reasoning only if the model writes exactly these",
-                CLOSING,
+                tags.closing[-1],
                 len(reasoning_end),
             )
         tools = tool_formats.FORMATS[config.tool_call_parser] if config.tool_call_parser else None
-        reasoning = reasoning_formats.FORMATS[config.reasoning_parser] if config.reasoning_parser else None
         return cls(
             tools,
             config.enable_auto_tool_choice,
             tools is not None and any(_is_hidden(marker, tokenizer) for marker in tools.markers),
-            reasoning,
+            reasoning.start if reasoning is not None else None,
             reasoning_end,
-            reasoning is not None and any(_is_hidden(tag, tokenizer) for tag in (OPENING, CLOSING)),
+            reasoning is not None
+            and any(_is_hidden(tag, tokenizer) for tag in (*tags.opening, *tags.closing)),
+            tags,
         )
 
 

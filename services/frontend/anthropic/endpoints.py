@@ -13,7 +13,6 @@ from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequ
 from services.frontend.errors import ANTHROPIC_PREFIX
 from services.frontend.openai.answering import Answering
 from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.body import BodyParser
@@ -57,7 +56,7 @@ class MessagesEndpoints:
             "model": given.model or model.names[0],
         }
         usage = UsageCounter()
-        parser = AnswerParser(start, output.tools, eager=bool(given.stream))
+        parser = output.parser(start, eager=bool(given.stream))
         if given.stream:
             encoder = MessageEvents(head, parser, usage, http.state.request_id)
             return await answering.streamed(http, body, request, submissions, usage, encoder)

@@ -1,23 +1,39 @@
-"""`--reasoning-parser`, by vLLM's names: where an answer begins if its prompt does not determine it."""
+"""`--reasoning-parser`, by vLLM's names."""
 
-from services.frontend.reasoning.think import CLOSING, OPENING, ReasoningStart
+from typing import NamedTuple
 
-FORMATS: dict[str, ReasoningStart] = {
-    "deepseek_r1": ReasoningStart.INSIDE,
-    "qwen3": ReasoningStart.BY_TAG,
+from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags
+
+
+class ReasoningForm(NamedTuple):
+    tags: ReasoningTags
+    start: ReasoningStart
+    """Start of an answer whose prompt does not determine it."""
+
+
+GRANITE = ReasoningTags(
+    ("Here's my thought process:", "Here is my thought process:"),
+    ("Here's my response:", "Here is my response:"),
+    " \n",
+)
+FORMATS: dict[str, ReasoningForm] = {
+    "deepseek_r1": ReasoningForm(THINK, ReasoningStart.INSIDE),
+    "glm45": ReasoningForm(THINK, ReasoningStart.BY_TAG),
+    "granite": ReasoningForm(GRANITE, ReasoningStart.BY_TAG),
+    "mistral": ReasoningForm(ReasoningTags(("[THINK]",), ("[/THINK]",)), ReasoningStart.BY_TAG),
+    "qwen3": ReasoningForm(THINK, ReasoningStart.BY_TAG),
 }
 
 
-def start_in_prompt(text: str, default: ReasoningStart) -> ReasoningStart:
+def start_in_prompt(text: str, default: ReasoningStart, tags: ReasoningTags = THINK) -> ReasoningStart:
     """Return where an answer begins whose prompt ends with `text`."""
     end = text.rstrip()
-    if end.endswith(OPENING):
+    if end.endswith(tags.opening):
         return ReasoningStart.INSIDE
-    return ReasoningStart.OUTSIDE if end.endswith(CLOSING) else default
+    return ReasoningStart.OUTSIDE if end.endswith(tags.closing) else default
 
 
-def start_in_message(message: str) -> ReasoningStart:
+def start_in_message(message: str, tags: ReasoningTags = THINK) -> ReasoningStart:
     """Return where an answer begins that continues `message`."""
-    return (
-        ReasoningStart.INSIDE if message.rfind(OPENING) > message.rfind(CLOSING) else ReasoningStart.OUTSIDE
-    )
+    opened, closed = (max(map(message.rfind, words)) for words in (tags.opening, tags.closing))
+    return ReasoningStart.INSIDE if opened > closed else ReasoningStart.OUTSIDE

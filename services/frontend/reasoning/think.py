@@ -1,14 +1,26 @@
-"""Reasoning between `<think>` and `</think>`: text in, events out. No I/O, no clock."""
+"""Reasoning between two tags: text in, events out. No I/O, no clock."""
 
 import enum
 from collections.abc import Generator
+from dataclasses import dataclass
 
 from services.frontend.parsing.events import Content, ParsedEvent, Reasoning
-from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.json_reader import read_one_of
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 
-OPENING, CLOSING = "<think>", "</think>"
+
+@dataclass(frozen=True)
+class ReasoningTags:
+    """Texts around reasoning. Those of a kind begin with the same character, which does not occur again in them."""
+
+    opening: tuple[str, ...] = ("<think>",)
+    closing: tuple[str, ...] = ("</think>",)
+    space: str = "\n"
+    """White space beside the tags that belongs neither to the reasoning nor to the content."""
+
+
+THINK = ReasoningTags()
 
 
 class ReasoningStart(enum.Enum):
@@ -23,10 +35,11 @@ class ReasoningStart(enum.Enum):
 
 
 class ThinkParser:
-    """Splits one answer. Line breaks next to the tags belong neither to the reasoning nor to the content."""
+    """Splits one answer."""
 
-    def __init__(self, start: ReasoningStart) -> None:
+    def __init__(self, start: ReasoningStart, tags: ReasoningTags = THINK) -> None:
         self._start = start
+        self._tags = tags
         self._events: list[ParsedEvent] = []
         self._buffer = TextBuffer()
         self._parsing: Generator[None, None, None] = self._read()
@@ -50,13 +63,14 @@ class ThinkParser:
 
     def _read(self) -> Parsing[None]:
         buffer, inside, first = self._buffer, self._start is ReasoningStart.INSIDE, ""
+        opening, closing = self._tags.opening, self._tags.closing
         closed = False
         if self._start is not ReasoningStart.OUTSIDE:
             buffer.keep()
             try:
                 yield from buffer.past_space()
-                tag = yield from read_one_of(buffer, (OPENING, CLOSING) if inside else (OPENING,))
-                inside, closed = True, tag == CLOSING
+                tag = yield from read_one_of(buffer, (*opening, *closing) if inside else opening)
+                inside, closed = True, tag in closing
             except ParseError:
                 first = buffer.kept()
             buffer.drop_kept()
@@ -64,7 +78,7 @@ class ThinkParser:
             if not closed:
                 yield from self._inside(first)
             first = ""
-            while (yield from buffer.peek()) == "\n":
+            while (char := (yield from buffer.peek())) and char in self._tags.space:
                 buffer.skip()
         self._add(Content(first))
         while (yield from buffer.peek()):
@@ -72,23 +86,24 @@ class ThinkParser:
 
     def _inside(self, first: str) -> Parsing[None]:
         """Read up to and with the closing tag, or to the end of the text."""
-        buffer, trimmer, begun = self._buffer, Trimmer("\n"), False
+        buffer, trimmer, begun = self._buffer, Trimmer(self._tags.space), False
+        closing = self._tags.closing
         text = first
         while True:
             shown = trimmer.push(text, begun) if text else ""
             begun = begun or bool(shown)
             self._add(Reasoning(shown))
-            text = buffer.until(CLOSING[0])
+            text = buffer.until(closing[0][0])
             if text:
                 continue
             char = yield from buffer.peek()
-            if char != CLOSING[0]:
+            if char != closing[0][0]:
                 if not char:
                     return
                 continue
             buffer.keep()
             try:
-                yield from read_word(buffer, CLOSING)
+                yield from read_one_of(buffer, closing)
                 return
             except ParseError:
                 text = buffer.kept()

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from services.frontend.errors import APIError
 from services.frontend.openai.answering import Answering
 from services.frontend.openai.answers.chat_output import ChatOutput
-from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
 from services.frontend.openai.parameters.body import BodyParser
@@ -83,7 +82,7 @@ class ResponsesEndpoints:
             given, new_id("resp"), given.model or model.names[0], is_stored, given.metadata or {}
         )
         usage = UsageCounter()
-        parser = AnswerParser(start, output.tools, eager=bool(given.stream))
+        parser = output.parser(start, eager=bool(given.stream))
         answer = ResponseInProgress(
             head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text))
         )

@@ -5,11 +5,12 @@ its arguments begin. Returned events cannot be revoked: if such a call breaks la
 rest is content. White space around calls is dropped.
 """
 
+import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from typing import ClassVar
+from collections.abc import Generator, Mapping
+from typing import Any, ClassVar
 
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
 from services.frontend.parsing.json_reader import decoded, read_one_of, read_string, read_value, read_word
@@ -30,19 +31,30 @@ class ToolParser(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Texts that the format writes around calls. They may be special tokens, which the text lacks by default."""
+    is_for_all_answers: ClassVar[bool] = False
+    """True: the format has marks around all text, so that answers without tools are parsed, too."""
 
-    def __init__(self, names: frozenset[str], eager: bool, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        names: frozenset[str],
+        eager: bool,
+        max_calls: int | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             names: the tools that may be called.
             eager: return a call before it is complete.
             max_calls: calls beyond this number are dropped.
+            parameters: JSON schema of each tool's arguments, for formats that write values without their types.
         """
+        self._parameters = parameters or {}
         self._names = names
         self._eager = eager
         self._max_calls = max_calls
         self.num_calls = 0
         """Complete calls."""
+        self._num_arguments = 0
         self._index = 0
         """Index of the call that is being read, or of the next one."""
         self._pending: list[ParsedEvent] | None = None
@@ -137,6 +149,8 @@ class ToolParser(ABC):
             self._content(self._buffer.kept())
         else:
             self._index += 1
+            if self._buffer.is_keeping:
+                self._content(self._buffer.kept())
         self._pending = self._arguments_from = None
         self._buffer.drop_kept()
 
@@ -173,12 +187,12 @@ class ToolParser(ABC):
         buffer.skip()
         self._end()
 
-    def _list(self) -> Parsing[None]:
+    def _list(self, strict: bool = False) -> Parsing[None]:
         """Read calls in an array. Raises: ParseError; the calls that were completed before remain"""
         yield from self._buffer.past_space()
         yield from read_word(self._buffer, "[")
         while True:
-            yield from self._call()
+            yield from self._call(strict)
             self._buffer.keep(MAX_HELD)
             if (yield from self._buffer.past_space()) == "]":
                 break
@@ -219,6 +233,57 @@ class ToolParser(ABC):
         yield from read_value(self._buffer)
         self._emit_arguments()
         self._arguments_from = None
+
+    def _until(self, word: str) -> Parsing[str]:
+        """Read the text up to and with `word`, whose first character does not occur again in it; return the text
+        before. Raises: ParseError, if the text ends first"""
+        buffer, parts = self._buffer, []
+        while True:
+            parts.append(buffer.until(word[0]))
+            if not (yield from buffer.peek()):
+                raise ParseError
+            matched = ""
+            while matched != word and (yield from buffer.peek()) == word[len(matched)]:
+                buffer.skip()
+                matched += word[len(matched)]
+            if matched == word:
+                return "".join(parts)
+            parts.append(matched)
+
+    def _short(self, word: str) -> Parsing[str]:
+        """Read a name up to and with `word`; return it without white space around it. Raises: ParseError"""
+        buffer, text = self._buffer, ""
+        while (char := (yield from buffer.peek())) and len(text) <= MAX_NAME + 8:
+            if char == word[0]:
+                yield from read_word(buffer, word)
+                return text.strip(_SPACE)
+            buffer.skip()
+            text += char
+        raise ParseError
+
+    def _start_object(self, name: str) -> None:
+        """Start a call whose arguments are added one by one. Raises: ParseError, if no tool can have this name"""
+        if NAME.fullmatch(name) is None:
+            raise ParseError
+        self._start(name, "{")
+        self._num_arguments = 0
+        self._mark()
+
+    def _add_argument(self, key: str, value: str) -> None:
+        """Add an argument; `value` is JSON."""
+        separator = ", " if self._num_arguments else ""
+        self._num_arguments += 1
+        self._emit(Arguments(self._index, f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
+        self._mark()
+
+    def _end_object(self) -> None:
+        self._emit(Arguments(self._index, "}"))
+        self._end()
+
+    def _mark(self) -> None:
+        """Keep the text from here on: what an eager parser has read, but not returned."""
+        if self._eager:
+            self._buffer.keep()
 
     def _start(self, name: str, arguments: str = "") -> None:
         if self._eager:

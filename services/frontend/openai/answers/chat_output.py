@@ -6,8 +6,8 @@ import msgspec
 
 from protocol.sampling import StructuredOutputParams
 from services.frontend.openai.answers.dialects import ChatDialect
-from services.frontend.openai.answers.tool_dialect import ToolDialect
-from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
+from services.frontend.openai.answers.tool_dialect import AnswerParser, ToolDialect
+from services.frontend.openai.parameters.tool_choice import ToolChoice
 from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.output_formats import OutputFormats
 from services.frontend.reasoning.formats import start_in_message, start_in_prompt
@@ -28,7 +28,8 @@ class ChatOutput:
     def from_body(cls, body: ChatRequest, formats: OutputFormats) -> "ChatOutput":
         """Clears `body.skip_special_tokens` if the markers to parse are special tokens. Raises: APIError"""
         tools = ToolChoice.from_body(body, formats.tools, formats.auto_tool_choice)
-        if (tools.mode is Mode.AUTO and formats.tools_are_special) or formats.reasoning_is_special:
+        is_parsed = tools.parser is not None and tools.parser is formats.tools
+        if (is_parsed and formats.tools_are_special) or formats.reasoning_is_special:
             body.skip_special_tokens = False
         return cls(body, formats, tools)
 
@@ -37,8 +38,10 @@ class ChatOutput:
         if self.formats.reasoning is None:
             return None
         if self.body.continue_final_message:
-            return start_in_message(self.body.messages[-1].plain()["content"])
-        return start_in_prompt(tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning)
+            return start_in_message(self.body.messages[-1].plain()["content"], self.formats.tags)
+        return start_in_prompt(
+            tokenizer.decode_all(prompt[-TAIL:]), self.formats.reasoning, self.formats.tags
+        )
 
     def grammar(
         self, content: StructuredOutputParams | None, start: ReasoningStart | None
@@ -54,7 +57,10 @@ class ChatOutput:
         return msgspec.structs.replace(grammar, begins_after=self.formats.reasoning_end)
 
     def dialect(self, start: ReasoningStart | None, role: str, beginning: str) -> ChatDialect:
-        if self.tools.mode is Mode.NONE and start is None:
+        if self.tools.parser is None and start is None:
             return ChatDialect(role, beginning)
         shown = self.body.include_reasoning is not False
-        return ToolDialect(self.tools, start, shown, role, beginning)
+        return ToolDialect(self.tools, start, shown, role, beginning, self.formats.tags)
+
+    def parser(self, start: ReasoningStart | None, eager: bool) -> AnswerParser:
+        return AnswerParser(start, self.tools, eager, self.formats.tags)

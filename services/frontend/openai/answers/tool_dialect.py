@@ -7,7 +7,7 @@ from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
-from services.frontend.reasoning.think import ReasoningStart, ThinkParser
+from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags, ThinkParser
 from services.frontend.tools.parser import ToolParser
 
 _EMPTY = Chunk()
@@ -16,16 +16,18 @@ _EMPTY = Chunk()
 class AnswerParser:
     """Splits the text of one choice: first the reasoning is cut off, then tool calls are found in the rest."""
 
-    def __init__(self, start: ReasoningStart | None, tools: ToolChoice, eager: bool) -> None:
+    def __init__(
+        self, start: ReasoningStart | None, tools: ToolChoice, eager: bool, tags: ReasoningTags = THINK
+    ) -> None:
         """
         Args:
             start: None, if the model does not reason.
             eager: return a call before it is complete.
         """
-        self._thinking = ThinkParser(start) if start is not None else None
+        self._thinking = ThinkParser(start, tags) if start is not None else None
         self._calls: ToolParser | None = None
         if tools.parser is not None:
-            self._calls = tools.parser(tools.names, eager, tools.max_calls)
+            self._calls = tools.parser(tools.names, eager, tools.max_calls, tools.parameters)
 
     @property
     def num_calls(self) -> int:
@@ -56,6 +58,7 @@ class ToolDialect(ChatDialect):
         show_reasoning: bool,
         role: str = "assistant",
         beginning: str = "",
+        tags: ReasoningTags = THINK,
     ) -> None:
         """
         Args:
@@ -64,12 +67,13 @@ class ToolDialect(ChatDialect):
         super().__init__(role, beginning)
         self._tools = tools
         self._start = start
+        self._tags = tags
         self._show_reasoning = show_reasoning
         self._parsers: dict[int, AnswerParser] = {}
         """By choice, of a stream."""
 
     def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
-        parser = AnswerParser(self._start, self._tools, eager=False)
+        parser = AnswerParser(self._start, self._tools, eager=False, tags=self._tags)
         delta = self._delta(parser.push(whole.text, is_last=True))
         choice = super().choice(index, self._replaced(whole, parser, delta.get("content", "")))
         message = choice["message"]
@@ -77,7 +81,7 @@ class ToolDialect(ChatDialect):
             message["tool_calls"] = [
                 {name: call[name] for name in ("id", "type", "function")} for call in calls
             ]
-        if self._start is not None and self._show_reasoning:
+        if self._show_reasoning and (self._start is not None or "reasoning" in delta):
             message["reasoning_content"] = message["reasoning"] = delta.get("reasoning")
         if not message["content"] and (calls or self._start is not None):
             message["content"] = None
@@ -91,7 +95,9 @@ class ToolDialect(ChatDialect):
     def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = AnswerParser(self._start, self._tools, eager=True)
+            parser = self._parsers[index] = AnswerParser(
+                self._start, self._tools, eager=True, tags=self._tags
+            )
         events = parser.push(chunk.text, is_last=chunk.finish is not None)
         if chunk.is_text_only and not events:
             return []

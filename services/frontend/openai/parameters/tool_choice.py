@@ -1,7 +1,8 @@
 """The tools of a chat request, and whether the answer may or must call them."""
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
@@ -15,7 +16,7 @@ from services.frontend.tools.parser import ToolParser
 
 class Mode(enum.Enum):
     NONE = "none"
-    """The answer is not searched for calls."""
+    """The answer has no calls."""
     AUTO = "auto"
     """The model may call, in its own format."""
     REQUIRED = "required"
@@ -33,6 +34,8 @@ class ToolChoice:
     """None: no bound."""
     grammar: StructuredOutputParams | None
     parser: type[ToolParser] | None
+    parameters: Mapping[str, schema.JSON | None] = field(default_factory=dict)
+    """JSON schema of each tool's arguments, for the parser."""
 
     @classmethod
     def from_body(
@@ -50,7 +53,8 @@ class ToolChoice:
             raise invalid("tool_choice needs tools", "tool_choice")
         max_calls = 1 if body.parallel_tool_calls is False else None
         if not tools or given == "none":
-            return cls(Mode.NONE, frozenset(), None, None, None)
+            always = model_format if model_format is not None and model_format.is_for_all_answers else None
+            return cls(Mode.NONE, frozenset(), None, None, always)
         if given is None or given == "auto":
             if model_format is None or not auto_enabled:
                 raise invalid(
@@ -58,12 +62,12 @@ class ToolChoice:
                     'without them tool_choice can be "none", "required" or a function',
                     "tool_choice",
                 )
-            if (field := constraint_field(body)) is not None:
+            if (constrained := constraint_field(body)) is not None:
                 raise invalid(
-                    f'{field} leaves no room for a call; leave it out, or use another tool_choice than "auto"',
-                    field,
+                    f'{constrained} leaves no room for a call; leave it out, or use another tool_choice than "auto"',
+                    constrained,
                 )
-            return cls(Mode.AUTO, frozenset(tools), max_calls, None, model_format)
+            return cls(Mode.AUTO, frozenset(tools), max_calls, None, model_format, tools)
         return cls._forced(body, given, tools, max_calls)
 
     @classmethod

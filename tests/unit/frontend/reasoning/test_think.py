@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.frontend.parsing.events import Reasoning
-from services.frontend.reasoning.formats import start_in_message, start_in_prompt
-from services.frontend.reasoning.think import ReasoningStart, ThinkParser
+from services.frontend.reasoning.formats import FORMATS, start_in_message, start_in_prompt
+from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags, ThinkParser
 
 
-def read(start: ReasoningStart, pieces: list[str]) -> tuple[str, str]:
+def read(start: ReasoningStart, pieces: list[str], tags: ReasoningTags = THINK) -> tuple[str, str]:
     """Return reasoning and content."""
-    parser, said = ThinkParser(start), {True: "", False: ""}
+    parser, said = ThinkParser(start, tags), {True: "", False: ""}
     for event in [event for piece in pieces for event in parser.push(piece)] + parser.finish():
         assert event.text
         said[isinstance(event, Reasoning)] += event.text
@@ -38,6 +38,31 @@ def test_reasoning_is_separated_from_content(
     start: ReasoningStart, text: str, reasoning: str, content: str
 ) -> None:
     assert read(start, [text]) == read(start, list(text)) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("mistral", "[THINK]so [x]\n[/THINK]\nHi", "so [x]", "Hi"),
+        ("mistral", "Hi [THINK]", "", "Hi [THINK]"),
+        ("glm45", "\n<think>so</think>\nHi", "so", "Hi"),
+        (
+            "granite",
+            "Here is my thought process: Hm, Here is it. Here is my response: Hi",
+            "Hm, Here is it.",
+            "Hi",
+        ),
+        ("granite", "Here's my thought process:\nHm\n\nHere's my response:\nHi\n", "Hm", "Hi\n"),
+        ("granite", "Here is Rome.", "", "Here is Rome."),
+        ("qwen3", "<think>so</think>Hi", "so", "Hi"),
+        ("deepseek_r1", "so</think>Hi", "so", "Hi"),
+    ],
+)
+def test_reasoning_in_each_format(name: str, text: str, reasoning: str, content: str) -> None:
+    form = FORMATS[name]
+    assert read(form.start, [text], form.tags) == (reasoning, content)
+    for cut in range(1, len(text)):
+        assert read(form.start, [text[:cut], text[cut:]], form.tags) == (reasoning, content)
 
 
 FRAGMENTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "think>", "\n", " ", "text"])

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
+from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
+from services.frontend.parsing.python_reader import literal_json
+from services.frontend.parsing.text_buffer import ParseError
 from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.formats import FORMATS
 from services.frontend.tools.parser import MAX_HELD, ToolParser
@@ -19,11 +21,61 @@ TWO = '{"name": "get_weather", "parameters": {"city": "Rom"}}'
 TWO_ARGUMENTS = '{"city": "Rom"}'
 BOTH = [("f", ONE_ARGUMENTS), ("get_weather", TWO_ARGUMENTS)]
 
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    + ONE_ARGUMENTS
+    + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    + TWO_ARGUMENTS
+    + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+VALUES = [
+    ("city", "Rom <b>\nor 7"), ("zip", "00100"), ("days", "3"), ("fine", "True"), ("more", '{"a": [1, null]}'),
+    ("list", "['x', (1,)]"), ("odd", "not json"), ("any", "2.5"), ("nothing", "null"),
+]  # fmt: skip
+"""Arguments as these formats write them, without their types."""
+TYPES = {
+    "city": {"type": "string"}, "zip": {"enum": ["00100", "7"]}, "days": {"type": "integer"},
+    "fine": {"type": "boolean"}, "more": {"type": "object"}, "list": {"type": "array"}, "odd": {"type": "number"},
+    "nothing": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}  # fmt: skip
+TYPED = [
+    (
+        "get_weather",
+        '{"city": "Rom <b>\\nor 7", "zip": "00100", "days": 3, "fine": true, "more": {"a": [1, null]}, '
+        '"list": ["x", [1]], "odd": "not json", "any": 2.5, "nothing": null}',
+    )
+]
+QWEN3 = (
+    "<tool_call>\n<function=get_weather>\n"
+    + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in VALUES)
+    + "</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>get_weather\n"
+    + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in VALUES)
+    + "</tool_call>"
+)
+PYTHONIC = (
+    "[get_weather(city='it\\'s \\u00e9', n=-3, big=1_000, x=.5, y=True, z=None, l=[1, {'a': (2,)}, []], d={},), "
+    'f(s="a\\nb\\"")]'
+)
+LITERALS = [
+    (
+        "get_weather",
+        '{"city": "it\'s é", "n": -3, "big": 1000, "x": 0.5, "y": true, "z": null, "l": [1, {"a": [2]}, []], "d": {}}',
+    ),
+    ("f", '{"s": "a\\nb\\""}'),
+]
+HARMONY = (
+    "<|channel|>analysis<|message|>Think < hard.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.get_weather <|constrain|>json<|message|>{TWO_ARGUMENTS}<|call|>"
+    "<|start|>assistant<|channel|>final<|message|>The answer.<|return|>"
+)
 Found = tuple[str, list[tuple[str, str]]]
 
 
 def events(kind: type[ToolParser], chunks: list[str], eager: bool = True, **more: Any) -> list[ParsedEvent]:
-    parser = kind(more.pop("names", NAMES), eager, **more)
+    parser = kind(more.pop("names", NAMES), eager, parameters={"get_weather": {"properties": TYPES}}, **more)
     return [event for chunk in chunks for event in parser.push(chunk)] + parser.finish()
 
 
@@ -42,6 +94,8 @@ def joined(found: list[ParsedEvent]) -> Found:
             case Arguments(index, text):
                 assert index == len(calls) - 1
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case Reasoning(text):
+                assert text
     return content, calls
 
 
@@ -72,6 +126,24 @@ WHOLE: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", f"Well [1] [TOOL_CALLS]{ONE}", "Well [1]", BOTH[:1]),
     ("mistral", f"[TOOL_CALLS]f{ONE_ARGUMENTS}[TOOL_CALLS]get_weather{TWO_ARGUMENTS}", "", BOTH),
     ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{ONE_ARGUMENTS}", "", BOTH[:1]),
+    ("phi4_mini_json", f"functools[{ONE}, {TWO}]", "", BOTH),
+    ("phi4_mini_json", f"I use functools: functools [{TWO}]", "I use functools:", BOTH[1:]),
+    ("granite", f"<|tool_call|>[{ONE}, {TWO}]", "", BOTH),
+    ("granite", f"Sure. <tool_call> [{TWO}]\n", "Sure.", BOTH[1:]),
+    ("granite", f"[{ONE}]", "", BOTH[:1]),
+    ("deepseek_v3", f"On it.{DEEPSEEK}", "On it.", BOTH),
+    ("qwen3_xml", QWEN3, "", TYPED),
+    ("qwen3_xml", f"Let me.\n{QWEN3}\n{QWEN3}", "Let me.", TYPED * 2),
+    ("qwen3_xml", QWEN3.removeprefix("<tool_call>\n"), "", TYPED),
+    ("qwen3_xml", "<tool_call><function=f></function></tool_call>", "", [("f", "{}")]),
+    ("glm45", GLM, "", TYPED),
+    ("glm45", f"Now{GLM}\n{GLM}", "Now", TYPED * 2),
+    ("glm45", "<tool_call>f</tool_call>", "", [("f", "{}")]),
+    ("llama4_pythonic", PYTHONIC, "", LITERALS),
+    ("llama4_pythonic", f"I call <|python_start|>{PYTHONIC}<|python_end|>", "I call", LITERALS),
+    ("llama4_pythonic", "[f()]", "", [("f", "{}")]),
+    ("openai", HARMONY, "The answer.", [("get_weather", TWO_ARGUMENTS)]),
+    ("openai", "<|channel|>final<|message|>Hi <b>", "Hi <b>", []),
 ]  # fmt: skip
 
 
@@ -111,6 +183,20 @@ NO_CALLS: list[tuple[str, str]] = [
     ("mistral", "[TOOL_CALLS]f[X]{}"),
     ("mistral", "[TOOL_CALL] [INST]"),
     ("mistral", "[TOOL_CALLS]"),
+    ("phi4_mini_json", "from functools import cache; functools[cache"),
+    ("granite", '[{"name": "Bob", "arguments": {}}]'),
+    ("granite", "[1, 2] and <tool_call>nothing"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>none"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```python\n{}"),
+    ("qwen3_xml", "<tool_call>\n<function=f g></function>"),
+    ("qwen3_xml", "a <function> of x"),
+    ("glm45", "<tool_call>f g</tool_call>"),
+    ("glm45", "<tool_call>f<arg_kex>"),
+    ("llama4_pythonic", "[1, 2, 3]"),
+    ("llama4_pythonic", "[unknown(a=1)]"),
+    ("llama4_pythonic", "<|python_start|>print('x')<|python_end|>"),
+    ("llama4_pythonic", "f(a=1)"),
+    ("openai", "no marks at < all"),
 ]
 
 
@@ -179,11 +265,17 @@ def test_required_calls_are_parsed_from_the_json_of_the_grammar() -> None:
     assert read(NamedParser, '{"city": "R', eager=False, names=frozenset({"f"})) == ('{"city": "R', [])
 
 
-FRAGMENTS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", ONE, TWO, ONE[:20],
-     TWO[:40], "[", "]", "{", "}", ",", ";", " ", "\n", "f", '"name"', ":", '"arguments"', '"parameters"', '"f"', '"',
-     "\\", "<", "text", "\\ud83d", "1e5", "-", "null", "é"]
-)  # fmt: skip
+UNTAGGED = [kind for name, kind in FORMATS.items() if name != "openai"]
+"""Formats without marks around all text."""
+FRAGMENTS = st.sampled_from([
+    "functools", "<|tool_call|>", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>",
+    "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>", "```json", "```", "<｜tool▁call▁end｜>", "<|channel|>", "<|message|>", "<|start|>",
+    "<|end|>", "<|call|>", "analysis", " to=functions.f", "<|python_start|>", "f(", "a=", "'x'", ")", "(1,)",
+    "True", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[CALL_ID]", ONE, TWO,
+    ONE[:20], TWO[:40], "[", "]", "{", "}", ",", ";", " ", "\n", "f", '"name"', ":", '"arguments"',
+    '"parameters"', '"f"', '"', "\\", "<", "text", "\\ud83d", "1e5", "-", "null", "é",
+])  # fmt: skip
 KINDS = st.sampled_from([*FORMATS.values(), RequiredParser])
 
 
@@ -200,7 +292,57 @@ def test_result_does_not_depend_on_the_cuts(
     )
 
 
-@given(KINDS, st.lists(FRAGMENTS, max_size=12).map("".join))
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
+def test_every_cut_in_two_gives_the_same_result(
+    name: str, text: str, content: str, calls: list[tuple[str, str]], eager: bool
+) -> None:
+    for cut in range(1, len(text)):
+        assert joined(events(FORMATS[name], [text[:cut], text[cut:]], eager)) == (content, calls)
+
+
+def test_reasoning_of_gpt_oss_is_that_of_the_channel_analysis() -> None:
+    found = events(FORMATS["openai"], list(HARMONY))
+    assert "".join(event.text for event in found if isinstance(event, Reasoning)) == "Think < hard."
+
+
+@pytest.mark.parametrize(
+    ("text", "json_text"),
+    [
+        ("-.5e3", "-0.5e3"),
+        ("+7", "7"),
+        ("1.", "1.0"),
+        ("'\\ud83d\\ude00\\x41\\q'", '"😀A\\\\q"'),
+        ("[[], {}, ()]", "[[], {}, []]"),
+    ],
+)
+def test_python_literals_as_json(text: str, json_text: str) -> None:
+    assert literal_json(text) == json_text
+
+
+@pytest.mark.parametrize(
+    "text", ["007", ".", "1 2", "{1: 2}", "[1", "'a\nb'", "print", "{'a' 1}", "[" * 1000]
+)
+def test_text_that_is_no_python_literal(text: str) -> None:
+    with pytest.raises(ParseError):
+        literal_json(text)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+NUMBERS = st.integers(-(10**18), 10**18) | st.floats(allow_nan=False, allow_infinity=False)
+PYTHON_VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(PYTHON_VALUES)
+def test_every_python_literal_becomes_its_json(value: object) -> None:
+    assert json.loads(literal_json(repr(value))) == value
+
+
+@given(st.sampled_from([*UNTAGGED, RequiredParser]), st.lists(FRAGMENTS, max_size=12).map("".join))
 def test_no_text_is_lost_and_calls_are_complete(kind: type[ToolParser], text: str) -> None:
     content, calls = read(kind, text, eager=False)
     for _, arguments in calls:

@@ -1,0 +1,43 @@
+"""DeepSeek V3: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a fence with JSON, `<｜tool▁call▁end｜>`."""
+
+from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.text_buffer import ParseError, Parsing
+from services.frontend.tools.parser import MAX_HELD, NAME, ToolParser
+
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+class DeepSeekV3Parser(ToolParser):
+    markers = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
+
+    def _read(self) -> Parsing[None]:
+        while (yield from self._content_until(_CALLS)):
+            yield from self._attempt(self._calls())
+
+    def _calls(self) -> Parsing[None]:
+        buffer = self._buffer
+        yield from buffer.past_space()
+        yield from read_word(buffer, _CALL)
+        while True:
+            yield from self._fenced()
+            buffer.keep(MAX_HELD)
+            yield from buffer.past_space()
+            yield from read_word(buffer, _FENCE)
+            yield from buffer.past_space()
+            yield from read_word(buffer, _CALL_END)
+            yield from buffer.past_space()
+            if (yield from read_one_of(buffer, (_CALL, _CALLS_END))) == _CALLS_END:
+                return
+            buffer.keep(MAX_HELD)
+
+    def _fenced(self) -> Parsing[None]:
+        yield from self._short(_SEPARATOR)  # the kind, which is "function"
+        name = yield from self._short("\n")
+        if NAME.fullmatch(name) is None:
+            raise ParseError
+        yield from self._buffer.past_space()
+        yield from read_word(self._buffer, f"{_FENCE}json")
+        yield from self._object(name)
+        self._end()

@@ -1,0 +1,14 @@
+"""Granite 3: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, with `<tool_call>` later, or without a mark."""
+
+from services.frontend.parsing.text_buffer import Parsing
+from services.frontend.tools.parser import MAX_HELD, ToolParser
+
+
+class GraniteParser(ToolParser):
+    markers = ("<|tool_call|>", "<tool_call>")
+
+    def _read(self) -> Parsing[None]:
+        self._buffer.keep(MAX_HELD)
+        yield from self._attempt(self._list(strict=True))
+        while (yield from self._content_until(*self.markers)):
+            yield from self._attempt(self._list())

@@ -1,0 +1,77 @@
+"""gpt-oss: messages `<|start|>ROLE<|channel|>CHANNEL to=RECIPIENT<|message|>TEXT<|end|>`.
+
+The channel `analysis` is reasoning, a message to `functions.NAME` is a call, all others are content. Source of the
+format: OpenAI's description of the Harmony response format.
+"""
+
+import re
+from collections.abc import Callable
+
+from services.frontend.parsing.events import Reasoning
+from services.frontend.parsing.json_reader import read_one_of
+from services.frontend.parsing.text_buffer import ParseError, Parsing
+from services.frontend.tools.parser import MAX_HELD, ToolParser
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_HEADS = (_START, _CHANNEL)
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", *_HEADS)
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,128})")
+_NAME_OF_CHANNEL = re.compile(r"\s*(\w*)")
+
+
+class HarmonyParser(ToolParser):
+    markers = (_CHANNEL, _START, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+    is_for_all_answers = True
+
+    def _read(self) -> Parsing[None]:
+        while marker := (yield from self._content_until(*_ENDS)):
+            while marker in _HEADS:
+                marker = yield from self._message(marker)
+            self._buffer.drop_kept()
+
+    def _message(self, marker: str) -> Parsing[str]:
+        """Read one message after its first mark. Return the mark that ended it, "" at the end of the text."""
+        buffer = self._buffer
+        try:
+            header = marker + (yield from self._until(_MESSAGE))
+        except ParseError:
+            self._break()
+            return ""
+        channel = _NAME_OF_CHANNEL.match(header.rpartition(_CHANNEL)[2])
+        if (recipient := _RECIPIENT.search(header)) is not None:
+            buffer.keep(MAX_HELD)
+            yield from self._attempt(self._function(recipient[1]))
+            return (yield from self._text(self._after_call))
+        buffer.drop_kept()
+        is_reasoning = _CHANNEL in header and channel is not None and channel[1] == "analysis"
+        return (yield from self._text(self._reasoning if is_reasoning else self._content))
+
+    def _function(self, name: str) -> Parsing[None]:
+        yield from self._object(name)
+        self._end()
+
+    def _text(self, add: Callable[[str], None]) -> Parsing[str]:
+        """Read the text of a message up to and with its end."""
+        buffer = self._buffer
+        while True:
+            if text := buffer.until("<"):
+                add(text)
+            char = yield from buffer.peek()
+            if char != "<":
+                if not char:
+                    return ""
+                continue
+            buffer.keep()
+            try:
+                return (yield from read_one_of(buffer, _ENDS))
+            except ParseError:
+                add(buffer.kept())
+            finally:
+                buffer.drop_kept()
+
+    def _reasoning(self, text: str) -> None:
+        self._events.append(Reasoning(text))
+
+    def _after_call(self, text: str) -> None:
+        if text.strip():
+            self._content(text)

@@ -1,0 +1,69 @@
+"""Llama 4: `[name(key="value", other=[1, 2]), ...]`, alone or between `<|python_start|>` and `<|python_end|>`."""
+
+import re
+
+from services.frontend.parsing.json_reader import read_word
+from services.frontend.parsing.python_reader import read_literal
+from services.frontend.parsing.text_buffer import ParseError, Parsing
+from services.frontend.tools.parser import MAX_HELD, MAX_NAME, ToolParser
+
+_WORD = re.compile("[a-zA-Z0-9_.-]*")
+
+
+class Llama4PythonicParser(ToolParser):
+    markers = ("<|python_start|>", "<|python_end|>")
+
+    def _read(self) -> Parsing[None]:
+        opening, _ = self.markers
+        self._buffer.keep(MAX_HELD)
+        yield from self._attempt(self._calls(strict=True))
+        while marker := (yield from self._content_until(*self.markers)):
+            if marker == opening:
+                yield from self._attempt(self._calls(strict=False))
+            elif self._is_after_call:
+                self._is_after_call = False
+                self._buffer.drop_kept()
+            else:
+                self._break()
+
+    def _calls(self, strict: bool) -> Parsing[None]:
+        """`strict`: names must be known, as nothing else marks these as calls."""
+        buffer = self._buffer
+        yield from buffer.past_space()
+        yield from read_word(buffer, "[")
+        while True:
+            yield from buffer.past_space()
+            name = yield from self._word()
+            if strict and name not in self._names:
+                raise ParseError
+            yield from read_word(buffer, "(")
+            self._start_object(name)
+            yield from self._keywords()
+            self._end_object()
+            buffer.keep(MAX_HELD)
+            if (yield from buffer.past_space()) == "]":
+                buffer.skip()
+                return
+            yield from read_word(buffer, ",")
+
+    def _keywords(self) -> Parsing[None]:
+        buffer = self._buffer
+        while (yield from buffer.past_space()) != ")":
+            key = yield from self._word()
+            yield from buffer.past_space()
+            yield from read_word(buffer, "=")
+            value = yield from read_literal(buffer)
+            self._add_argument(key, value)
+            if (yield from buffer.past_space()) != ")":
+                yield from read_word(buffer, ",")
+        buffer.skip()
+
+    def _word(self) -> Parsing[str]:
+        text = ""
+        while (yield from self._buffer.peek()) and (more := self._buffer.run(_WORD)):
+            text += more
+            if len(text) > MAX_NAME:
+                raise ParseError
+        if not text:
+            raise ParseError
+        return text

@@ -1,0 +1,39 @@
+"""Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+
+from services.frontend.parsing.json_reader import read_one_of, read_word
+from services.frontend.parsing.text_buffer import Parsing
+from services.frontend.tools.parser import ToolParser
+from services.frontend.tools.values import value_json
+
+_FUNCTION = "<function="
+
+
+class Qwen3XMLParser(ToolParser):
+    markers = ("<tool_call>", "</tool_call>")
+
+    def _read(self) -> Parsing[None]:
+        opening, _ = self.markers
+        while marker := (yield from self._content_until(*self.markers, _FUNCTION)):
+            if marker in (opening, _FUNCTION):
+                yield from self._attempt(self._function(marker == opening))
+            elif self._is_after_call:
+                self._is_after_call = False
+                self._buffer.drop_kept()
+            else:
+                self._break()
+
+    def _function(self, has_tag: bool) -> Parsing[None]:
+        if has_tag:
+            yield from self._buffer.past_space()
+            yield from read_word(self._buffer, _FUNCTION)
+        name = yield from self._short(">")
+        self._start_object(name)
+        while True:
+            yield from self._buffer.past_space()
+            if (yield from read_one_of(self._buffer, ("<parameter=", "</function>"))) == "</function>":
+                break
+            key = yield from self._short(">")
+            value = yield from self._until("</parameter>")
+            text = value.removeprefix("\n").removesuffix("\n")
+            self._add_argument(key, value_json(text, key, self._parameters.get(name)))
+        self._end_object()
