@@ -3,10 +3,13 @@
 import re
 import secrets
 import string
+from collections.abc import Mapping
+from typing import Any
 
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
 from services.frontend.tools.parser import NAME, ToolParser
+from services.frontend.tools.schema import list_format
 
 _WORD = re.compile("[a-zA-Z0-9_.-]*")
 
@@ -17,6 +20,10 @@ class MistralParser(ToolParser):
     def _id(self) -> str:
         """Return an id of the only form that Mistral's templates accept."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    @classmethod
+    def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
+        return list_format("[TOOL_CALLS]", tools, max_calls)
 
     def _read(self) -> Parsing[None]:
         while (yield from self._content_until("[TOOL_CALLS]")):

@@ -73,6 +73,17 @@ class ToolParser(ABC):
         self._parsing: Generator[None, None, None] = self._read()
         next(self._parsing)
 
+    @classmethod
+    def grammar(cls, tools: Mapping[str, Any], max_calls: int | None) -> dict[str, Any] | None:
+        """Return the calls of these tools as a format of structural tags; None, if the format has no grammar.
+
+        Args:
+            tools: JSON schema of each tool's arguments.
+
+        Raises: TooDeep
+        """
+        return None
+
     def push(self, text: str) -> list[ParsedEvent]:
         if not text:
             return []

@@ -23,26 +23,44 @@ def arguments_schema(parameters: JSON | None) -> JSON:
     return {**_object(parameters), "x-guidance": _FORM}
 
 
-def calls_schema(tools: Mapping[str, JSON | None], max_calls: int | None) -> JSON:
-    """Return the schema of an array of calls, each with the name and the parameters of one tool. Raises: TooDeep"""
+def calls_schema(tools: Mapping[str, JSON | None], max_calls: int | None, key: str = "parameters") -> JSON:
+    """Return the schema of an array of calls, each with the name and the parameters of one tool.
+
+    Args:
+        key: name of the member with the parameters.
+
+    Raises: TooDeep
+    """
     schemas = {f"tool{i}": _object(parameters) for i, parameters in enumerate(tools.values())}
+    parameters_of = {name: {"$ref": f"#/$defs/{each}"} for name, each in zip(tools, schemas, strict=True)}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{key}"}},
-            "required": ["name", "parameters"],
+            "properties": {"name": {"const": name}, key: parameters},
+            "required": ["name", key],
             "additionalProperties": False,
         }
-        for name, key in zip(tools, schemas, strict=True)
+        for name, parameters in parameters_of.items()
     ]
     return {
         "type": "array",
         "minItems": 1,
         **({} if max_calls is None else {"maxItems": max_calls}),
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
-        "$defs": {key: _moved(schema, f"#/$defs/{key}", 0) for key, schema in schemas.items()},
+        "$defs": {name: _moved(each, f"#/$defs/{name}", 0) for name, each in schemas.items()},
         "x-guidance": _FORM,
     }
+
+
+def json_format(schema: JSON) -> JSON:
+    """Return the part of a structural tag that is JSON, in the form in which chat templates write it."""
+    return {"type": "json_schema", "json_schema": {"x-guidance": _FORM} | schema}
+
+
+def list_format(mark: str, tools: Mapping[str, JSON | None], max_calls: int | None) -> JSON:
+    """Return the format of `mark` and an array of calls with "arguments". Raises: TooDeep"""
+    calls = json_format(calls_schema(tools, max_calls, "arguments"))
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": mark}, calls]}
 
 
 def _object(parameters: JSON | None) -> JSON:

@@ -307,7 +307,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "nobody",
     ),
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "tool_choice"),
-    ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "call"),
+    (
+        {"tools": TOOLS, "structured_outputs": {"grammar": 'start: "a"'}},
+        "structured_outputs",
+        "this form of content",
+    ),
     (
         {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
         "tool_choice",

@@ -8,6 +8,7 @@ from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputPa
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.schemas.requests import BaseGenerationRequest, ResponseFormat, StructuredOutputs
+from services.frontend.tools.schema import json_format
 
 _FIELDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OBJECT = {"type": "object"}
@@ -43,6 +44,24 @@ def structured_params(body: BaseGenerationRequest) -> StructuredOutputParams | N
             f"{name} has {len(text)} characters as text; at most {MAX_GRAMMAR_CHARS} are allowed", name
         )
     return StructuredOutputParams(kind, text)
+
+
+def as_tag_format(params: StructuredOutputParams) -> dict[str, Any] | None:
+    """Return the constraint as a part of a structural tag; None, if it cannot be one. Raises: APIError"""
+    match params.kind:
+        case GrammarKind.JSON:
+            return json_format(_decoded(params.text))
+        case GrammarKind.JSON_OBJECT:
+            return json_format(_OBJECT)
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": params.text}
+        case GrammarKind.CHOICE:
+            choices = msgspec.json.decode(params.text, type=list[str])
+            return {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": choice} for choice in choices],
+            }
+    return None
 
 
 def _from_format(format: ResponseFormat) -> tuple[GrammarKind, str] | None:
@@ -136,11 +155,14 @@ def _schema(value: str | dict[str, Any], spaces: dict[str, Any]) -> str:
     """Return the schema's text, with the options for whitespace under the key that the compiler reads."""
     if not spaces:
         return value if isinstance(value, str) else json_text(value)
-    if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value, type=dict[str, Any])
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise invalid(
-                f"structured_outputs.json is not a JSON schema: {error!s:.200}", "structured_outputs"
-            ) from None
-    return json_text({**value, "x-guidance": spaces})
+    return json_text({**(_decoded(value) if isinstance(value, str) else value), "x-guidance": spaces})
+
+
+def _decoded(schema: str) -> dict[str, Any]:
+    """Raises: APIError"""
+    try:
+        return msgspec.json.decode(schema, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise invalid(
+            f"structured_outputs.json is not a JSON schema: {error!s:.200}", "structured_outputs"
+        ) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputParams
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
-from services.frontend.openai.parameters.structured import constraint_field
+from services.frontend.openai.parameters.structured import as_tag_format, constraint_field, structured_params
 from services.frontend.openai.schemas.requests import ChatRequest, NamedTool
 from services.frontend.tools import schema
 from services.frontend.tools.forced import NamedParser, RequiredParser
@@ -62,12 +62,8 @@ class ToolChoice:
                     'without them tool_choice can be "none", "required" or a function',
                     "tool_choice",
                 )
-            if (constrained := constraint_field(body)) is not None:
-                raise invalid(
-                    f'{constrained} leaves no room for a call; leave it out, or use another tool_choice than "auto"',
-                    constrained,
-                )
-            return cls(Mode.AUTO, frozenset(tools), max_calls, None, model_format, tools)
+            grammar = _either(body, model_format, tools, max_calls)
+            return cls(Mode.AUTO, frozenset(tools), max_calls, grammar, model_format, tools)
         return cls._forced(body, given, tools, max_calls)
 
     @classmethod
@@ -108,7 +104,36 @@ def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
     return tools
 
 
-def _grammar(content: schema.JSON) -> StructuredOutputParams:
+def _either(
+    body: ChatRequest,
+    model_format: type[ToolParser],
+    tools: Mapping[str, schema.JSON | None],
+    max_calls: int | None,
+) -> StructuredOutputParams | None:
+    """Return the grammar of an answer that is either content in the body's form, or calls; None without such a form.
+
+    Raises: APIError
+    """
+    field, constraint = constraint_field(body), structured_params(body)
+    if field is None or constraint is None:
+        return None
+    content = as_tag_format(constraint)
+    try:
+        calls = model_format.grammar(tools, max_calls)
+    except schema.TooDeep as error:
+        raise invalid(f"tools: parameters are nested too deeply: {error}", "tools") from None
+    if content is None or calls is None:
+        what = "this format of calls" if calls is None else "this form of content"
+        raise invalid(
+            f'{what} cannot be combined with {field} and tool_choice "auto"; use another tool_choice, or leave {field} '
+            "out",
+            field,
+        )
+    either = {"type": "structural_tag", "format": {"type": "or", "elements": [content, calls]}}
+    return _grammar(either, GrammarKind.STRUCTURAL_TAG)
+
+
+def _grammar(content: schema.JSON, kind: GrammarKind = GrammarKind.JSON) -> StructuredOutputParams:
     """Raises: APIError"""
     try:
         text = json_text(content)
@@ -119,4 +144,4 @@ def _grammar(content: schema.JSON) -> StructuredOutputParams:
             f"tools: as a grammar they have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are possible",
             "tools",
         )
-    return StructuredOutputParams(GrammarKind.JSON, text)
+    return StructuredOutputParams(kind, text)

@@ -11,7 +11,8 @@ from services.scheduler.grammar.limits import MAX_ALTERNATIVES, MAX_DEPTH
 from services.scheduler.grammar.translate.json_schema import check_schema, schema_to_grammar
 from services.scheduler.grammar.translate.json_text import parse_json
 from services.scheduler.grammar.translate.regex import check_lark, check_regex, ecma_classes
-from services.scheduler.grammar.translate.structural_tags import IsSpecial, tags_to_lark
+from services.scheduler.grammar.translate.structural_tags import tags_to_lark
+from services.scheduler.grammar.translate.tag_formats import IsSpecial
 
 KIND_NAMES = {
     GrammarKind.JSON: "JSON schema",

@@ -44,6 +44,54 @@ SPECIAL_TAG = {
     "structures": [{"begin": "<|user|>", "schema": TOOL, "end": "<|assistant|>"}],
     "triggers": ["<|user|>"],
 }
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+ADD = {"type": "tag", "begin": "<add>", "content": NUMBER, "end": "</add>"}
+SHOUT = {"type": "tag", "begin": "<say>", "content": {"type": "any_text"}, "end": "</say>"}
+ONE_TAG = {"at_least_one": True, "stop_after_first": True}
+FORMATS: list[tuple[dict[str, object], list[str], list[str]]] = [
+    ({"type": "const_string", "value": 'a"\n'}, ['a"\n'], ["", "a"]),
+    ({"type": "regex", "pattern": "[a-c]+/\\d"}, ["ab/7", "c/0"], ["ab7", "d/7"]),
+    ({"type": "or", "elements": [NUMBER, ADD]}, ["7", "<add>-3</add>"], ["", "<add></add>", "7<add>3</add>"]),
+    (
+        {"type": "sequence", "elements": [ADD, {"type": "any_text"}]},
+        ["<add>1</add>", "<add>1</add> so"],
+        ["so", ""],
+    ),
+    (SHOUT, ["<say></say>", "<say>a < b</say>"], ["<say>", "<say>a</say> b", "say"]),
+    ({**ADD, "end": ["</add>", "!"]}, ["<add>1</add>", "<add>1!"], ["<add>1", "<add>1?"]),
+    (
+        {"type": "triggered_tags", "triggers": ["<add", "<say>"], "tags": [ADD, SHOUT]},
+        ["", "text", "a <add>1</add> b <say>x</say>"],
+        ["<add>x", "<add"],
+    ),
+    (
+        {
+            "type": "triggered_tags",
+            "triggers": ["<add>"],
+            "tags": [ADD],
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        ["<add>1</add>", "so <add>1</add>"],
+        ["", "so", "<add>1</add> so"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [ADD], "separator": ", "},
+        ["", "<add>1</add>", "<add>1</add>, <add>2</add>"],
+        ["<add>1</add>, ", "<add>1</add><add>2</add>"],
+    ),
+    (
+        {
+            "type": "tags_with_separator",
+            "tags": [ADD],
+            "separator": ";",
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        ["<add>1</add>"],
+        ["", "<add>1</add>;<add>2</add>"],
+    ),
+]
 GBNF = 'root ::= greeting " " name # a comment\ngreeting ::= "hello" | "bye"\nname ::= [a-z]+\n'
 LARK = 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/\n'
 
@@ -81,6 +129,17 @@ def test_each_kind_matches_its_language_only(
         assert matches(compiler.grammar(kind, text), answer), answer
     for answer in bad:
         assert not matches(compiler.grammar(kind, text), answer), answer
+
+
+@pytest.mark.parametrize(("format", "good", "bad"), FORMATS, ids=[str(f["type"]) for f, _, _ in FORMATS])
+def test_each_format_of_structural_tags(
+    compiler: CompilerClient, format: dict[str, object], good: list[str], bad: list[str]
+) -> None:
+    text = json.dumps({"type": "structural_tag", "format": format})
+    for answer in good:
+        assert matches(compiler.grammar(GrammarKind.STRUCTURAL_TAG, text), answer), answer
+    for answer in bad:
+        assert not matches(compiler.grammar(GrammarKind.STRUCTURAL_TAG, text), answer), answer
 
 
 def test_tag_with_a_special_token_as_trigger_matches_the_token(compiler: CompilerClient) -> None:
@@ -177,7 +236,11 @@ def test_schema_may_set_whitespace_and_separators(
         (GrammarKind.GRAMMAR, "root ::= a b ::", "cannot be read as GBNF"),
         (GrammarKind.GRAMMAR, "", "the grammar cannot be used"),
         (GrammarKind.STRUCTURAL_TAG, "{}", 'needs lists of "structures" and "triggers"'),
-        (GrammarKind.STRUCTURAL_TAG, '{"format": {}}', '"format" are not served'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {}}', "has formats of the types const_string, "),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "grammar", "grammar": "x"}}', "not 'grammar'"),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "any_text", "excludes": ["a"]}}', '"excludes" of a'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "or", "elements": []}}', 'needs 1 to 128 "elements"'),
+        (GrammarKind.STRUCTURAL_TAG, '{"format": {"type": "tag", "begin": "a"}}', 'each tag needs a text "begin"'),
         (GrammarKind.STRUCTURAL_TAG, '{"structures": [{}], "triggers": ["<"]}', 'needs texts "begin" and "end"'),
         (
             GrammarKind.STRUCTURAL_TAG,
