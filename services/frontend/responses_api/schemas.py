@@ -176,6 +176,8 @@ class ResponsesRequest(BaseRequest):
         "top_logprobs": (0,),
         "truncation": ("disabled",),
         "context_management": ([],),
+        "access_programs": ({},),
+        "image": ({},),
         "moderation": (),
         "previous_input_messages": ([],),
         "enable_response_messages": (False,),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.checkpoint import DEMO_MODEL
 from services.cli.command_help import ORDER
 from services.cli.vllm_names import HINTS
 from services.config import OMITTED, ServeConfig
@@ -148,6 +149,22 @@ def test_config_show_prints_a_file_that_config_accepts(
     second = run_command(capsys, "config", "show", "--config", str(again))
     assert second.status == 0, second.stderr
     assert yaml.safe_load(second.stdout) == yaml.safe_load(first.stdout)
+
+
+def test_config_show_prints_what_follows_from_model_and_machine(capsys: Capture) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    done = run_command(
+        capsys, "config", "show", str(DEMO_MODEL), "--speculative-config", drafts, "--threads", "3"
+    )
+    assert f"speculative-config: {drafts}  # flag --speculative-config\n" in done.stdout
+    resolved = dict(
+        line[2:-12].split(": ", 1) for line in done.stdout.splitlines() if line.endswith("  # resolved")
+    )
+    assert resolved.pop("kv-cache-memory-bytes").isdigit()
+    assert resolved == {
+        "batching-policy": '"chunked"', "batch-queue-depth": "2", "served-model-name": '["demo_model"]',
+        "max-model-len": "2048", "dtype": '"float32"',
+    }  # fmt: skip
 
 
 def test_config_show_prints_no_secrets(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
