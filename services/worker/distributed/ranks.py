@@ -1,9 +1,10 @@
-"""The process groups of one epoch: torch.distributed with gloo, on the CPU.
+"""The process groups of one epoch: torch.distributed with gloo, on the CPU, and shared memory where ranks can map it.
 
 Nothing here is global: an epoch has its own store and groups, and the next one starts from nothing. The messages within
 a group are in tensor_parallel.py and pipeline.py. Groups on CUDA devices (NCCL) are not supported and refused by name.
 """
 
+import logging
 import os
 import queue
 import socket
@@ -20,8 +21,11 @@ from protocol.membership import Assignment
 from services.worker.distributed.messages import MessageWaiter, Peers
 from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.rendezvous import local_address
+from services.worker.distributed.shared_memory import SharedMemory
 from services.worker.distributed.tensor_parallel import TensorParallelGroup
 from services.worker.runner import RanksLost
+
+log = logging.getLogger("runahead.worker")
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """Time limit for all ranks to join."""
@@ -62,6 +66,7 @@ class Ranks:
         self._others = sockets()
         """Sockets of other owners. Until the ranks have joined, every socket beside these belongs to the groups."""
         self._ours: set[str] | None = None
+        self._memory: SharedMemory | None = None
 
     @property
     def is_output(self) -> bool:
@@ -108,7 +113,13 @@ class Ranks:
         on_this_machine = count_on_this_machine(store, assignment)
         address, shard = local_address(assignment.rendezvous.rpartition(":")[0]), self.shard
         stage, size = f"tp{shard.pp_rank}", shard.tensor_parallel_size
-        tensor_parallel = TensorParallelGroup(self._peers(store, stage, shard.tp_rank, size, address))
+        peers, memory = self._peers(store, stage, shard.tp_rank, size, address), None
+        if peers is not None:
+            memory = SharedMemory.join(_c10d.PrefixStore(f"{stage}/memory", store), shard.tp_rank, size)
+            if memory is None:
+                log.info("the tensor-parallel ranks cannot share memory; they exchange messages through gloo")
+        self._memory = memory
+        tensor_parallel = TensorParallelGroup(peers, memory)
         column, size = f"pp{shard.tp_rank}", shard.pipeline_parallel_size
         pipeline = PipelineGroup(self._peers(store, column, shard.pp_rank, size, address))
         return _Joined(tensor_parallel, pipeline, on_this_machine, store)
@@ -131,6 +142,8 @@ class Ranks:
         """
         self._aborted.set()
         self._waiter.abort()
+        if self._memory is not None:
+            self._memory.abort()
         self._outcome.put(RanksLost("aborted"))
         shut_down(sockets() - self._others if self._ours is None else self._ours & sockets())
 
