@@ -150,13 +150,13 @@ class SharedMemory:
 
         Raises: RanksLost
         """
-        word, before = self._numbers[rank], (number - 1) % _NUMBERS
-        while word.value == before:
+        word = self._numbers[rank]
+        while ((found := word.value) - number) % _NUMBERS > 1:
             if self._left[rank].value:
                 raise RanksLost("another rank has left the epoch")
             if self._aborted.is_set():
                 raise RanksLost("the epoch ended while ranks waited for one another")
-            if _sleep(word, before) and self._ended.poll(0) and word.value == before:
+            if _sleep(word, found) and self._ended.poll(0) and word.value == found:
                 raise RanksLost("the process of another rank has ended")
 
     def abort(self) -> None:
