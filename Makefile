@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile
 INSTALL_PINNED := $(INSTALL) --constraint deploy/constraints.txt --editable
 
-.PHONY: setup serve images test test-avx2 test-docker setup-vllm test-vllm check bench soak clean
+.PHONY: setup serve images test test-avx2 test-docker test-clients setup-vllm test-vllm check bench soak clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,18 @@ test-avx2: $(STAMP)
 # Builds and tests the images and the stack of docker-compose.yml. As root on Debian it installs Docker if it is missing.
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
+
+# Real clients of the API, in an environment of their own. Not part of CI.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	@echo "Installing clients into $(CLIENTS); the first time takes some minutes."
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --requirement $<
+	@touch $@
+
+test-clients: $(SERVING) $(CLIENTS)/.installed
+	PYTHONPATH=. $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . tests/clients $(ARGS)
 
 setup-vllm: $(VLLM)/.installed
 
