@@ -1,6 +1,8 @@
 """Checks of the configuration before any service starts."""
 
+import importlib.util
 import ipaddress
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -8,7 +10,14 @@ from pathlib import Path
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
 from services.cli.settings import ConfigurationError
-from services.config import HttpConfig, ServeConfig
+from services.config import FrontendConfig, HttpConfig, ServeConfig
+
+TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+EXPORTERS = {
+    "grpc": ("opentelemetry.exporter.otlp.proto.grpc", "grpc"),
+    "http/protobuf": ("opentelemetry.exporter.otlp.proto.http", "requests"),
+}
+"""Modules that each protocol needs."""
 
 
 def check_model(model: str) -> None:
@@ -86,6 +95,33 @@ def check_tls(config: HttpConfig) -> None:
         files = config.ssl_ca_certs if name == "--ssl-ca-certs" else config.ssl_certfile
         key = f" with key {config.ssl_keyfile}" if config.ssl_keyfile and files == config.ssl_certfile else ""
         raise ConfigurationError(f"{name}: cannot use {files}{key}: {_plain(reason)}") from None
+
+
+def check_traces(config: FrontendConfig | ServeConfig) -> None:
+    """Check that traces can be exported if they are enabled.
+
+    Raises:
+        ConfigurationError: the OpenTelemetry packages are not installed, or the protocol is unknown.
+    """
+    if config.otlp_traces_endpoint is None:
+        return
+    protocol = os.environ.get(TRACES_PROTOCOL, "grpc")
+    if protocol not in EXPORTERS:
+        raise ConfigurationError(f"{TRACES_PROTOCOL} is {protocol!r}; use {' or '.join(EXPORTERS)}")
+    missing = [name for name in ("opentelemetry.sdk", *EXPORTERS[protocol]) if not _is_installed(name)]
+    if missing:
+        raise ConfigurationError(
+            f"--otlp-traces-endpoint needs packages that are not installed ({', '.join(missing)}); "
+            "install the extra: pip install 'runahead-engine[otel]'"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    """Look for a module without importing it: threads of an imported one would not survive a fork."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that contains it
+        return False
 
 
 def _plain(reason: str | None) -> str:

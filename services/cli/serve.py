@@ -11,7 +11,14 @@ from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
 from services.cli.model_check import check_sizes
-from services.cli.preflight import check_files, check_model, check_tls, free_port, warning
+from services.cli.preflight import (
+    check_files,
+    check_model,
+    check_tls,
+    check_traces,
+    free_port,
+    warning,
+)
 from services.cli.readiness import FrontendProbe, LoadingState
 from services.cli.settings import PREFIX
 from services.cli.supervisor import Supervisor
@@ -46,6 +53,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_tls(config)
     check_files(config)
     check_sizes(config)
+    check_traces(config)
     if config.uds is None:
         config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display(config.log_format)

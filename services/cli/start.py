@@ -44,8 +44,10 @@ def start(config: ServiceConfig) -> int:
 def _entry_point(config: ServiceConfig) -> Callable[[], int]:
     match config:
         case FrontendConfig():
+            from services.cli.preflight import check_traces
             from services.frontend.service import run as run_frontend
 
+            check_traces(config)
             with_key_file = with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():

@@ -65,6 +65,13 @@ class FrontendConfig(HttpConfig):
         description="Keep answers of /v1/responses in memory for an hour, at most 64 MiB, so that a request can "
         "continue one by previous_response_id.",
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]+",
+        description="Endpoint for OpenTelemetry traces of requests, such as http://localhost:4317. The variable "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses grpc (default) or http/protobuf, whose endpoint ends with "
+        "/v1/traces. Needs the extra otel. Default: none.",
+    )
     enable_auto_tool_choice: bool = Field(
         False, description="Let the model decide whether to call a tool. Needs --tool-call-parser."
     )

@@ -24,6 +24,7 @@ from services.frontend.openai.schemas import openapi
 from services.frontend.openai.scores import ScoreEndpoints
 from services.frontend.responses_api.endpoints import ResponsesEndpoints
 from services.frontend.responses_api.store import ResponseStore
+from services.frontend.traces import TraceExporter
 
 log = logging.getLogger("runahead.frontend")
 
@@ -40,7 +41,13 @@ _LOADING_PHASES = frozenset({"loading weights", "weights", "simulated model"})
 """Texts of the engine that every client may see."""
 
 
-def build(config: FrontendConfig, model: ServedModel, engine: EngineClient, metrics: Metrics) -> FastAPI:
+def build(
+    config: FrontendConfig,
+    model: ServedModel,
+    engine: EngineClient,
+    metrics: Metrics,
+    traces: TraceExporter | None = None,
+) -> FastAPI:
     app = FastAPI(title="Runahead", docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_probes(app, engine, metrics)
@@ -49,7 +56,7 @@ def build(config: FrontendConfig, model: ServedModel, engine: EngineClient, metr
     if config.enable_admin_routes:
         _add_admin(app, engine)
     _add_document(app, config.enable_admin_routes, closed=config.unknown_parameters == "refuse")
-    answering, bodies = Answering(engine, model, metrics), BodyParser(config.unknown_parameters)
+    answering, bodies = Answering(engine, model, metrics, traces), BodyParser(config.unknown_parameters)
     Endpoints(answering, bodies).add_to(app)
     MessagesEndpoints(answering, bodies).add_to(app)
     store = ResponseStore() if config.response_store else None

@@ -1,9 +1,24 @@
-"""Numbers of one HTTP request for its log line."""
+"""Numbers of one HTTP request for its log line and its trace."""
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.requests import Finish
+from protocol.sampling import SamplingParams
+
+
+class ChoiceTimes(NamedTuple):
+    """Times and counts of one choice that has ended; monotonic seconds."""
+
+    submitted: float
+    first_token: float | None
+    ended: float
+    reason: str
+    """OpenAI's `finish_reason`."""
+    output_tokens: int
+    end: Finish | None
+    """None if a stop string ended the choice before the engine did."""
 
 
 @dataclass(slots=True)
@@ -17,19 +32,23 @@ class RequestSummary:
     first_token: float | None = None
     """Time to the first token of any choice, seconds."""
 
+    params: SamplingParams | None = None
+    """Those of the first choice."""
+    choices: list[ChoiceTimes] | None = None
+    """None, if no traces are exported."""
+
     def on_first_token(self, now: float) -> None:
         if self.first_token is None:
             self.first_token = now - self.started
 
-    def on_finish(self, end: Finish | None, output_tokens: int) -> None:
-        """Add one choice.
-
-        Args:
-            end: None if a stop string ended the choice before the engine did.
-        """
-        self.output_tokens += output_tokens
+    def on_choice(self, choice: ChoiceTimes) -> None:
+        """Add a choice that has ended."""
+        self.output_tokens += choice.output_tokens
+        end = choice.end
         if end is not None and end.times is not None and end.times.scheduled:
             self.queued = max(self.queued or 0.0, end.times.scheduled - end.times.queued)
+        if self.choices is not None:
+            self.choices.append(choice)
 
     def text(self, now: float) -> str:
         """Return the numbers that are known, for people. `now`: monotonic seconds."""

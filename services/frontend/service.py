@@ -24,6 +24,7 @@ from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
+from services.frontend.traces import TraceExporter
 
 log = logging.getLogger("runahead.frontend")
 
@@ -62,7 +63,9 @@ class FrontendService:
             config.security,
         )
         self._metrics = Metrics(self.engine, model.names[0])
-        app = build(config, model, self.engine, self._metrics)
+        endpoint, name = config.otlp_traces_endpoint, model.names[0]
+        self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
+        app = build(config, model, self.engine, self._metrics, self._traces)
         guarded = with_cors(Guards(app, config, config.max_body_bytes), config)
         self.server = _Server(
             uvicorn.Config(
@@ -103,6 +106,8 @@ class FrontendService:
             connection.cancel()
             load.cancel()
             await asyncio.wait({connection, load})
+            if self._traces is not None:
+                self._traces.close()
         return 0
 
     def on_signal(self) -> None:

@@ -5,8 +5,10 @@ import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -53,6 +55,8 @@ STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
 SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
 """Fields of `EngineState` that requests are checked against."""
 
+MAX_RECOVERIES = 64
+"""Losses and returns of the engine that are kept for traces."""
 MAX_FRAMES = 64
 """Messages decoded before other tasks of the event loop run."""
 
@@ -83,6 +87,15 @@ class RequestContext:
     cache_salt: str = ""
     structured: StructuredOutputParams | None = None
     pooling: Pooling = Pooling.NONE
+
+
+class Recovery(NamedTuple):
+    """Loss of workers or of the scheduler, or the end of the pause that followed."""
+
+    at: float
+    """Monotonic seconds."""
+    name: str
+    reason: str
 
 
 class EngineClient:
@@ -126,8 +139,23 @@ class EngineClient:
         self._lost_at: float | None = None
         """When an engine that served was lost, until another one serves; monotonic seconds."""
         self.flush_queue = FlushQueue()
-        self.state = NOT_CONNECTED
+        self._state = NOT_CONNECTED
         self.draining = False
+        self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
+        """The latest ones, in order."""
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        was_lost, is_lost = (s.phase is EnginePhase.RECOVERING for s in (self._state, state))
+        if is_lost and not was_lost:
+            self.recoveries.append(Recovery(time.monotonic(), "engine lost", state.detail))
+        elif was_lost and state.phase is EnginePhase.READY:
+            self.recoveries.append(Recovery(time.monotonic(), "engine recovered", ""))
+        self._state = state
 
     @property
     def ready(self) -> bool:

@@ -28,6 +28,7 @@ from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
+from services.frontend.traces import TraceExporter
 
 log = logging.getLogger("runahead.frontend")
 
@@ -45,10 +46,17 @@ class SchedulingFields(Protocol):
 class Answering:
     """Submits requests for answers to the engine."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        metrics: Metrics,
+        traces: TraceExporter | None = None,
+    ) -> None:
         self.engine = engine
         self.model = model
         self.metrics = metrics
+        self._traces = traces
         self.prompts = PromptEncoder(model)
         self._texts = TokenTexts(model.tokenizer)
 
@@ -64,7 +72,7 @@ class Answering:
 
     async def recorded(self, http: HTTPRequest, answer: Awaitable[Response]) -> Response:
         """Record the end of the request in the metrics and the log. A stream records its own end."""
-        http.state.summary = RequestSummary()
+        http.state.summary = RequestSummary(choices=None if self._traces is None else [])
         try:
             response = await answer
         except Exception as error:
@@ -79,6 +87,8 @@ class Answering:
         self.metrics.on_request(status)
         if log.isEnabledFor(logging.INFO):
             log.handle(_end_record(http, status, "" if error is None else f": {error}"))
+        if self._traces is not None:
+            self._traces.export(http, status, "" if error is None else str(error), time.monotonic())
 
     def head(self, body: BaseRequest, prefix: str, object: str) -> dict[str, Any]:
         """Return the fields that begin every response body and every event."""

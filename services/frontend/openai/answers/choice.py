@@ -13,7 +13,7 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.prompts.prompt import Prompt
-from services.frontend.request_summary import RequestSummary
+from services.frontend.request_summary import ChoiceTimes, RequestSummary
 from services.frontend.text.assembler import OutOfOrder, TextAssembler
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -181,7 +181,9 @@ class Choice(RequestStream):
         self._finish = self._chunk.finish = reason
         self._chunk.stop = stop if stop_string is None else stop_string
         first, last = self._first_token, self._last_token
-        self._context.summary.on_finish(end, self._assembler.num_tokens)
+        self._context.summary.on_choice(
+            ChoiceTimes(self._context.started, first, now, reason, self._assembler.num_tokens, end)
+        )
         self._metrics.on_answer(
             AnswerRecord(
                 reason,

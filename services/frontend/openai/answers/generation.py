@@ -54,7 +54,9 @@ class Generation:
         Raises: APIError
         """
         self._context.usage.add_prompt(len(prompt.token_ids))
-        self._context.summary.prompt_tokens += len(prompt.token_ids)
+        summary = self._context.summary
+        summary.prompt_tokens += len(prompt.token_ids)
+        summary.params = summary.params or params
         for sample in range(self._context.options.num_samples):
             self._submit(prompt, params, sample == 0)
             seed = (params.seed + 1) % 2**64

@@ -1,0 +1,200 @@
+"""OpenTelemetry traces: one per HTTP request, built from recorded times when the request has ended.
+
+Spans: the request (kind SERVER) and below it, for each choice, `queue`, `prefill`, `decode` and `detokenise`. The
+scheduler's times are data of the request's `Finish`, so a token costs nothing, and no other service sends spans. Losses
+of workers or of the scheduler are events of the requests that were open. No text of a request is exported.
+
+The OpenTelemetry packages (extra `otel`) are imported only if traces are exported.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from starlette.requests import Request as HTTPRequest
+
+from services.frontend.engine.client import EngineClient, Recovery
+from services.frontend.request_summary import ChoiceTimes, RequestSummary
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+"""Environment variable with the transport: grpc (as with vLLM) or http/protobuf."""
+EXPORT_SECONDS = 5
+"""Time limit of an export. Spans that cannot be exported are dropped with a log line."""
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+}
+"""GenAI operations by route; other routes compute embeddings."""
+
+Attributes = Mapping[str, str | int | float | list[str]]
+
+
+class Phase(NamedTuple):
+    """Part of the life of a choice, in monotonic seconds of this process."""
+
+    name: str
+    began: float
+    ended: float
+
+
+def phases(choice: ChoiceTimes, recovered: bool) -> list[Phase]:
+    """Return the phases of a choice that are known.
+
+    The scheduler's clock is another one. With the offset between the clocks, the request was queued after it was
+    submitted here, and ended before its end was seen here. The first bound is the closer one, as the end may have
+    waited for a slow client; it does not hold if another scheduler continued the request (`recovered`).
+    """
+    found = []
+    times = choice.end.times if choice.end is not None else None
+    if times is not None and times.ended:
+        earliest, latest = choice.submitted - times.queued, choice.ended - times.ended
+        offset = latest if recovered else min(earliest, latest)
+        moments = (times.queued, times.scheduled, times.first_token, times.ended)
+        at = [moment + offset for moment in moments]
+        if not times.scheduled:
+            found.append(Phase("queue", at[0], at[3]))
+        else:
+            found.append(Phase("queue", at[0], at[1]))
+            found.append(Phase("prefill", at[1], at[2] if times.first_token else at[3]))
+            if times.first_token:
+                found.append(Phase("decode", at[2], at[3]))
+    if choice.first_token is not None:
+        found.append(Phase("detokenise", choice.first_token, choice.ended))
+    return found
+
+
+class TraceExporter:
+    """Sends the traces of requests that have ended, in batches, from a thread of its own."""
+
+    def __init__(self, endpoint: str, model: str, engine: EngineClient) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "runahead")})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_span_exporter(endpoint)))
+        self._tracer = self._provider.get_tracer("runahead.frontend")
+        self._kinds = SpanKind
+        self._statuses = StatusCode
+        self._below = set_span_in_context
+        self._propagator = TraceContextTextMapPropagator()
+        self._model = model
+        self._engine = engine
+
+    def close(self) -> None:
+        """Export what is left."""
+        self._provider.shutdown()
+
+    def export(self, http: HTTPRequest, status: int, error: str, now: float) -> None:
+        """Add the trace of a request that has ended. `now`: monotonic seconds."""
+        summary: RequestSummary = http.state.summary
+        clock = _WallClock()
+        route = http.scope["path"]
+        operation = _OPERATIONS.get(route, "embeddings")
+        span = self._tracer.start_span(
+            f"{operation} {self._model}",
+            context=self._parent(http),
+            kind=self._kinds.SERVER,
+            start_time=clock.at(summary.started),
+            attributes={
+                "gen_ai.operation.name": operation,
+                "http.request.method": "POST",
+                "http.route": route,
+                "http.response.status_code": status,
+                **self._request_attributes(http.state.request_id, summary, now),
+            },
+        )
+        if status >= 500:
+            span.set_attribute("error.type", str(status))
+            span.set_status(self._statuses.ERROR, error)
+        recoveries = [event for event in self._engine.recoveries if summary.started <= event.at <= now]
+        _add_events(span, recoveries, clock)
+        below = self._below(span)
+        for index, choice in enumerate(summary.choices or ()):
+            self._add_phases(below, index, choice, bool(recoveries), clock)
+        span.end(clock.at(now))
+
+    def _parent(self, http: HTTPRequest) -> "Context | None":
+        names = ("traceparent", "tracestate")
+        carrier = {name: value for name in names if (value := http.headers.get(name)) is not None}
+        return self._propagator.extract(carrier) if carrier else None
+
+    def _request_attributes(self, request_id: str, summary: RequestSummary, now: float) -> Attributes:
+        """Return attributes of the GenAI conventions, and those that vLLM adds to them."""
+        found: dict[str, str | int | float | list[str]] = {
+            "gen_ai.provider.name": "runahead",
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.id": request_id,
+            "gen_ai.usage.input_tokens": summary.prompt_tokens,
+            "gen_ai.usage.output_tokens": summary.output_tokens,
+            "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
+            "gen_ai.usage.completion_tokens": summary.output_tokens,
+            "gen_ai.latency.e2e": now - summary.started,
+        }
+        if summary.params is not None:
+            found["gen_ai.request.max_tokens"] = summary.params.max_tokens
+            found["gen_ai.request.temperature"] = summary.params.temperature
+            found["gen_ai.request.top_p"] = summary.params.top_p
+        if summary.first_token is not None:
+            found["gen_ai.latency.time_to_first_token"] = summary.first_token
+        if summary.queued is not None:
+            found["gen_ai.latency.time_in_queue"] = summary.queued
+        if summary.choices:
+            found["gen_ai.request.choice.count"] = len(summary.choices)
+            found["gen_ai.response.finish_reasons"] = [choice.reason for choice in summary.choices]
+        return found
+
+    def _add_phases(
+        self, below: "Context", index: int, choice: ChoiceTimes, recovered: bool, clock: "_WallClock"
+    ) -> None:
+        for phase in phases(choice, recovered):
+            attributes: dict[str, int] = {"runahead.choice": index}
+            if phase.name == "prefill" and choice.end is not None:
+                attributes["runahead.cached_tokens"] = choice.end.num_cached_tokens
+            if phase.name == "decode" and choice.end is not None:
+                attributes["runahead.preemptions"] = choice.end.num_preemptions
+                attributes["runahead.draft_tokens"] = choice.end.num_draft_tokens
+                attributes["runahead.accepted_tokens"] = choice.end.num_accepted_tokens
+            if phase.name == "detokenise":
+                attributes["gen_ai.usage.output_tokens"] = choice.output_tokens
+            began = clock.at(phase.began)
+            span = self._tracer.start_span(phase.name, context=below, start_time=began, attributes=attributes)
+            span.end(max(clock.at(phase.ended), began))
+
+
+class _WallClock:
+    """Converts monotonic seconds to nanoseconds since 1970."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def at(self, moment: float) -> int:
+        return int((moment + self._offset) * 1e9)
+
+
+def _add_events(span: "Span", recoveries: Iterable[Recovery], clock: _WallClock) -> None:
+    for event in recoveries:
+        span.add_event(event.name, {"runahead.reason": event.reason}, clock.at(event.at))
+
+
+def _span_exporter(endpoint: str) -> "SpanExporter":
+    if os.environ.get(PROTOCOL, "grpc") == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint, insecure=not endpoint.startswith("https:"), timeout=EXPORT_SECONDS)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+    return HttpExporter(endpoint, timeout=EXPORT_SECONDS)

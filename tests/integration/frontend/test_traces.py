@@ -1,0 +1,157 @@
+"""Traces of requests at a collector: spans, times, attributes, and events of recoveries."""
+
+import re
+import threading
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from protocol.requests import EnginePhase, FinishReason, RequestTimes
+from services.checkpoint import DEMO_MODEL
+from services.config import FrontendConfig
+from tests.integration.frontend.collector import TRANSPORTS, CollectedTraces
+from tests.integration.frontend.scripted import (
+    READY,
+    TOKENIZER,
+    Frontend,
+    ScriptedScheduler,
+    answering,
+    ended,
+    endpoint,
+    scripted,
+    silent,
+    wait_until,
+)
+
+COMPLETIONS = "/v1/completions"
+TIMES = RequestTimes(queued=100.0, scheduled=100.002, first_token=100.004, ended=100.005)
+Traced = tuple[Frontend, ScriptedScheduler, CollectedTraces]
+
+
+def environment(protocol: str) -> str:
+    return (
+        f"import os\nos.environ['OTEL_EXPORTER_OTLP_TRACES_PROTOCOL'] = {protocol!r}\n"
+        "os.environ['OTEL_BSP_SCHEDULE_DELAY'] = '50'\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Traced]:
+    with (
+        TRANSPORTS["http/protobuf"]() as (url, collected),
+        scripted(environment("http/protobuf"), served_model_name=["demo"], otlp_traces_endpoint=url) as pair,
+    ):
+        yield *pair, collected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_choice_has_its_phases_below_the_request(traced: Traced, stream: bool) -> None:
+    frontend, scheduler, collected = traced
+    scheduler.script(answering("secret answer", times=TIMES, num_cached_tokens=1))
+    trace, parent, name = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", f"phases-{stream}"
+    headers = {"x-request-id": name, "traceparent": f"00-{trace}-{parent}-01"}
+    body = {"prompt": "secret prompt", "n": 2, "max_tokens": 64, "temperature": 0.5, "stream": stream}
+    frontend.post(COMPLETIONS, body, headers=headers)
+    root, below = collected.request(name)
+    assert (root.name, root.trace, root.parent) == ("text_completion demo", trace, parent)
+    assert not root.failed
+    num_tokens = len(TOKENIZER.encode_rendered("secret answer"))
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 64,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.usage.input_tokens": len(TOKENIZER.encode("secret prompt")),
+        "gen_ai.usage.output_tokens": 2 * num_tokens,
+        "gen_ai.response.finish_reasons": ["stop", "stop"],
+        "http.response.status_code": 200,
+        "http.route": COMPLETIONS,
+    }
+    assert expected.items() <= root.attributes.items()
+    assert root.attributes["gen_ai.latency.time_in_queue"] == pytest.approx(0.002)
+    for index in range(2):
+        spans = {span.name: span for span in below if span.attributes["runahead.choice"] == index}
+        assert set(spans) == {"queue", "prefill", "decode", "detokenise"}
+        queue, prefill, decode = spans["queue"], spans["prefill"], spans["decode"]
+        assert queue.ended == prefill.began
+        assert prefill.ended == decode.began
+        lasted = [(span.ended - span.began) / 1e6 for span in (queue, prefill, decode)]
+        assert lasted == pytest.approx([2.0, 2.0, 1.0], abs=0.01), "milliseconds on the scheduler's clock"
+        assert root.began <= queue.began
+        assert all(span.trace == trace for span in spans.values())
+        assert root.began <= spans["detokenise"].began <= spans["detokenise"].ended <= root.ended
+        assert prefill.attributes["runahead.cached_tokens"] == 1
+        assert spans["detokenise"].attributes["gen_ai.usage.output_tokens"] == num_tokens
+    assert b"secret" not in collected.raw
+
+
+def test_failed_and_refused_requests_have_a_trace_without_a_parent(traced: Traced) -> None:
+    frontend, scheduler, collected = traced
+    scheduler.script(lambda request: [ended(request.number, FinishReason.ERROR, message="the worker failed")])
+    frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "failed"})
+    frontend.post(COMPLETIONS, {"prompt": [5], "n": 99}, headers={"x-request-id": "invalid"})
+    failed, _ = collected.request("failed")
+    assert (failed.failed, failed.parent, failed.attributes["error.type"]) == (True, "", "500")
+    invalid, below = collected.request("invalid")
+    assert (invalid.failed, invalid.attributes["http.response.status_code"], below) == (False, 400, [])
+
+
+def test_recoveries_are_events_of_open_requests(traced: Traced) -> None:
+    frontend, scheduler, collected = traced
+    scheduler.script(silent)
+    client = threading.Thread(
+        target=frontend.post,
+        args=(COMPLETIONS, {"prompt": [5]}),
+        kwargs={"headers": {"x-request-id": "long"}},
+    )
+    client.start()
+    number = scheduler.request().number
+    scheduler.send(replace(READY, phase=EnginePhase.RECOVERING, detail="rank 1 was lost"))
+    wait_until(lambda: not frontend.ready(), "the frontend has noticed")
+    scheduler.send(READY)
+    frontend.wait_ready()
+    scheduler.send(ended(number, times=TIMES))
+    client.join()
+    root, _ = collected.request("long")
+    assert [name for name, _ in root.events] == ["engine lost", "engine recovered"]
+    assert root.began < root.events[0][1] < root.events[1][1] < root.ended
+    scheduler.script(answering("a", times=TIMES))
+    frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "later"})
+    later, _ = collected.request("later")
+    assert later.events == []
+
+
+def test_grpc_is_the_default_protocol_and_the_last_traces_leave_at_the_end() -> None:
+    patch = environment("grpc").replace(
+        "['OTEL_BSP_SCHEDULE_DELAY'] = '50'", "['OTEL_BSP_SCHEDULE_DELAY'] = '60000'"
+    )
+    patch = re.sub(r".*TRACES_PROTOCOL.*", "import os", patch)
+    with (
+        TRANSPORTS["grpc"]() as (url, collected),
+        scripted(patch, otlp_traces_endpoint=url) as (frontend, scheduler),
+    ):
+        scheduler.script(answering("a", times=TIMES))
+        frontend.post(COMPLETIONS, {"prompt": [5]}, headers={"x-request-id": "last"})
+        frontend.signal()
+        assert frontend.wait() == 0
+        _, below = collected.request("last")
+        assert [span.name for span in below] == ["queue", "prefill", "decode", "detokenise"]
+
+
+def test_without_the_packages_the_flag_is_refused_in_one_line() -> None:
+    code = "import sys\nsys.modules['opentelemetry'] = None"
+    with endpoint() as address:
+        settings = {"model": str(DEMO_MODEL), "scheduler_endpoint": address, "port": 0}
+        config = FrontendConfig.model_validate({**settings, "otlp_traces_endpoint": "http://127.0.0.1:4317"})
+        frontend = Frontend(config, code)
+        try:
+            assert frontend.wait() == 1
+        finally:
+            frontend.close()
+    assert re.fullmatch(
+        r"\S+ \S+ ERROR runahead: --otlp-traces-endpoint needs packages that are not installed \(.*\); "
+        r"install the extra: pip install 'runahead-engine\[otel\]'\n",
+        frontend.log,
+    )
