@@ -33,7 +33,7 @@ class RequestSummary:
     """Time to the first token of any choice, seconds."""
 
     params: SamplingParams | None = None
-    """Those of the first choice."""
+    """Parameters of the first choice."""
     choices: list[ChoiceTimes] | None = None
     """None, if no traces are exported."""
 
