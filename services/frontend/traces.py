@@ -37,7 +37,7 @@ _OPERATIONS = {
 Attributes = Mapping[str, str | int | float | list[str]]
 
 
-class Phase(NamedTuple):
+class ChoicePhase(NamedTuple):
     """Part of the life of a choice, in monotonic seconds of this process."""
 
     name: str
@@ -45,7 +45,7 @@ class Phase(NamedTuple):
     ended: float
 
 
-def phases(choice: ChoiceTimes, recovered: bool) -> list[Phase]:
+def phases(choice: ChoiceTimes, recovered: bool) -> list[ChoicePhase]:
     """Return the phases of a choice that are known.
 
     The scheduler's clock is another one. With the offset between the clocks, the request was queued after it was
@@ -60,14 +60,14 @@ def phases(choice: ChoiceTimes, recovered: bool) -> list[Phase]:
         moments = (times.queued, times.scheduled, times.first_token, times.ended)
         at = [moment + offset for moment in moments]
         if not times.scheduled:
-            found.append(Phase("queue", at[0], at[3]))
+            found.append(ChoicePhase("queue", at[0], at[3]))
         else:
-            found.append(Phase("queue", at[0], at[1]))
-            found.append(Phase("prefill", at[1], at[2] if times.first_token else at[3]))
+            found.append(ChoicePhase("queue", at[0], at[1]))
+            found.append(ChoicePhase("prefill", at[1], at[2] if times.first_token else at[3]))
             if times.first_token:
-                found.append(Phase("decode", at[2], at[3]))
+                found.append(ChoicePhase("decode", at[2], at[3]))
     if choice.first_token is not None:
-        found.append(Phase("detokenise", choice.first_token, choice.ended))
+        found.append(ChoicePhase("detokenise", choice.first_token, choice.ended))
     return found
 
 
