@@ -12,7 +12,10 @@ SERVING := $(VENV)/.serving
 EXTRAS := frontend,scheduler,native
 VLLM := .venv-vllm
 SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
-NATIVE_SUITES := tests/unit/native tests/integration/native
+# Tests of what depends on the processor: the kernels, and the runner against transformers and the reference kernels.
+KERNEL_TESTS := tests/unit/native/cpu $(addprefix tests/unit/native/test_,$(addsuffix .py,acceptance attention logit_rules \
+	network ngram processor quantized_products quantized_weight rows sampler selection)) \
+	$(addprefix tests/integration/native/test_,$(addsuffix .py,against_transformers quantized reference_kernels runner))
 
 # --no-compile: Python compiles a module when it is first imported, and most of torch's are never imported. It must then
 # keep what it compiled: without it the start of a server takes twice as long, of every server that a test starts, too.
@@ -50,9 +53,10 @@ images:
 test: $(STAMP)
 	$(BIN)/python -m pytest @tests/parallel.args $(SUITES) $(ARGS)
 
-# Runs the native backend's tests as on a processor with AVX2 only; `make test` uses all that this processor has.
+# Runs the kernels' tests as on a processor with AVX2 only; `make test` uses all that this processor has.
 test-avx2: $(STAMP)
-	env $$(cat tests/avx2.env) $(BIN)/python -m pytest @tests/parallel.args $(NATIVE_SUITES) $(ARGS)
+	env $$(cat tests/avx2.env) $(BIN)/python -m services.worker.backends.native.kernels.cpu
+	env $$(cat tests/avx2.env) $(BIN)/python -m pytest @tests/parallel.args $(KERNEL_TESTS) $(ARGS)
 
 # Builds and tests the images and the stack of docker-compose.yml. As root on Debian it installs Docker if it is missing.
 test-docker: $(STAMP)

@@ -1,4 +1,4 @@
-"""The variables with which `make test-avx2` runs the native backend as on a processor with AVX2 only."""
+"""The variables with which `make test-avx2` runs the kernels as on a processor with AVX2 only."""
 
 import json
 import os
