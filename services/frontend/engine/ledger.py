@@ -80,7 +80,7 @@ class LedgerEntry:
         self.was_sent, self.holder, self.sent_length = True, incarnation, len(output)
         return replace(
             request,
-            token_ids=request.token_ids + pack(output),
+            token_ids=request.token_ids + pack(output) if output else request.token_ids,
             incarnation=incarnation,
             attempts=self.attempts,
             age=age,

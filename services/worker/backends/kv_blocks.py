@@ -2,6 +2,7 @@
 
 from protocol.membership import Assignment
 from services.config import WorkerConfig
+from services.units import size_text
 from services.worker import machine
 from services.worker.runner import LoadError
 
@@ -35,7 +36,7 @@ def affordable_blocks(budget: int, bytes_per_block: int, reserved: int = 0) -> i
         least = (1 + reserved) * bytes_per_block
         beside = f" beside the {reserved} that the backend needs for itself" if reserved else ""
         raise LoadError(
-            f"{budget} bytes hold no KV block{beside}; one takes {bytes_per_block}: "
+            f"{size_text(budget)} hold no KV block{beside}; one takes {size_text(bytes_per_block)}: "
             f"raise --kv-cache-memory-bytes to {least} at least"
         )
     return blocks

@@ -15,7 +15,7 @@ def test_blocks_that_fit_into_memory() -> None:
 
 def test_memory_without_room_for_one_block_names_what_would_do() -> None:
     with pytest.raises(
-        LoadError, match=r"99 bytes hold no KV block; one takes 100: raise .* to 100 at least"
+        LoadError, match=r"99 bytes hold no KV block; one takes 100 bytes: raise .* to 100 at least"
     ):
         affordable_blocks(99, 100)
     with pytest.raises(LoadError, match=r"beside the 1 that the backend needs .* to 200 at least"):
