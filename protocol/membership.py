@@ -153,6 +153,8 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     epoch: EpochId
     last_step_id: StepId
     """Last step that this rank has finished."""
+    work: Finite = 0.0
+    """While it loads: seconds of processor time that its processes have used so far; 0.0: not measured."""
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):
@@ -162,10 +164,12 @@ class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"
 
 
 class RankLost(msgspec.Struct, array_like=True, frozen=True, tag="rank_lost"):
-    """A collective failed, because another rank was lost. This worker waits for `EndEpoch`."""
+    """A collective failed, because another rank was lost; or this rank had not enough memory for a step. This worker is
+    well: it waits for `EndEpoch`."""
 
     epoch: EpochId
     error: Text
+    out_of_memory: bool = False
 
 
 class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):

@@ -66,6 +66,10 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     load, and precedes every new one of its priority; the oldest comes first."""
 
 
+MAX_RETRY_AFTER = 3600.0
+"""Seconds."""
+
+
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """End open requests. Unknown numbers are ignored, and no `Finish` follows."""
 
@@ -122,6 +126,8 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
     num_accepted_tokens: Count = 0
     """Number of drafts that became output."""
     times: RequestTimes | None = None
+    retry_after: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETRY_AFTER)] = 0.0
+    """For REJECTED: seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
 
 
 class Embedding(msgspec.Struct, array_like=True, frozen=True):

@@ -1,5 +1,6 @@
 """`runahead serve`: frontend, scheduler and worker on this machine, over sockets in a private directory."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from services.cli.preflight import (
     warning,
 )
 from services.cli.readiness import FrontendProbe, LoadingState
-from services.cli.settings import PREFIX
+from services.cli.settings import PREFIX, ConfigurationError
 from services.cli.supervisor import Supervisor
 from services.config import SERVICES, ServeConfig
 from services.private import private_directory, short_base
@@ -84,12 +85,9 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         return None
 
     try:
-        with (
-            supervisor.signals(),
-            private_directory(short_base(DIRECTORY_PREFIX, "clients"), DIRECTORY_PREFIX) as directory,
-        ):
+        with supervisor.signals(), _runtime(config) as commands:
             # The worker first: it takes longest to start.
-            for name, arguments in reversed([*_commands(config, directory)]):
+            for name, arguments in reversed(commands):
                 final = RESTARTED.get(name.partition("-")[0])
                 supervisor.start(
                     name, arguments, _environment(), final is not None, final or (), ABORT_SIGNALS
@@ -100,6 +98,25 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     if supervisor.failure is not None:
         screen.line(f"runahead: {supervisor.failure.describe_end()}")
     return status
+
+
+@contextlib.contextmanager
+def _runtime(config: ServeConfig) -> Iterator[list[tuple[str, list[str]]]]:
+    """Make the directory with the sockets and configurations of the server, and yield the commands of its services.
+
+    Raises: ConfigurationError, if the directory cannot be made or written
+    """
+    base = short_base(DIRECTORY_PREFIX, "clients")
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = stack.enter_context(private_directory(base, DIRECTORY_PREFIX))
+            commands = [*_commands(config, directory)]
+        except OSError as error:
+            raise ConfigurationError(
+                f"{base} cannot hold the sockets of the services: {error.strerror}; set XDG_RUNTIME_DIR to a directory "
+                "that can be written and has room"
+            ) from None
+        yield commands
 
 
 def _commands(config: ServeConfig, directory: Path) -> Iterator[tuple[str, list[str]]]:

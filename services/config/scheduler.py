@@ -100,7 +100,15 @@ class SchedulerConfig(ServiceConfig):
     step_timeout_seconds: float = Field(
         60.0,
         gt=0,
-        description="Lower bound of a step's time limit, seconds. Workers that exceed the limit count as hung.",
+        description="Time limit of a step whose size was not measured yet, seconds: the first one of a size may "
+        "compile. Others have ten times what steps of their size take, at least 5 s. Workers that exceed the limit "
+        "count as hung.",
+    )
+    load_timeout_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds within which a group of workers that loads must report progress or use processor time. "
+        "Otherwise it counts as hung.",
     )
     async_scheduling: bool | None = Field(
         None, description="Run ahead of the workers; off: one step in flight, or one per stage. Default: on."
@@ -112,6 +120,12 @@ class SchedulerConfig(ServiceConfig):
         4_194_304,
         ge=1,
         description="Maximum number of prompt tokens of waiting requests. More are refused with status 429.",
+    )
+    max_queue_seconds: float = Field(
+        600.0,
+        gt=0,
+        description="Longest time that a new request may be expected to wait for its first step, seconds. The estimate "
+        "is made from measured rates; requests that would wait longer are refused with status 429.",
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_from_json)] = Field(
         None,

@@ -50,3 +50,14 @@ class SimulatorConfig(BaseConfig):
     sim_draft_ms: float = Field(
         0.0, ge=0, description="sim: cost of proposing one draft for each request, milliseconds."
     )
+    sim_max_step_tokens: int = Field(
+        0, ge=0, description="sim: number of tokens beyond which a step runs out of memory. 0: no limit."
+    )
+    sim_fault_token: int | None = Field(
+        None,
+        ge=0,
+        description="sim: token id in a prompt that makes the step fail in which the prompt enters. Default: none.",
+    )
+    sim_fault: Literal["error", "exit"] = Field(
+        "error", description="sim: effect of such a step: an error, or the death of the process (exit)."
+    )

@@ -1,5 +1,6 @@
 """Errors for clients, with OpenAI's body; below /v1/messages with Anthropic's."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -31,12 +32,21 @@ GONE = 499
 class APIError(Exception):
     """Ends one request with a status and a message for the client."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 0.0,
+    ) -> None:
+        """`retry_after`: seconds after which the request may be served, for 429 and 503."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self._retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(
@@ -49,7 +59,9 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str] | None:
-        return RETRY_AFTER if self.status in (429, 503) else None
+        if self.status not in (429, 503):
+            return None
+        return {"retry-after": str(max(1, math.ceil(self._retry_after)))}
 
     def response(self) -> Response:
         return Response(self.encoded(), self.status, self.headers, "application/json")

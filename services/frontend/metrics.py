@@ -31,7 +31,7 @@ _PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
-    "grammar_cache_bytes", "grammars_compiling", "weight_loads",
+    "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
 }  # fmt: skip
 _PART_LABELS = {"wasted_tokens_total": "cause"}
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
@@ -105,6 +105,13 @@ class _EngineStatistics(Collector):
         )
         resubmitted.add_metric(self._labels, self._engine.ledger.resubmitted)
         yield resubmitted
+        shed = CounterMetricFamily(
+            f"{OURS}requests_shed",
+            "requests that were refused for load before they were read",
+            labels=LABELS,
+        )
+        shed.add_metric(self._labels, self._engine.num_shed)
+        yield shed
         if state.num_blocks:
             sizes = {
                 "block_size": str(state.block_size),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -32,8 +33,9 @@ EXIT_MODEL = 3
 EXIT_REFUSED = 4
 MAX_HEAD_BYTES = 65_536
 """Maximum size of a request line with its headers."""
-KEEP_ALIVE_SECONDS = 5
-"""Time until an idle connection is closed."""
+KEEP_ALIVE_SECONDS = 75
+"""Time until an idle connection is closed. Longer than the idle time of most clients and proxies (5 to 60 s), as a
+request that is sent while the server closes its connection is lost."""
 STOP_GRACE = 0.5
 """Seconds that the last bytes of each response have to leave when the server is stopped at once."""
 DRAIN_INTERVAL = 0.05
@@ -147,6 +149,8 @@ def run(config: FrontendConfig) -> int:
     gc.collect()
     gc.freeze()  # loaded objects stay alive; garbage collection need not visit them
     gc.set_threshold(GC_THRESHOLD)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections beyond the limit would be reset
     with (
         listen(config) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,

@@ -57,6 +57,7 @@ from services.scheduler.membership import (
     Refuse,
     Send,
     Started,
+    StepSize,
     WorkerGroup,
 )
 from services.scheduler.policies import make_policy
@@ -299,6 +300,7 @@ class Service:
             drafting=drafting_from_config(c.speculative_config),
             max_num_queued_reqs=c.max_num_queued_reqs,
             max_num_queued_tokens=c.max_num_queued_tokens,
+            max_queue_seconds=c.max_queue_seconds,
             use_priority=c.scheduling_policy == "priority",
             compiler=self.compiler,
             hidden_size=started.loaded.hidden_size,
@@ -342,7 +344,7 @@ class Service:
     def _dispatch(self, engine: EngineCore) -> None:
         for message in engine.dispatch():
             if isinstance(message, SchedulerOutput):
-                self.group.on_dispatch(message.step_id, time.monotonic())
+                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
             if not self.workers.broadcast(self._ranks, message):
                 self._watch_workers()
                 return

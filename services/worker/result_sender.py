@@ -24,7 +24,9 @@ from protocol.fields import MAX_TEXT
 from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLost, Shutdown
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
-from services.worker.runner import Output, RanksLost
+from services.process import processor_seconds
+from services.worker.idle import IdleWatch
+from services.worker.runner import Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
 from services.worker.silence import SilenceWatch
 
@@ -89,6 +91,7 @@ class ResultSender:
         self._epoch, self._rank, self._last_step = 0, 0, 0
         self.waits_for_ranks = False
         """True while the executing thread may wait for other ranks: when it joins them, and in a step."""
+        self._idle = IdleWatch()
         self.in_step = False
         """True while the executing thread is in a step, which must end soon after its epoch."""
         self._ended_epoch = 0
@@ -168,6 +171,9 @@ class ResultSender:
         except RanksLost as error:
             return RankLost(launched.epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # any error of the device is reported as a fault of its step
+            if is_out_of_memory(error):
+                text = f"step {launched.step_id} ran out of memory: {error}"
+                return RankLost(launched.epoch, text[:MAX_TEXT], out_of_memory=True)
             log.exception("step %d failed on its way to the host", launched.step_id)
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
         with self._state:
@@ -226,9 +232,11 @@ class ResultSender:
                 deadline = 0.0
                 continue
             deadline = deadline or time.monotonic() + ABORT_GRACE
-            if self.in_step and time.monotonic() > deadline:
+            is_stuck = self.in_step or self._idle.seconds(time.monotonic()) > ABORT_GRACE
+            if is_stuck and time.monotonic() > deadline:
                 why = self.lost or f"epoch {number_of(self._epoch)} is over"
-                log.error("%s, but the last step does not end: this process exits", why)
+                what = "the last step" if self.in_step else "loading"
+                log.error("%s, but %s does not end: this process exits", why, what)
                 os._exit(EXIT_STUCK)
 
     def _abort_useless_wait(self) -> bool:
@@ -245,8 +253,11 @@ class ResultSender:
             return False
 
     def _heartbeat(self) -> Heartbeat:
+        starts = self.waits_for_ranks and not self.in_step
+        work = processor_seconds() if starts else 0.0
+        self._idle.observe(work, time.monotonic())
         with self._state:
-            return Heartbeat(self._epoch, self._last_step)
+            return Heartbeat(self._epoch, self._last_step, work)
 
     def _receive(self) -> None:
         """Read the scheduler's messages on this connection: the end of an epoch, or a shutdown."""

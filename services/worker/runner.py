@@ -123,5 +123,19 @@ class RanksLost(RuntimeError):
     """Another rank of the group has gone or is slower than the deadline. The epoch is over; this worker is healthy."""
 
 
+class OutOfMemory(Exception):
+    """A step did not fit into memory. The epoch is over; this worker is healthy, and its weights are still loaded."""
+
+
+_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "bad_alloc")
+"""Parts of the texts of torch's errors on CPUs and on CUDA."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of a step says that memory was missing. Backends raise errors of several libraries."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(part in text for part in _MEMORY_TEXTS)
+
+
 class LoadError(Exception):
     """A model that cannot be served. The text is one line: what is wrong and what to do."""

@@ -43,7 +43,7 @@ from services.units import size_text
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.result_sender import LaunchedStep, ResultSender, fault
-from services.worker.runner import LoadError, ModelRunner, RanksLost
+from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
 from services.worker.session import Action, ExecuteStep, Phase, ResendResult, SampleStep, Session
 
 log = logging.getLogger("runahead.worker")
@@ -223,9 +223,13 @@ class Worker:
             log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
             self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
+        except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
+            log.warning("%s", error)
+            self._session.ranks_lost()
+            self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT], out_of_memory=True))
 
     def _act(self, action: Action | None) -> None:
-        """Raises: RanksLost; LoadError, after it was sent to the scheduler."""
+        """Raises: RanksLost; OutOfMemory; LoadError, after it was sent to the scheduler."""
         match action:
             case Assignment():
                 self._load(action)
@@ -320,7 +324,7 @@ class Worker:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _compute(self, action: ExecuteStep | SampleStep | ReleaseSlots) -> None:
-        """Raises: RanksLost"""
+        """Raises: RanksLost; OutOfMemory"""
         step_id = self._session.last_step
         self._results.waits_for_ranks = self._results.in_step = True
         try:
@@ -338,6 +342,8 @@ class Worker:
         except RanksLost:
             raise
         except Exception as error:  # any other error is sent instead of the step's result
+            if is_out_of_memory(error):
+                raise OutOfMemory(f"step {step_id} ran out of memory: {error}") from None
             log.exception("step %d failed; its requests: %s", step_id, self._requests_of(action))
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()

@@ -132,3 +132,12 @@ def stop(server: ServeProcess, number: int) -> None:
     server.signal(number)
     assert server.wait() == 0, server.log.read_text()
     server.assert_nothing_is_left()
+
+
+def test_a_runtime_directory_that_cannot_be_written_is_one_line() -> None:
+    """No directory can be made in /proc, by no user."""
+    with serving(wait=False, forked=False, XDG_RUNTIME_DIR="/proc", TMPDIR="/proc") as server:
+        assert server.wait() == 2
+        lines = server.log.read_text().splitlines()
+        assert len(lines) == 1, lines
+        assert "/proc cannot hold the sockets of the services: No such file or directory" in lines[0]

@@ -128,6 +128,57 @@ async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: 
             assert server.metric("weight_loads") == 1
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "find_city", "parameters": CITY}}
+
+
+def num_open(server: ServeProcess) -> int:
+    """Return the number of open requests."""
+    found: int = json.loads(server.get("/load")[1])["server_load"]
+    return found
+
+
+async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> None:
+    """The scheduler is stopped in the middle of a tool call, and killed before it reads further requests."""
+    with serving(*NATIVE) as server:
+        async with server.async_client() as client:
+            model = (await client.models.list()).data[0].id
+
+            async def call(begun: asyncio.Event) -> str:
+                arguments = ""
+                async for chunk in await client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": "Where?"}],
+                    tools=[TOOL],
+                    tool_choice="required",
+                    stream=True,
+                    temperature=0.0,
+                    max_tokens=100,
+                ):
+                    begun.set()
+                    for tool in chunk.choices[0].delta.tool_calls or []:
+                        arguments += tool.function.arguments or ""
+                return arguments
+
+            async def embed(text: str) -> list[float]:
+                return (await client.embeddings.create(model=model, input=text)).data[0].embedding
+
+            texts = [f"Text {i}" for i in range(4)]
+            called, *embedded = await asyncio.gather(call(asyncio.Event()), *map(embed, texts))
+            begun, scheduler = asyncio.Event(), server.services["scheduler"]
+            calling = asyncio.create_task(call(begun))
+            await begun.wait()
+            scheduler.send_signal(signal.SIGSTOP)
+            embedding = [asyncio.create_task(embed(text)) for text in texts]
+            await asyncio.to_thread(wait_until, lambda: num_open(server) >= 4, "the frontend has them")
+            await restart_of_scheduler(server, signal.SIGKILL)
+            assert await calling == called
+            assert '"city"' in called
+            for before, after in zip(embedded, await asyncio.gather(*embedding), strict=True):
+                assert after == pytest.approx(before, abs=1e-5)
+            assert server.metric("requests_resubmitted_total") >= 4
+
+
 async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
     """The fourth death of the scheduler within a minute is the last."""
     with serving(*SIM) as server:

@@ -57,6 +57,9 @@ SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seq
 
 MAX_RECOVERIES = 64
 """Losses and returns of the engine that are kept for traces."""
+MAX_SHEDDING = 1.0
+"""Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
+
 MAX_FRAMES = 64
 """Messages decoded before other tasks of the event loop run."""
 
@@ -74,7 +77,7 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
         return None
     status = _STATUSES.get(finish.reason, 500)
     message = finish.message or "the request was not completed"
-    return APIError(status, message, param if status == 400 else None)
+    return APIError(status, message, param if status == 400 else None, retry_after=finish.retry_after)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,10 @@ class EngineClient:
         """The scheduler that is connected executes requests, or will when it has its workers again."""
         self._lost_at: float | None = None
         """When an engine that served was lost, until another one serves; monotonic seconds."""
+        self._overloaded_until = 0.0
+        """Until then the scheduler refuses new requests for load; monotonic seconds."""
+        self.num_shed = 0
+        """Requests that were refused for load before they were read."""
         self.flush_queue = FlushQueue()
         self._state = NOT_CONNECTED
         self.draining = False
@@ -178,6 +185,18 @@ class EngineClient:
         if not self._accepts_requests:
             reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
             raise APIError(503, f"the engine is not ready: {reason}")
+
+    def check_load(self) -> None:
+        """Refuse a request before it is read, if the scheduler would certainly refuse it for load.
+
+        So the work for refused requests does not delay the outputs of admitted ones.
+
+        Raises: APIError
+        """
+        left = self._overloaded_until - time.monotonic()
+        if left > 0:
+            self.num_shed += 1
+            raise APIError(429, "the server is overloaded; try again later", retry_after=left)
 
     async def run(self) -> None:
         """Connect and read until cancelled. When the scheduler is lost, connect to the next one, which gets the open
@@ -335,6 +354,8 @@ class EngineClient:
             if (stream := self.ledger.streams.get(embedding.number)) is not None:
                 stream.add_embedding(embedding.values)
         for finish in message.finished:
+            if finish.retry_after:
+                self._overloaded_until = time.monotonic() + min(finish.retry_after, MAX_SHEDDING)
             self.ledger.end(finish.number, finish)
         if message.finished and self.ledger.has_unsent:
             self._submit_open()

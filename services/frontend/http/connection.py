@@ -1,6 +1,7 @@
 """uvicorn's HTTP/1.1 connection with time limits. It uses h11, as httptools does not limit the size of headers."""
 
 import asyncio
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ HEAD_SECONDS = 30.0
 """Time limit for a client to send the head of a request."""
 STALL_SECONDS = 30.0
 """Time limit for a client to read, once the buffers of its response are full."""
+UNREAD_GRACE = 0.05
+"""Seconds between the end of a connection's idle time and its closing; a request that had arrived is read meanwhile."""
+
+
+RESERVED_FILES = 256
+"""File descriptors that are left for other purposes than connections; at most half of all."""
 
 
 class Connection(H11Protocol):
@@ -41,6 +48,15 @@ class Connection(H11Protocol):
         """Called when the write buffer has room again."""
         self._is_lost = False
 
+    @property
+    def is_crowded(self) -> bool:
+        """Return whether so many connections are open that new requests must be refused.
+
+        At the process's limit of open files, the event loop would reset further connections without an answer.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return len(self.connections) > max(limit // 2, limit - RESERVED_FILES)
+
     def body_writer(self) -> Callable[[bytes], None]:
         """Return a function that writes bytes, at least one, of the body of the response in progress.
 
@@ -63,6 +79,13 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the idle connection, unless a request has arrived that the event loop has not read yet.
+
+        A late loop runs timers before it reads sockets, and closing a socket with unread bytes resets the connection.
+        """
+        self.timeout_keep_alive_task = self.loop.call_later(UNREAD_GRACE, super().timeout_keep_alive_handler)
 
     def _watch_head(self) -> None:
         is_waiting = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None

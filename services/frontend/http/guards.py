@@ -47,13 +47,21 @@ class Guards:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 names = scope["state"].get("ignored_parameters")
-                ignored = [(IGNORED_HEADER, ", ".join(names).encode())] if names else []
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id), *ignored]
+                extra = [(b"x-request-id", request_id)]
+                if names:
+                    extra.append((IGNORED_HEADER, ", ".join(names).encode()))
+                if is_crowded:
+                    extra.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
         tenant = self._tenant(headers)
-        scope.setdefault("state", {}).update(request_id=request_id.decode(), tenant=tenant or "")
+        connection = scope.setdefault("state", {}).get("connection")
+        is_crowded = connection is not None and connection.is_crowded
+        scope["state"].update(request_id=request_id.decode(), tenant=tenant or "")
         refusal = self._refusal(scope, headers, tenant)
+        if refusal is None and is_crowded:
+            refusal = APIError(503, "too many connections are open; try again later")
         if refusal is not None:
             log.debug(
                 "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal

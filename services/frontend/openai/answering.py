@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol
 
 from starlette.requests import Request as HTTPRequest
@@ -70,9 +70,18 @@ class Answering:
         if name is not None and name not in self.model.names:
             raise APIError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
-    async def recorded(self, http: HTTPRequest, answer: Awaitable[Response]) -> Response:
-        """Record the end of the request in the metrics and the log. A stream records its own end."""
+    async def recorded(self, http: HTTPRequest, answer: Coroutine[Any, Any, Response]) -> Response:
+        """Record the end of the request in the metrics and the log. A stream records its own end.
+
+        Raises: APIError
+        """
         http.state.summary = RequestSummary(choices=None if self._traces is None else [])
+        try:
+            self.engine.check_load()
+        except APIError as error:
+            answer.close()
+            self.record_end(http, error)
+            raise
         try:
             response = await answer
         except Exception as error:

@@ -1,9 +1,11 @@
 """Checks of a request on arrival. They protect the shared loop: a request that cannot be served ends alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.codec import unpack
-from protocol.requests import FinishReason, GenerateRequest
+from protocol.requests import MAX_RETRY_AFTER, FinishReason, GenerateRequest
 from protocol.sampling import Pooling
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
@@ -11,6 +13,13 @@ from services.scheduler.core.store import RequestStore
 
 MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
+
+
+class Refusal(NamedTuple):
+    reason: FinishReason
+    message: str
+    retry_after: float = 0.0
+    """Seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +31,16 @@ class Admission:
     """Length of an embedding; 0: embeddings are refused."""
     max_num_queued_reqs: int
     max_num_queued_tokens: int
+    max_queue_seconds: float
 
     def refusal(
-        self, message: GenerateRequest, limits: Limits, store: RequestStore
-    ) -> tuple[FinishReason, str] | None:
-        """Return why the request is not admitted, or None."""
+        self, message: GenerateRequest, limits: Limits, store: RequestStore, wait: Callable[[int], float]
+    ) -> Refusal | None:
+        """Return why the request is not admitted, or None.
+
+        Args:
+            wait: returns the seconds that a new request with so many tokens is expected to wait for its first step.
+        """
         tokens = unpack(message.token_ids)
         problem = (
             self._prompt_problem(message, tokens, limits)
@@ -35,12 +49,17 @@ class Admission:
             or self._missing_feature(message, store.compiling.serves)
         )
         if problem is not None:
-            return FinishReason.INVALID, problem
+            return Refusal(FinishReason.INVALID, problem)
         if message.age:  # it was admitted before
             return None
         full = store.num_waiting >= self.max_num_queued_reqs
         if full or store.num_waiting_tokens + len(tokens) > self.max_num_queued_tokens:
-            return FinishReason.REJECTED, "the server is overloaded; try again later"
+            return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later")
+        if (seconds := wait(len(tokens))) > self.max_queue_seconds:
+            expected = f"a new request would wait about {seconds:.1f} s, and the limit is {self.max_queue_seconds:g} s"
+            text = f"the server is overloaded: {expected}; try again later"
+            retry_after = min(max(wait(1) - self.max_queue_seconds, 0.0), MAX_RETRY_AFTER)
+            return Refusal(FinishReason.REJECTED, text, retry_after)
         return None
 
     def _prompt_problem(self, message: GenerateRequest, tokens: Column, limits: Limits) -> str | None:

@@ -5,8 +5,9 @@ each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch q
 results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from protocol.codec import pack, unpack
 from protocol.requests import (
@@ -18,7 +19,7 @@ from protocol.requests import (
     RequestTimes,
 )
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
-from services.scheduler.core.admission import Admission
+from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.ledger import InflightStep
@@ -47,6 +48,7 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.plan import PlannedStep
+from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, make_order_key
 from services.scheduler.core.results import decode_result
 from services.scheduler.core.suspects import GUILTY
@@ -72,6 +74,7 @@ class EngineCore:
         drafting: Drafting | None = None,
         max_num_queued_reqs: int = 1024,
         max_num_queued_tokens: int = 1 << 22,
+        max_queue_seconds: float = math.inf,
         use_priority: bool = False,
         compiler: Compiler | None = None,
         hidden_size: int = 0,
@@ -90,7 +93,10 @@ class EngineCore:
         self.store = parts.build_store(compiler)
         self.queue = parts.queue(depth)
         self.drafting = drafting
-        self._admission = Admission(vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens)
+        self._admission = Admission(
+            vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens, max_queue_seconds
+        )
+        self._queue_time = QueueTime()
         self._use_priority = use_priority
         self._arrivals = Arrivals()
         self._admitted = 0
@@ -143,9 +149,9 @@ class EngineCore:
         key, store = (frontend, message.number), self.store
         if key in store.requests:
             raise ValueError(f"frontend {frontend} reused number {message.number}, which is still open")
-        refusal = self._admission.refusal(message, self.epoch.limits, store)
+        refusal = self._admission.refusal(message, self.epoch.limits, store, self.queue_seconds)
         if refusal is not None:
-            self._refuse(frontend, message, *refusal)
+            self._refuse(frontend, message, refusal)
             return
         self._admitted += 1
         request = store.requests[key] = self.parts.request(
@@ -166,8 +172,14 @@ class EngineCore:
         else:
             store.compiling.submit(self._admitted, request, message.structured)
 
-    def _refuse(self, frontend: int, message: GenerateRequest, reason: FinishReason, why: str) -> None:
-        finish = Finish(message.number, reason, message=why, times=RequestTimes(ended=self.store.now))
+    def queue_seconds(self, num_tokens: int = 1) -> float:
+        """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
+        return self._queue_time.seconds(self.store, self.epoch, num_tokens)
+
+    def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
+        reason, why, retry_after = refusal
+        times = RequestTimes(ended=self.store.now)
+        finish = Finish(message.number, reason, message=why, times=times, retry_after=retry_after)
         self.store.outputs.finish(frontend, finish)
         self.store.counters["admission_rejections"] += reason is FinishReason.REJECTED
         self.observers.emit(RequestRefused(frontend, message.request_id, finish))
@@ -263,6 +275,7 @@ class EngineCore:
 
     def _void(self) -> None:
         self.queue.clear()
+        self._queue_time.reset()
         self.lifecycle.void()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
@@ -294,6 +307,7 @@ class EngineCore:
                 break
             step, plan = planned
             queue.push(step, plan.has_structured_output_requests)
+            self._queue_time.on_dispatch(self.store.now)
             if observers.listening:
                 observers.emit(self._dispatched(step, plan))
             yield plan
@@ -357,11 +371,19 @@ class EngineCore:
             decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
             applied = self.applier.apply(step, decoded)
             tokens = int(step.counts.sum())
+            self._measure(step, tokens, applied.ended)
             self.store.counters["steps_total"] += 1
             self.store.counters["iteration_tokens_sum"] += tokens
             self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
             if self.observers.listening:
                 self.observers.emit(ResultApplied(step, result, *applied))
+
+    def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
+        """`tokens`: positions of the step. All but one per row, and but drafts, are those of prompts."""
+        prompt_tokens, now = tokens - len(step.slots) - int(step.drafts.sum()), self.store.now
+        hits = self.store.counters["prefix_cache_hits"]
+        self._queue_time.on_result(now, prompt_tokens, hits, not self.queue)
+        self._queue_time.on_ends((self.store.requests[key] for key in ended), now)
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's metric names, without a prefix."""
@@ -370,5 +392,6 @@ class EngineCore:
             "num_requests_waiting": self.store.num_waiting,
             "kv_cache_usage_perc": self.epoch.kv.usage,
             "inflight_steps": len(self.queue),
+            "expected_queue_seconds": self.queue_seconds(),
             **self.store.counters,
         }

@@ -2,6 +2,7 @@
 
 from services.scheduler.membership.actions import Action, Ended, FailRequests, News, Refuse, Send, Started
 from services.scheduler.membership.group import GroupStatus, WorkerGroup
+from services.scheduler.membership.step_watch import StepSize
 
 __all__ = [
     "Action",
@@ -12,5 +13,6 @@ __all__ = [
     "Refuse",
     "Send",
     "Started",
+    "StepSize",
     "WorkerGroup",
 ]

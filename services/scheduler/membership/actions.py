@@ -43,7 +43,8 @@ class Ended:
     epoch: int
     reason: str
     is_fault: bool = True
-    """A rank was lost; otherwise another size fits the workers better."""
+    """A rank was lost, perhaps by a request; otherwise another size fits the workers better, or the next epoch retries
+    with smaller steps."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,25 @@ class Epoch:
         self._roster = roster
         self.id = first_epoch(incarnation)
         """The current epoch's, or the last one's if there is none."""
+        self.has_shrunk = False
         self.size: GroupSize | None = None
         """None: there is no epoch."""
         self.model: Register | None = None
         """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step in the next epoch."""
+        return self._config.max_num_batched_tokens
+
+    def shrink(self) -> bool:
+        """Halve the tokens of a step for all later epochs. Return False if they are too few for that."""
+        block = self._config.block_size
+        tokens = self.max_num_batched_tokens // 2 // block * block
+        if tokens:
+            self._config = self._config.model_copy(update={"max_num_batched_tokens": tokens})
+            self.has_shrunk = True
+        return tokens > 0
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""

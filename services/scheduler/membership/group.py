@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol.epochs import number_of
-from protocol.membership import EndEpoch, Register, Shutdown, WorkerMessage
+from protocol.membership import EndEpoch, RankLost, Register, Shutdown, WorkerMessage
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
@@ -30,7 +30,7 @@ from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MemberAction, MemberEvent, MemberState, reason_of
 from services.scheduler.membership.roster import Roster
 from services.scheduler.membership.sizes import GroupError
-from services.scheduler.membership.step_watch import StepWatch
+from services.scheduler.membership.step_watch import SMALLEST, StepSize, StepWatch
 from services.scheduler.membership.timeouts import overdue, stalled
 
 WORKERS_LOST = "the model workers were lost; the request was not completed"
@@ -58,6 +58,8 @@ class WorkerGroup:
         self._recovering_since: float | None = None
         """When the last epoch in effect ended, while open requests wait for the next one."""
         self._detail, self._progress = self._formation.waits_for(0), 0.0
+        self._retries_smaller = False
+        """The message being handled ends the epoch for a lack of memory, and the next one forms smaller steps."""
         self._actions: list[Action] = []
 
     # -- what the service reads ----------------------------------------------------------------------------------
@@ -116,8 +118,25 @@ class WorkerGroup:
         else:
             event = self.roster.receive(peer, message, self.epoch, now)
             if event is not None:
+                self._retries_smaller = self._shrinks(message, now)
                 self._member_event(peer, event, reason_of(message), now)
+                self._retries_smaller = False
         self._form(now)
+
+    def _shrinks(self, message: WorkerMessage | StepFault, now: float) -> bool:
+        """If a step of the epoch in effect ran out of memory, let the next epoch form smaller steps. Return False if
+        that was tried already and did not hold: then it is a failure like others."""
+        if (
+            not isinstance(message, RankLost)
+            or not message.out_of_memory
+            or self.state is not GroupState.READY
+        ):
+            return False
+        if (self._epoch.has_shrunk and not self.losses.is_proven(now)) or not self._epoch.shrink():
+            return False
+        most = self._epoch.max_num_batched_tokens
+        self._actions.append(News(f"steps have at most {most} tokens from now on, as one ran out of memory"))
+        return True
 
     def on_gone(self, peer: bytes, reason: str, now: float) -> None:
         """A worker is lost. Unknown peers are ignored."""
@@ -131,9 +150,9 @@ class WorkerGroup:
             self._actions.append(Refuse(peer, error))
             self.on_gone(peer, f"sent an impossible result: {error}", now)
 
-    def on_dispatch(self, step_id: int, now: float) -> None:
+    def on_dispatch(self, step_id: int, now: float, size: StepSize = SMALLEST) -> None:
         """A step of the epoch in effect is being sent to its ranks."""
-        self._watch.on_dispatch(step_id, now)
+        self._watch.on_dispatch(step_id, size, now)
 
     def on_result(self, epoch: int, step_id: int, now: float) -> None:
         """The result of a step has arrived. Results of an epoch that is not in effect are ignored."""
@@ -149,8 +168,10 @@ class WorkerGroup:
             late = overdue(member, now, self._config.heartbeat_timeout_seconds)
             if late is not None and not self.failed:
                 self._member_event(member.peer, MemberEvent.GIVE_UP, late, now)
-        if self.state in FORMING and (late := stalled(self.roster.ranks, now)) is not None:
-            self._break(f"{late}: {self._detail}", now)
+        if self.state in FORMING:
+            late = stalled(self.roster.ranks, now, self._config.load_timeout_seconds)
+            if late is not None:
+                self._break(f"{late}: {self._detail}", now)
         if self.state is GroupState.READY and (late_step := self._watch.overdue(now)) is not None:
             self._break(self._hang(*late_step), now)
         since, timeout = self._recovering_since, self._config.recovery_timeout_seconds
@@ -162,7 +183,9 @@ class WorkerGroup:
         """Return which step takes too long, and on which ranks."""
         ranks = ", ".join(map(str, self.roster.before_step(step_id)))
         where = f" on rank {ranks}" if ranks else ""
-        return f"step {step_id} has not ended{where} after {took:.1f} s (--step-timeout-seconds)"
+        return (
+            f"step {step_id} has not ended{where} after {took:.1f} s, far longer than steps of its size take"
+        )
 
     def fail(self, reason: str, now: float) -> None:
         """The engine cannot serve with this group."""
@@ -287,7 +310,8 @@ class WorkerGroup:
                 self.losses.on_end(now)
                 self._recovering_since = now
                 self._watch.reset()
-                self._actions.append(Ended(self.epoch, reason, event is GroupEvent.BREAK))
+                is_fault = event is GroupEvent.BREAK and not self._retries_smaller
+                self._actions.append(Ended(self.epoch, reason, is_fault))
             case GroupAction.COUNT:
                 self.losses.on_fault(reason)
             case GroupAction.END_REQUESTS:

@@ -20,6 +20,10 @@ class Losses:
     def hopeless(self) -> bool:
         return self.futile >= MAX_FUTILE_EPOCHS
 
+    def is_proven(self, now: float) -> bool:
+        """Return whether the epoch in effect counts as useful by its age."""
+        return now - self._started_at >= PROVEN_AFTER
+
     def on_start(self, now: float) -> None:
         """An epoch is in effect."""
         self._started_at, self.last = now, ""
@@ -30,7 +34,7 @@ class Losses:
 
     def on_end(self, now: float) -> None:
         """An epoch that was in effect has ended, for whatever reason."""
-        if now - self._started_at >= PROVEN_AFTER:
+        if self.is_proven(now):
             self.futile = 0
 
     def on_fault(self, reason: str) -> None:

@@ -191,6 +191,8 @@ def reason_of(message: WorkerMessage | StepFault) -> str:
             return "registered again"
         case LoadFailed(error=error):
             return f"cannot serve: {error}"
+        case RankLost(error=error, out_of_memory=True):
+            return f"is well: {error}"
         case RankLost(error=error):
             return f"lost another rank: {error}"
         case StepFault(step_id=step_id, error=error):

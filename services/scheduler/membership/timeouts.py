@@ -1,6 +1,6 @@
 """Time limits for a worker's silence, loading and return."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from services.scheduler.membership.member import Member
 from services.scheduler.membership.member_states import MemberState
@@ -35,8 +35,17 @@ def patience(member: Member, heartbeat_timeout: float) -> float:
     return heartbeat_timeout if member.state is MemberState.READY else max(heartbeat_timeout, LOAD_SILENCE)
 
 
-def stalled(ranks: Iterable[Member], now: float) -> str | None:
-    """Return why a forming epoch is given up, or None."""
-    if now - max(member.since for member in ranks) <= LOAD_STALL:
-        return None
-    return f"no rank made progress for {LOAD_STALL:.0f} s"
+def stalled(ranks: Collection[Member], now: float, idle_timeout: float) -> str | None:
+    """Return why a forming epoch is given up, or None.
+
+    Args:
+        idle_timeout: seconds within which at least one rank must report progress or use processor time.
+    """
+    since = max(member.since for member in ranks)
+    if now - since > LOAD_STALL:
+        return f"no rank made progress for {LOAD_STALL:.0f} s"
+    is_measured = all(member.worked_at for member in ranks)
+    worked = max(since, *(member.worked_at for member in ranks))
+    if is_measured and now - worked > idle_timeout:
+        return f"no rank did any work for {idle_timeout:g} s (--load-timeout-seconds)"
+    return None

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import signal
 import socket
 import struct
+import time
 from urllib.parse import urlsplit
 
 import pytest
@@ -44,6 +46,16 @@ def read_all(connection: socket.socket) -> bytes:
         while part := connection.recv(65_536):
             parts.append(part)
     return b"".join(parts)
+
+
+def read_json(connection: socket.socket) -> bytes:
+    """Read an answer whose body is a JSON object."""
+    answer = b""
+    while not answer.endswith(b"}"):
+        part = connection.recv(100_000)
+        assert part, "the connection was closed"
+        answer += part
+    return answer
 
 
 def reset(connection: socket.socket) -> None:
@@ -159,3 +171,43 @@ def test_bytes_that_are_not_http_are_400_with_an_error_body(
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 4")
     assert json.loads(body)["error"]["message"]
+
+
+def test_requests_on_idle_connections_are_answered_although_the_event_loop_was_late() -> None:
+    """The process is stopped while the idle time of its connections ends and new requests arrive on them."""
+    patch = "from services.frontend import service; service.KEEP_ALIVE_SECONDS = 1"
+    with scripted(patch) as (frontend, scheduler):
+        scheduler.script(answering("served"))
+        clients = [connect(frontend) for _ in range(50)]
+        for client in clients:
+            post(client, {"prompt": "x"})
+            read_json(client)
+        frontend.signal(signal.SIGSTOP)
+        for client in clients:
+            post(client, {"prompt": "x"})
+        time.sleep(1.2)  # nobody measures it: the idle time is over
+        frontend.signal(signal.SIGCONT)
+        for client in clients:
+            with client:
+                assert b"served" in read_all(client), "it was reset without an answer"
+
+
+def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
+    """The limit is 128, and half of it is for connections."""
+    patch = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
+    with scripted(patch) as (frontend, scheduler):
+        scheduler.script(answering("served"))
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(connect(frontend)) for _ in range(70)]
+            for client in clients:
+                client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            answers = [read_json(client) for client in clients]
+            assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+            refused = [answer for answer in answers if b"503" in answer[:12]]
+            assert 1 <= len(refused) <= 10
+            assert all(
+                part in answer
+                for answer in refused
+                for part in (b"retry-after", b"connection: close", b"too many")
+            )
+        wait_until(lambda: frontend.post("/v1/completions", {"prompt": "x"}).status_code == 200, "it serves")

@@ -7,6 +7,7 @@ import pytest
 
 from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState
+from services.frontend.openai.prompts.encoder import MAX_CHARS
 from services.frontend.openai.tokenize import MAX_IDS
 from services.frontend.text.tokenizer import MANY
 from tests.integration.frontend.scripted import (
@@ -59,6 +60,17 @@ def test_many_tokens_and_back(frontend: Frontend, scheduler: ScriptedScheduler) 
 def test_text_longer_than_the_context_is_tokenized(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     answer = frontend.post("/tokenize", {"prompt": "a b c d " * CONTEXT}).json()
     assert answer["count"] > answer["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/tokenize", {}), ("/v1/completions", {"truncate_prompt_tokens": 5})]
+)
+def test_a_text_that_would_fill_the_memory_is_not_tokenized(
+    frontend: Frontend, scheduler: ScriptedScheduler, path: str, more: dict[str, object]
+) -> None:
+    answer = frontend.post(path, {"prompt": "a" * (MAX_CHARS + 1), **more})
+    assert answer.status_code == 400
+    assert f"at most {MAX_CHARS} are tokenized" in answer.json()["error"]["message"]
 
 
 def test_invalid_bodies_are_refused_by_name(frontend: Frontend, scheduler: ScriptedScheduler) -> None:

@@ -15,6 +15,7 @@ from protocol.requests import (
     EnginePhase,
     EngineState,
     Finish,
+    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
 )
@@ -107,7 +108,7 @@ class FrontendConnection:
     def abort(self, *numbers: int) -> None:
         self.send(AbortRequest(list(numbers)))
 
-    def send(self, message: GenerateRequest | AbortRequest) -> None:
+    def send(self, message: GenerateRequest | AbortRequest | FrontendAlive) -> None:
         self._moved = time.monotonic()
         self._client.send(message)
 

@@ -48,6 +48,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
             EnginePhase.READY, stats={"accepted:0": 5.0, "accepted:1": 3.0, "steps_total": 7.0, "epoch": 2.0}
         ),
         ledger=RequestLedger(),
+        num_shed=0,
         ready=True,
     )
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
 
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     engine = SimpleNamespace(
-        state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger(), ready=True
+        state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger(), num_shed=0, ready=True
     )  # type: ignore[arg-type]
     text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
     return {
@@ -115,6 +116,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
     engine = SimpleNamespace(
         state=EngineState(EnginePhase.READY, num_blocks=2, block_size=16, stats=stats),
         ledger=RequestLedger(),
+        num_shed=0,
         ready=True,
     )
     lines = Metrics(engine, "demo").render().decode().splitlines()  # type: ignore[arg-type]

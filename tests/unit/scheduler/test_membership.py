@@ -35,6 +35,7 @@ from services.scheduler.membership import (
 from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
+from services.scheduler.membership.step_watch import FLOOR, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
 
 WORKER = Register(
@@ -216,7 +217,9 @@ def test_worker_stuck_in_its_old_epoch_is_given_up() -> None:
     g.send("a", Heartbeat(1, 9), 0.5)
     g.send("b", Heartbeat(1, 8), 0.5)
     assert g.check_at(0.9) == []
-    assert Ended(1, "step 9 has not ended on rank 1 after 1.1 s (--step-timeout-seconds)") in g.check_at(1.1)
+    assert Ended(
+        1, "step 9 has not ended on rank 1 after 1.1 s, far longer than steps of its size take"
+    ) in g.check_at(1.1)
     g.register("b", at=1.1)
     g.send("a", Heartbeat(1, 8), 1.0 + RETURN_TIMEOUT)
     g.check(1.2 + RETURN_TIMEOUT)
@@ -438,6 +441,47 @@ def test_a_group_none_of_whose_ranks_makes_progress_is_given_up() -> None:
     assert ends == {name: EndEpoch(1, "no rank made progress for 1800 s: weights") for name in "ab"}
 
 
+def test_a_group_that_hangs_while_it_loads_is_given_up_soon() -> None:
+    """The heartbeats arrive, but no rank uses processor time."""
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+    for now in range(1, 500):  # rank a works without a report, rank b waits for it
+        g.send("a", Heartbeat(1, 0, work=5.0 + 0.01 * now), float(now))
+        g.send("b", Heartbeat(1, 0, work=7.0), float(now))
+        assert g.check_at(float(now)) == []
+    for now in range(500, 605):
+        g.send("a", Heartbeat(1, 0, work=10.0), float(now))
+        g.send("b", Heartbeat(1, 0, work=7.0), float(now))
+        assert g.check_at(float(now)) == []
+    g.send("ab", Heartbeat(1, 0, work=10.001), 624.0)
+    g.send("ab", Heartbeat(1, 0, work=10.001), 700.0)
+    g.send("ab", Heartbeat(1, 0, work=10.002), 744.5)
+    ends = sent(g.check_at(744.5), EndEpoch)
+    reason = "no rank did any work for 120 s (--load-timeout-seconds): loading m"
+    assert ends == {name: EndEpoch(1, reason) for name in "ab"}
+
+
+def test_an_epoch_without_memory_for_a_step_is_retried_with_smaller_steps_once() -> None:
+    """The worker stays; the second loss is a failure like others."""
+    g = group(max_num_batched_tokens=2048)
+    assert g.serve("a").limits.max_num_batched_tokens == 2048
+    lost = RankLost(1, "step 3 ran out of memory", out_of_memory=True)
+    ended = Ended(1, "worker host:1 is well: step 3 ran out of memory", is_fault=False)
+    assert ended in g.send("a", lost, 1.0)
+    (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
+    assert assignment.max_num_batched_tokens == 1024
+    assert g.start(3.0).limits.max_num_batched_tokens == 1024
+    (again,) = [a for a in g.send("a", msgspec.structs.replace(lost, epoch=2), 4.0) if isinstance(a, Ended)]
+    assert again.is_fault
+    g.register("a", at=5.0)
+    assert g.start(5.0).limits.max_num_batched_tokens == 1024
+    g.send("a", Heartbeat(3, 0), 99.0)
+    (later,) = [a for a in g.send("a", msgspec.structs.replace(lost, epoch=3), 99.0) if isinstance(a, Ended)]
+    assert not later.is_fault, "after a minute it is retried with smaller steps again"
+    g.register("a", at=100.0)
+    assert g.start(100.0).limits.max_num_batched_tokens == 512
+
+
 def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
     g = group(step_timeout_seconds=1.0)
     g.serve("a")
@@ -447,6 +491,60 @@ def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
     g.send("a", Heartbeat(1, 1), 9.0)
     assert g.check_at(9.9) == []
     assert [type(a) for a in g.check_at(10.1)] == [Send, Ended]
+
+
+def test_a_hung_step_is_noticed_soon_when_steps_of_its_size_were_measured() -> None:
+    g = group()
+    g.serve("a")
+    for step in range(1, 4):
+        g.on_dispatch(step, step)
+        g.on_result(1, step, step + 0.02)
+    g.on_dispatch(4, 10.0)
+    g.send("a", Heartbeat(1, 3), 14.0)
+    assert g.check_at(10.0 + FLOOR) == []
+    assert [type(a) for a in g.check_at(10.1 + FLOOR)] == [Send, Ended]
+
+
+def test_the_first_step_of_a_size_may_compile() -> None:
+    """Small steps were measured; the first large one has the limit of a first step, and the next one has not."""
+    g, large = group(heartbeat_timeout_seconds=10000.0), StepSize(2048, 2048 * 2048)
+    g.serve("a")
+    g.on_dispatch(1, 0.0)
+    g.on_result(1, 1, 0.001)
+    g.on_dispatch(2, 1.0, large)
+    assert g.check_at(60.0) == []
+    g.on_result(1, 2, 60.0)
+    for step in range(3, 1000):  # the time of the compilation decays
+        g.on_dispatch(step, 60.0 + step, large)
+        g.on_result(1, step, 60.1 + step)
+    g.on_dispatch(1000, 2000.0, large)
+    assert g.check_at(2000.0 + FLOOR) == []
+    assert [type(a) for a in g.check_at(2000.2 + FLOOR)] == [Send, Ended]
+
+
+def test_a_long_context_may_take_longer_than_a_short_one() -> None:
+    """The same number of positions, behind a cached prefix of 64 times as much to attend to."""
+    g = group(heartbeat_timeout_seconds=10000.0)
+    g.serve("a")
+    for step in range(1, 10):
+        g.on_dispatch(step, float(step), StepSize(512, 512 * 512))
+        g.on_result(1, step, step + 0.5)
+    g.on_dispatch(10, 100.0, StepSize(512, 64 * 512 * 512))
+    assert g.check_at(100.0 + 10 * 64 * 0.5) == []
+    assert g.check_at(102.0 + 10 * 64 * 0.5) != []
+
+
+def test_the_limits_are_those_of_the_workers_that_serve() -> None:
+    """The next epoch has other workers, and their first steps may compile."""
+    g = group(heartbeat_timeout_seconds=10000.0)
+    g.serve("a")
+    g.on_dispatch(1, 0.0)
+    g.on_result(1, 1, 0.01)
+    g.lose("a", 1.0)
+    g.serve("b", at=2.0)
+    g.on_dispatch(1, 3.0)
+    assert g.check_at(62.0) == []
+    assert g.check_at(64.0) != []
 
 
 def test_a_result_of_an_old_epoch_neither_ends_a_step_nor_proves_the_epoch() -> None:

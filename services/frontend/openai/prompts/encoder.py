@@ -20,6 +20,10 @@ LARGE = 262_144
 """Characters from which a text is encoded on the thread for large texts, so that small ones do not wait for it."""
 
 
+MAX_CHARS = 2_097_152
+"""Longest text that is encoded. The tokenizer takes up to 180 bytes of memory per character and cannot be stopped."""
+
+
 class PromptEncoder:
     """Renders, tokenizes and checks the prompts of request bodies."""
 
@@ -63,7 +67,9 @@ class PromptEncoder:
         return await self.run(sum(map(len, words)), lambda: bad_words(words, encode))
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode a text of any length."""
+        """Raises: APIError, if the text is too long"""
+        if len(text) > MAX_CHARS:
+            raise invalid(f"a text has {len(text)} characters, but at most {MAX_CHARS} are tokenized")
         tokenizer = self._model.tokenizer
         encode = tokenizer.encode if add_special_tokens else tokenizer.encode_rendered
         return await self.run(len(text), lambda: encode(text))

@@ -16,6 +16,7 @@ from services.worker.backends.sim.cost import CostModel
 from services.worker.backends.sim.device.columns import StepColumns
 from services.worker.backends.sim.device.interface import Device, DeviceEvent
 from services.worker.backends.sim.device.rigid import ChunkEnd, PaddedStep, RigidShapes
+from services.worker.backends.sim.faults import inject_faults
 from services.worker.backends.sim.model.hidden_states import HiddenSums
 from services.worker.backends.sim.model.logits import Logits
 from services.worker.backends.sim.model.oracle import Activations, DeviceRows, Oracle, OracleError, spread
@@ -125,6 +126,7 @@ class SimEpoch:
                 f"{step.num_speculative_tokens} drafts per row are planned, but at most {self.drafts.most} were agreed"
             )
         rank, device = self._rank, self.device
+        inject_faults(rank.config, step)
         rows = costly = self.table.apply(step)
         padded = None if self._rigid is None else self._rigid.pad(step, rows)
         if padded is not None:

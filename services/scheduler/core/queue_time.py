@@ -1,0 +1,88 @@
+"""Estimate of the time that a new request waits before its first step.
+
+The prompt tokens before it must be computed: their rate is measured while steps compute prompts. And if all seats, or
+all KV blocks, are taken, running requests must end first: `n` of them that hold their seats for a time `t` on average
+end at a rate of `n / t` (Little's law). The longer of the two times counts.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.scheduler.core.epoch import EpochState
+from services.scheduler.core.request import Request
+from services.scheduler.core.store import RequestStore
+
+MEMORY = 10.0
+"""Seconds of computing prompts after which a measurement of their rate keeps 1 / e of its weight."""
+NUM_ENDS = 64
+"""Requests over which the time in a seat is averaged."""
+
+
+@dataclass
+class QueueTime:
+    _tokens: float = 0.0
+    """Prompt tokens computed, or found in the prefix cache, in `_seconds`; recent ones count more."""
+    _seconds: float = 0.0
+    _measured_until: float | None = None
+    """End of the last measured time; None: no step is in flight. Seconds, as in `RequestStore.now`."""
+    _cache_hits: int = 0
+    _seat_seconds: float = 0.0
+    """Mean time from the first step of a request to its end."""
+    _num_ends: int = 0
+
+    def on_dispatch(self, now: float) -> None:
+        """A step is dispatched."""
+        if self._measured_until is None:
+            self._measured_until = now
+
+    def on_result(self, now: float, prompt_tokens: int, cache_hits: int, is_idle: bool) -> None:
+        """A result was applied.
+
+        Args:
+            prompt_tokens: prompt tokens that its step computed.
+            cache_hits: prompt tokens found in the prefix cache so far, over all requests.
+            is_idle: no other step is in flight.
+        """
+        since = now if self._measured_until is None else self._measured_until
+        self._measured_until = None if is_idle else now
+        if tokens := prompt_tokens + cache_hits - self._cache_hits:
+            kept = math.exp(min(since - now, 0.0) / MEMORY)
+            self._tokens = self._tokens * kept + tokens
+            self._seconds = self._seconds * kept + max(now - since, 0.0)
+            self._cache_hits = cache_hits
+
+    def on_ends(self, requests: Iterable[Request], now: float) -> None:
+        """Requests have ended with a result."""
+        for request in requests:
+            self._num_ends = min(self._num_ends + 1, NUM_ENDS)
+            self._seat_seconds += (now - request.scheduled - self._seat_seconds) / self._num_ends
+
+    def reset(self) -> None:
+        """No step is in flight any more."""
+        self._measured_until = None
+
+    def seconds(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
+        """Return the estimate for a new request with so many tokens; 0.0 if nothing stands before it."""
+        return max(self._for_prompts(store, epoch), self._for_seats(store, epoch, num_tokens))
+
+    def _for_prompts(self, store: RequestStore, epoch: EpochState) -> float:
+        left = epoch.slots.entry.take(epoch.running) - epoch.slots.computed.take(epoch.running)
+        tokens = store.num_waiting_tokens + int(left[left > 0].sum())
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
+
+    def _for_seats(self, store: RequestStore, epoch: EpochState, num_tokens: int) -> float:
+        limits, running = epoch.limits, epoch.running
+        ends = float(store.num_waiting + 1 - (limits.max_num_seqs - len(running)))
+        free_tokens = epoch.kv.num_free * limits.block_size
+        missing_tokens = store.num_waiting_tokens + num_tokens - free_tokens
+        if missing_tokens > 0 and len(running):
+            held = limits.num_cached_tokens - free_tokens
+            ends = max(ends, missing_tokens * len(running) / max(held, 1))
+        if ends <= 0:
+            return 0.0
+        seconds = self._seat_seconds
+        if len(running):  # they may take longer than those that have ended
+            middle = epoch.slots.request(int(running[len(running) // 2]))
+            seconds = max(seconds, store.now - middle.scheduled)
+        return ends * seconds / (len(running) or limits.max_num_seqs)

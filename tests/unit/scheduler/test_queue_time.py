@@ -1,0 +1,139 @@
+"""Estimate of a new request's time in the queue, and the admission that depends on it. The clock is virtual."""
+
+import pytest
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.limits import Limits
+from services.scheduler.policies import ChunkedPolicy
+
+STEP = 0.5
+"""Seconds of a step."""
+
+
+class Bench:
+    """An engine whose steps take STEP seconds each, with one step in flight."""
+
+    def __init__(self, max_num_seqs: int = 8, num_blocks: int = 64, max_queue_seconds: float = 2.0) -> None:
+        limits = Limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=20,
+            max_model_len=100,
+            num_blocks=num_blocks,
+            block_size=4,
+            enable_prefix_caching=False,
+        )
+        self.core = EngineCore(
+            limits, ChunkedPolicy(), depth=1, vocab_size=50, max_queue_seconds=max_queue_seconds
+        )
+        self.now, self.finishes, self._number = 0.0, list[Finish](), 0
+
+    def add(self, num_tokens: int, max_tokens: int = 4, age: float = 0.0) -> Finish | None:
+        """Return the refusal."""
+        self._number += 1
+        ids, params = [self._number % 50] * num_tokens, SamplingParams(max_tokens=max_tokens)
+        self.core.add(0, GenerateRequest(self._number, pack(ids), num_tokens, params, age=age))
+        taken = self._take()
+        return taken[0] if taken else None
+
+    def _take(self) -> list[Finish]:
+        return [finish for _, outputs in self.core.take_outputs() for finish in outputs.finished]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for plan in list(self.core.dispatch()):
+                if isinstance(plan, SchedulerOutput):
+                    self.now += STEP
+                    self.core.advance(self.now)
+                    self.core.on_result(result_of(plan))
+            self.finishes += self._take()
+
+
+def result_of(plan: SchedulerOutput) -> ModelRunnerOutput:
+    samples = [bool(sampled) for sampled in plan.samples]
+    slots, generations = unpack(plan.slots)[samples], unpack(plan.generations)[samples]
+    ones = pack([1] * len(slots))
+    return ModelRunnerOutput(plan.epoch, plan.step_id, pack(slots), pack(generations), ones, ones)
+
+
+def test_nothing_is_expected_before_anything_was_measured() -> None:
+    bench = Bench(max_queue_seconds=1e-9)
+    for _ in range(8):
+        assert bench.add(50) is None
+    assert bench.core.queue_seconds() == 0
+
+
+def test_the_estimate_is_the_time_for_the_prompts_before() -> None:
+    """A step computes 20 tokens: 40 tokens a second. One token of each prompt's row counts as output."""
+    bench = Bench()
+    bench.add(60)
+    bench.run(2)
+    assert bench.core.queue_seconds() == pytest.approx((60 - 40) / (19 / STEP))
+    bench.add(40)
+    assert bench.core.queue_seconds() == pytest.approx((20 + 40) / (19 / STEP))
+    assert bench.core.stats()["expected_queue_seconds"] == bench.core.queue_seconds()
+
+
+def test_a_request_that_would_wait_too_long_is_refused_with_the_numbers() -> None:
+    bench = Bench(max_queue_seconds=2.0)
+    bench.add(60)
+    bench.run(1)
+    assert bench.add(40) is None
+    refusal = bench.add(1)
+    assert refusal is not None
+    assert refusal.reason is FinishReason.REJECTED
+    assert "would wait about 2.1 s, and the limit is 2 s" in refusal.message
+    assert bench.core.stats()["admission_rejections"] == 1
+    assert bench.add(1, age=3.0) is None, "a request that was admitted before is not refused for load"
+    bench.run(2)
+    assert bench.add(1) is None, "the queue is shorter"
+
+
+def test_with_all_seats_taken_the_estimate_is_the_time_until_enough_requests_have_ended() -> None:
+    """Two seats, and requests of 4 steps: one ends each second."""
+    bench = Bench(max_num_seqs=2, max_queue_seconds=10.0)
+    for _ in range(4):
+        bench.add(1)
+        bench.add(1)
+        bench.run(4)
+    for expected in (0.0, 0.0, 1.0, 2.0, 3.0):
+        assert bench.core.queue_seconds() == pytest.approx(expected)
+        bench.add(1)
+
+
+def test_running_requests_that_take_longer_than_those_before_count_with_their_age() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(1, max_tokens=1)
+    bench.run(1)
+    bench.add(1, max_tokens=90)
+    for _ in range(3):
+        before = bench.core.queue_seconds()
+        bench.run(10)
+        assert bench.core.queue_seconds() == pytest.approx(before + 10 * STEP, abs=STEP)
+
+
+def test_a_full_kv_cache_counts_like_missing_seats() -> None:
+    """Two requests hold most of the 16 blocks; seats are free."""
+    bench = Bench(num_blocks=16)
+    bench.add(20, max_tokens=10)
+    bench.add(16, max_tokens=10)
+    bench.run(4)
+    assert bench.core.queue_seconds(1) == 0
+    assert bench.core.queue_seconds(40) > 0
+
+
+def test_an_overloaded_engine_serves_what_it_admits_in_time() -> None:
+    """Ten times the load that it can serve: the refused requests are many, and no admitted one waits much longer than
+    the limit; the engine computes full steps throughout."""
+    bench, refused, waits = Bench(max_num_seqs=4, max_queue_seconds=2.0), 0, list[float]()
+    for _ in range(400):
+        for _ in range(10):
+            refused += bench.add(10, max_tokens=2) is not None
+        bench.run(1)
+    waits = [f.times.scheduled - f.times.queued for f in bench.finishes if f.times is not None]
+    assert refused > 3000
+    assert len(waits) > 500, "goodput"
+    assert sorted(waits[50:])[-1] <= 2 * 2.0
