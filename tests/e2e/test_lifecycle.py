@@ -100,14 +100,16 @@ def test_signal_while_loading_is_an_orderly_stop(moment: Callable[[ServeProcess]
         assert list(server.runtime.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "forked"), [("config.json", True), ("model.safetensors", False), ("tokenizer.json", True)]
+)
+def test_truncated_model_file_is_one_line_and_a_failure(tmp_path: Path, name: str, forked: bool) -> None:
     """Other damages are tested with each service: test_bad_checkpoints.py, test_tokenizer.py."""
     directory = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, directory)
     content = (directory / name).read_bytes()
     (directory / name).write_bytes(content[: len(content) // 2])
-    with serving(str(directory), wait=False, forked=False) as server:
+    with serving(str(directory), wait=False, forked=forked) as server:
         assert server.wait() not in (0, None)
         assert server.last_line().startswith("runahead: "), server.log.read_text()
         assert name in server.last_line()
