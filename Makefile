@@ -68,7 +68,7 @@ CLIENTS := .venv-clients
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@echo "Installing clients into $(CLIENTS); the first time takes some minutes."
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --requirement $<
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --requirement $<
 	@touch $@
 
 test-clients: $(SERVING) $(CLIENTS)/.installed

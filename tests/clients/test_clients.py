@@ -46,14 +46,15 @@ def test_openai(server: RunningServer) -> None:
 def test_anthropic(server: RunningServer) -> None:
     from anthropic import Anthropic
 
-    messages: Any = [{"role": "user", "content": ASK}]
+    request: Any = {
+        "model": server.model, "messages": [{"role": "user", "content": ASK}], "max_tokens": 8,
+        "extra_body": {"temperature": 0},
+    }  # fmt: skip
     with Anthropic() as client:
-        whole = client.messages.create(model=server.model, messages=messages, max_tokens=8, temperature=0)
-        with client.messages.stream(
-            model=server.model, messages=messages, max_tokens=8, temperature=0
-        ) as stream:
+        whole = client.messages.create(**request)
+        with client.messages.stream(**request) as stream:
             assert stream.get_final_message().content == whole.content
-        assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens > 0
+        assert client.messages.count_tokens(model=server.model, messages=request["messages"]).input_tokens > 0
 
 
 def test_langchain_openai(server: RunningServer) -> None:
