@@ -8,6 +8,7 @@ import pytest
 
 from protocol.requests import EnginePhase, FinishReason
 from protocol.sampling import SamplingParams
+from services.config import WorkerConfig
 from tests.integration.scheduler.engine import PATIENCE, EngineProcesses, FrontendConnection, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 10.0, "sim_vocab_size": 1000}
@@ -130,7 +131,10 @@ def test_open_requests_fail_when_recovery_takes_too_long(tmp_path: Path) -> None
     ("other", "named"),
     [
         ({"sim_vocab_size": 2000}, "model hash mismatch"),
-        ({"backend": "native", "sim_vocab_size": 0}, "backend mismatch"),
+        (
+            {"backend": "native", "sim_vocab_size": 0, "sim_step_ms": WorkerConfig().sim_step_ms},
+            "backend mismatch",
+        ),
     ],
 )
 def test_worker_that_does_not_fit_is_refused_by_name_and_the_scheduler_goes_on(
