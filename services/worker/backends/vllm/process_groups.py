@@ -14,7 +14,7 @@ from torch import distributed
 
 from protocol.membership import Assignment
 from services.worker.backends.vllm import vllm_api
-from services.worker.backends.vllm.shared_memory import SharedMemory, sweep_shared_memory
+from services.worker.backends.vllm.shared_memory import VllmSharedMemory, sweep_shared_memory
 from services.worker.distributed.messages import STEP_TIMEOUT
 from services.worker.distributed.ranks import count_on_this_machine, meet, shut_down, sockets
 from services.worker.runner import RanksLost
@@ -34,7 +34,7 @@ class ProcessGroups:
         self._other_sockets = sockets()
         """Sockets of this process that belong to something else."""
         self._aborted = False
-        self._memory = SharedMemory()
+        self._memory = VllmSharedMemory()
         self.ranks_on_machine = 1
         """Ranks that share this machine's cores, including this one. Set by `join`."""
 

@@ -28,7 +28,7 @@ _KEY = "shared-memory"
 """Key in the store of the ranks: the machine of the first rank and the name that its neighbours share."""
 
 
-class SharedMemory:
+class VllmSharedMemory:
     """Names and pages of the shared memory of one epoch."""
 
     def __init__(self) -> None:
