@@ -131,6 +131,8 @@ class Loaded(msgspec.Struct, array_like=True, frozen=True, tag="loaded"):
     """Length of an embedding; 0: the backend computes none."""
     num_loads: Count = 0
     """Number of times that this process has read weights; it stays equal when they were kept from an epoch before."""
+    contents: Annotated[dict[Text, Name], msgspec.Meta(max_length=MAX_ITEMS)] = {}
+    """Digest of each part of the weights, by its tensor, its rows and columns, and its type; {}: not known."""
 
 
 class InitializeCache(msgspec.Struct, array_like=True, frozen=True, tag="init_cache"):

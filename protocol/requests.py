@@ -194,6 +194,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Length of an embedding; 0: none are served."""
     incarnation: Incarnation = 0
     """The scheduler that sends it; 0: unknown, and no sign of life follows."""
+    tokenizer: Name = ""
+    """Digest of the tokenizer.json that grammars are compiled for; "": the scheduler has none."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache

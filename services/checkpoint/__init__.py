@@ -5,7 +5,7 @@ Frontends read the tokenizer, workers the weights. This package contains what bo
 
 from services.checkpoint.dtype import default_dtype
 from services.checkpoint.errors import CheckpointError
-from services.checkpoint.files import named_eos, read_json, read_text, special_tokens
+from services.checkpoint.files import named_eos, read_json, read_text, special_tokens, text_digest
 from services.checkpoint.location import (
     CONFIG_FILES,
     DEMO_MODEL,
@@ -32,4 +32,5 @@ __all__ = [
     "read_text",
     "resolve",
     "special_tokens",
+    "text_digest",
 ]

@@ -1,5 +1,6 @@
 """Files of a checkpoint except its weights. For a GGUF file they are made from its metadata."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ def read_text(checkpoint: Path, name: str) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def text_digest(text: str) -> str:
+    """Return a digest of a file's text: the same one in every service that reads the same file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def read_json(checkpoint: Path, name: str) -> dict[str, Any]:

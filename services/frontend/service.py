@@ -63,6 +63,7 @@ class FrontendService:
             config.recovery_timeout_seconds,
             config.request_timeout,
             config.security,
+            model.tokenizer.digest,
         )
         self._metrics = Metrics(self.engine, model.names[0])
         endpoint, name = config.otlp_traces_endpoint, model.names[0]

@@ -35,7 +35,7 @@ from protocol.requests import (
     ResetPrefixCache,
 )
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
-from services.checkpoint import CheckpointError
+from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.drafting import drafting_from_config
@@ -83,7 +83,9 @@ class Service:
         self.incarnation = incarnation
         self._leases = Leases(config.scheduler_timeout_seconds)
         self._leadership = Leadership(config.scheduler_timeout_seconds)
-        self.compiler = _compiler(config)
+        vocabulary = _vocabulary(config)
+        self.compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
+        self._tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         self.group = WorkerGroup(config, incarnation)
@@ -369,6 +371,7 @@ class Service:
             self._info(),
             loaded.hidden_size if loaded else 0,
             self.incarnation,
+            self._tokenizer,
         )
 
     def _info(self) -> dict[str, str]:
@@ -425,10 +428,10 @@ class Service:
                 self.frontends.send_if_connected(frontend, records)
 
 
-def _compiler(config: SchedulerConfig) -> GrammarCompiler | None:
-    """Return the compiler, or None without a tokenizer: structured output is refused, everything else is served."""
+def _vocabulary(config: SchedulerConfig) -> GrammarVocabulary | None:
+    """Return the vocabulary, or None without a tokenizer: structured output is refused, everything else is served."""
     try:
-        return GrammarCompiler(GrammarVocabulary.load(config.model, config.revision, config.tokenizer))
+        return GrammarVocabulary.load(config.model, config.revision, config.tokenizer)
     except CheckpointError as error:
         log.warning("structured output is not served: %s", error)
         return None

@@ -31,7 +31,7 @@ from protocol.requests import (
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
-from protocol.transport import HandshakeTimeout, PeerGone, PeerSlow
+from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
@@ -108,6 +108,7 @@ class EngineClient:
         silence: seconds without a message after which the scheduler is lost.
         patience: seconds that open requests wait for another scheduler.
         request_timeout: seconds without progress after which a request ends.
+        tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
     """
 
     def __init__(
@@ -118,9 +119,11 @@ class EngineClient:
         patience: float,
         request_timeout: float,
         security: Security = LOCAL,
+        tokenizer: str = "",
     ) -> None:
         self._endpoint = endpoint
         self._security = security
+        self._tokenizer = tokenizer
         self._max_open = max_open_requests
         self._silence = silence
         self._patience = patience
@@ -304,7 +307,17 @@ class EngineClient:
 
     # -- messages of the scheduler -------------------------------------------------------------------------------
 
+    def _check_tokenizer(self, state: EngineState) -> None:
+        """Raises: HandshakeRefused, if the scheduler compiles grammars for another tokenizer."""
+        ours, theirs = self._tokenizer, state.tokenizer
+        if ours and theirs and ours != theirs:
+            raise HandshakeRefused(
+                f"tokenizer mismatch: tokenizer.json of this frontend has the digest {ours}, that of the scheduler "
+                f"{theirs}; give both the same --model and --tokenizer"
+            )
+
     def _on_state(self, state: EngineState) -> None:
+        self._check_tokenizer(state)
         self._takes_requests = state.phase in SERVING
         if self._takes_requests:
             self._lost_at = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as HFTokenizer
 
-from services.checkpoint import CheckpointError, read_text, special_tokens
+from services.checkpoint import CheckpointError, read_text, special_tokens, text_digest
 from services.frontend.text.detokenizer import (
     ByteLevelDetokenizer,
     ByteLevelVocabulary,
@@ -42,6 +42,8 @@ class Tokenizer:
             self._tokenizer = HFTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{checkpoint / 'tokenizer.json'} cannot be read: {error}") from None
+        self.digest = text_digest(text)
+        """Digest of tokenizer.json."""
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.special = special_tokens(checkpoint)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol.epochs import number_of
-from protocol.membership import EndEpoch, RankLost, Register, Shutdown, WorkerMessage
+from protocol.membership import EndEpoch, Loaded, RankLost, Register, Shutdown, WorkerMessage
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership.actions import Action, Ended, FailRequests, News, Refuse, Send
 from services.scheduler.membership.admission import objection
+from services.scheduler.membership.contents import WeightContents
 from services.scheduler.membership.epoch import Epoch
 from services.scheduler.membership.formation import Formation, GroupSize
 from services.scheduler.membership.group_states import (
@@ -54,6 +55,7 @@ class WorkerGroup:
         self.losses = Losses()
         self._epoch = Epoch(config, self.roster, incarnation)
         self._formation = Formation(config)
+        self._contents = WeightContents()
         self._watch = StepWatch(config.step_timeout_seconds)
         self._recovering_since: float | None = None
         """When the last epoch in effect ended, while open requests wait for the next one."""
@@ -116,10 +118,15 @@ class WorkerGroup:
         if isinstance(message, Register):
             self._on_register(peer, message, now)
         else:
-            event = self.roster.receive(peer, message, self.epoch, now)
+            event, reason = self.roster.receive(peer, message, self.epoch, now), reason_of(message)
+            if isinstance(message, Loaded) and event is MemberEvent.LOADED and peer in self.roster:
+                mismatch = self._contents.mismatch(message.contents)
+                if mismatch is not None:
+                    self._actions.append(Refuse(peer, mismatch))
+                    event, reason = MemberEvent.LOST, f"has other weights: {mismatch}"
             if event is not None:
                 self._retries_smaller = self._shrinks(message, now)
-                self._member_event(peer, event, reason_of(message), now)
+                self._member_event(peer, event, reason, now)
                 self._retries_smaller = False
         self._form(now)
 

@@ -1,6 +1,15 @@
 """Weights of a model: `Checkpoint` is the interface, over safetensors files and over GGUF files."""
 
 from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
+from services.worker.weights.contents import HashedCheckpoint
 from services.worker.weights.opening import checkpoint_path, model_digest, open_checkpoint
 
-__all__ = ["Checkpoint", "Cut", "QuantizedRows", "checkpoint_path", "model_digest", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Cut",
+    "HashedCheckpoint",
+    "QuantizedRows",
+    "checkpoint_path",
+    "model_digest",
+    "open_checkpoint",
+]

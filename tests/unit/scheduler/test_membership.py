@@ -284,6 +284,47 @@ def test_worker_that_does_not_fit_is_refused_with_both_values(
     assert g.names == "a"
 
 
+def loaded_parts(epoch: int, **parts: str) -> Loaded:
+    return msgspec.structs.replace(LOADED, epoch=epoch, contents=parts)
+
+
+def test_rank_with_other_weights_is_refused_and_named() -> None:
+    """The registrations agree: the weights' contents are known only after they are loaded."""
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b", "c")
+    g.send("a", loaded_parts(g.epoch, norm="1", left="2"))
+    actions = g.send("b", loaded_parts(g.epoch, norm="9", right="3"))
+    (refusal,) = [action for action in actions if isinstance(action, Refuse)]
+    assert refusal == Refuse(b"b", "weights mismatch: norm has the digest 9, and 1 on the other workers")
+    assert g.names == "ac"
+    assert "other weights" in g.status.detail
+    g.register("a")
+    g.send("a", loaded_parts(g.epoch, norm="1", left="2"))
+    g.send("c", loaded_parts(g.epoch, norm="1", right="3"))
+    (started,) = g.send("ac", Ready(g.epoch))
+    assert isinstance(started, Started)
+
+
+def test_replacement_must_have_the_weights_of_the_lost_rank() -> None:
+    g = group()
+    g.register("a")
+    g.send("a", loaded_parts(g.epoch, whole="1"))
+    g.send("a", Ready(g.epoch))
+    g.lose("a", 1.0)
+    g.register("b", at=2.0)
+    (refusal,) = [a for a in g.send("b", loaded_parts(g.epoch, whole="2"), 3.0) if isinstance(a, Refuse)]
+    assert "weights mismatch" in refusal.reason
+    assert g.names == ""
+
+
+def test_parts_of_another_size_are_not_compared_and_unknown_workers_add_none() -> None:
+    g = group()
+    g.send("x", loaded_parts(g.epoch, whole="9"))
+    g.register("a")
+    g.send("a", loaded_parts(g.epoch, whole="1", half="2"))
+    assert g.member_state("a") is MemberState.INITIALIZING
+
+
 def test_spares_have_a_bound() -> None:
     g = group(max_spare_workers=1)
     g.serve("a")

@@ -28,7 +28,13 @@ from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import Checkpoint, checkpoint_path, model_digest, open_checkpoint
+from services.worker.weights import (
+    Checkpoint,
+    HashedCheckpoint,
+    checkpoint_path,
+    model_digest,
+    open_checkpoint,
+)
 
 log = logging.getLogger("runahead.worker")
 
@@ -53,6 +59,8 @@ class NativeRunner:
         self._config = config
         self._identity: Identity | None = None
         self._model: Model | None = None
+        self._contents: dict[str, str] = {}
+        """Digest of each part of the weights."""
         self._num_loads = 0
         """Number of times that weights were read."""
         self._drafter: Drafter | None = None
@@ -110,6 +118,7 @@ class NativeRunner:
             num_blocks=num_kv_blocks(self._config, assignment, bytes_per_block, limit),
             hidden_size=model.part.whole.hidden_size,
             num_loads=self._num_loads,
+            contents=self._contents,
         )
 
     def _weights(self, shard: Shard, progress: Progress) -> Model:
@@ -129,10 +138,10 @@ class NativeRunner:
             invariant = self._config.batch_invariant
             choice = selection.choose(wanted, self._config.device, dtype, features, quantized, invariant)
             log.info("%s", choice.describe(features))
-            part = ModelPart.from_shard(config, shard, self._group)
-            model = Model(part, checkpoint, dtype, selection.create(choice), progress, quantization)
+            part, hashed = ModelPart.from_shard(config, shard, self._group), HashedCheckpoint(checkpoint)
+            model = Model(part, hashed, dtype, selection.create(choice), progress, quantization)
             log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
-            self._model = model
+            self._model, self._contents = model, hashed.contents
         return self._model
 
     @property

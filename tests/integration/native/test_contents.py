@@ -1,0 +1,69 @@
+"""Digests of weights: every byte of a rank's share counts, and equal parts of two ranks have equal names."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protocol.membership import Shard
+from services.worker.backends.native.kernels.selection import choose, create
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.model.partition import ModelPart
+from services.worker.weights import HashedCheckpoint, open_checkpoint
+from tests.integration.native.conftest import Family
+from tests.integration.native.driver import RunnerDriver
+
+
+def contents_of(path: Path, shard: Shard, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    checkpoint = HashedCheckpoint(open_checkpoint(path))
+    part = ModelPart.from_shard(ModelConfig.from_checkpoint(path), shard)
+    Model(part, checkpoint, dtype, create(choose("reference", "cpu", dtype, ())), lambda *_: None)
+    return checkpoint.contents
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+def test_one_changed_number_of_any_tensor_changes_the_contents(
+    make_family: Callable[[str], Family], tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(make_family(name).path, tmp_path / "model")
+    before = RunnerDriver(tmp_path / "model").loaded
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    for tensor in tensors:
+        changed = {key: value.clone() for key, value in tensors.items()}
+        changed[tensor].view(-1)[-1] += 1
+        save_file(changed, file, {"format": "pt"})
+        contents = contents_of(tmp_path / "model", Shard())
+        different = {
+            part.partition("[")[0] for part, digest in contents.items() if before.contents[part] != digest
+        }
+        assert different == {tensor}
+    after = RunnerDriver(tmp_path / "model").loaded
+    assert after.model_hash == before.model_hash, "names, shapes and types are the same"
+    assert after.contents != before.contents
+
+
+def test_ranks_name_what_they_share_alike_and_what_differs_otherwise(llama: Family) -> None:
+    whole, (left, right) = (
+        contents_of(llama.path, Shard()),
+        (contents_of(llama.path, Shard(r, 2)) for r in (0, 1)),
+    )
+    shared = set(left) & set(right)
+    assert shared
+    assert all(left[part] == right[part] == whole[part] for part in shared)
+    assert {part.partition("[")[0] for part in shared} >= {"model.norm.weight"}
+    assert set(left) - shared
+    assert contents_of(llama.path, Shard(1, 2)) == right
+    assert not set(contents_of(llama.path, Shard(), torch.bfloat16)) & set(whole)
+
+
+def test_weights_that_are_kept_keep_their_contents(llama: Family) -> None:
+    driver = RunnerDriver(llama.path)
+    assert driver.loaded.contents
+    again = driver.runner.load(driver.assignment, lambda phase, fraction: None)
+    assert again.num_loads == 1
+    assert again.contents == driver.loaded.contents
