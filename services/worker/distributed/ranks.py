@@ -23,7 +23,7 @@ from services.worker.distributed.pipeline import PipelineGroup
 from services.worker.distributed.rendezvous import local_address
 from services.worker.distributed.shared_memory import SharedMemory
 from services.worker.distributed.tensor_parallel import TensorParallelGroup
-from services.worker.runner import RanksLost
+from services.worker.runner import LoadError, RanksLost
 
 log = logging.getLogger("runahead.worker")
 
@@ -79,7 +79,8 @@ class Ranks:
         A separate thread connects: only its own timeout ends a connection attempt of torch, and the epoch may end
         sooner.
 
-        Raises: RanksLost, if the others do not join in time or `abort` is called.
+        Raises: RanksLost, if the others do not join in time or `abort` is called; LoadError, if torch listens on
+            another address than the configured one.
         """
         if self.assignment.world_size == 1:
             self._connect()
@@ -104,6 +105,12 @@ class Ranks:
         if listener is not None:
             listener.close()
         self._ours = sockets() - self._others
+        if isinstance(outcome, _Joined) and self.assignment.world_size > 1:
+            host = self.assignment.rendezvous.rpartition(":")[0]
+            try:
+                check_listeners(self._ours, {host, local_address(host)})
+            except LoadError as error:
+                outcome = error
         self._outcome.put(outcome)
 
     def _joined(self, assignment: Assignment, listener: socket.socket | None) -> "_Joined":
@@ -201,6 +208,24 @@ def sockets() -> set[str]:
             if target.startswith("socket:"):
                 found.add(f"{fd} {target}")
     return found
+
+
+def check_listeners(own: set[str], allowed: set[str]) -> None:
+    """Check the addresses of listening sockets, given as `sockets` returns them: who reaches one can change tensors.
+
+    Raises: LoadError, if one listens on another address than the allowed ones.
+    """
+    for name in own:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name.partition(" ")[0]))) as listener:
+            is_internet = listener.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_internet or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            address = str(listener.getsockname()[0])
+            if address not in allowed:
+                raise LoadError(
+                    f"torch.distributed listens on {address} instead of {' or '.join(sorted(allowed))}, and it has no "
+                    "authentication; set --host-ip to the address of a network of the ranks' own"
+                )
 
 
 def shut_down(connections: set[str]) -> None:

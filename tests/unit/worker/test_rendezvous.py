@@ -4,7 +4,9 @@ import socket
 
 import pytest
 
+from services.worker.distributed.ranks import check_listeners, sockets
 from services.worker.distributed.rendezvous import address_facing, listen, local_address
+from services.worker.runner import LoadError
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,15 @@ def test_ipv6_addresses() -> None:
         assert listener.family is socket.AF_INET6
         assert local_address("::1") == "::1"
         assert address_facing("tcp://[::1]:5555") == "::1"
+
+
+@pytest.mark.parametrize(("bound", "fits"), [("127.0.0.1", True), ("127.0.0.2", False), ("0.0.0.0", False)])
+def test_listener_on_another_address_is_refused(bound: str, fits: bool) -> None:
+    before = sockets()
+    with socket.create_server((bound, 0)):
+        own = sockets() - before
+        if fits:
+            check_listeners(own, {"127.0.0.1"})
+            return
+        with pytest.raises(LoadError, match=f"listens on {bound} instead of 127.0.0.1"):
+            check_listeners(own, {"127.0.0.1"})
