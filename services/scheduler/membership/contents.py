@@ -7,7 +7,7 @@ MAX_PARTS = 1_000_000
 
 
 class WeightContents:
-    """What workers have reported so far. Ranks of another tensor-parallel size have other parts."""
+    """Digests that workers have reported so far. Ranks of another tensor-parallel size have other parts."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
