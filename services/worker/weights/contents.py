@@ -45,7 +45,7 @@ class HashedCheckpoint:
 
     def _add(self, part: str, kind: str, values: torch.Tensor) -> None:
         digest = hashlib.sha256(kind.encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy())
+        digest.update(values.contiguous().view(torch.uint8).numpy().data)
         self.contents[f"{part} {kind}"] = digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
