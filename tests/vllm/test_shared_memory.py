@@ -15,7 +15,7 @@ import pytest
 from torch import distributed
 
 from services.worker.backends.vllm import shared_memory
-from services.worker.backends.vllm.shared_memory import PREFIX, SharedMemory, sweep_shared_memory
+from services.worker.backends.vllm.shared_memory import PREFIX, VllmSharedMemory, sweep_shared_memory
 
 SIZE = 1 << 16
 """Bytes of a rank's file."""
@@ -31,7 +31,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def form(name: Connection, end: Connection) -> None:
     """Run a first rank whose groups form until a message arrives at `end`."""
-    memory = SharedMemory()
+    memory = VllmSharedMemory()
     shared = memory.agree(distributed.HashStore(), 0)
     os.close(create(shared_memory.DIRECTORY, shared, 0))
     name.send(shared)
@@ -60,7 +60,11 @@ def names(directory: Path) -> set[str]:
 
 
 def test_names_go_when_the_groups_are_formed_and_pages_when_the_epoch_ends(directory: Path) -> None:
-    store, ranks, barrier = distributed.HashStore(), (SharedMemory(), SharedMemory()), threading.Barrier(2)
+    store, ranks, barrier = (
+        distributed.HashStore(),
+        (VllmSharedMemory(), VllmSharedMemory()),
+        threading.Barrier(2),
+    )
     shared = [memory.agree(store, rank) for rank, memory in enumerate(ranks)]
     assert shared[0] == shared[1]
     files = [create(directory, shared[0], rank) for rank in range(2)]
@@ -78,7 +82,7 @@ def test_names_go_when_the_groups_are_formed_and_pages_when_the_epoch_ends(direc
 
 
 def test_rank_on_another_machine_shares_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
+    store, first, second = distributed.HashStore(), VllmSharedMemory(), VllmSharedMemory()
     name = first.agree(store, 0)
     monkeypatch.setattr(shared_memory, "machine", lambda: "another")
     assert second.agree(store, 1) != name
@@ -110,7 +114,7 @@ def test_killed_process_is_swept_and_a_living_one_stays(directory: Path) -> None
 
 def test_rank_whose_first_rank_was_killed_removes_its_own_file(directory: Path) -> None:
     """It may create its file after the sweep that removed the directory of the first rank."""
-    store, first, second = distributed.HashStore(), SharedMemory(), SharedMemory()
+    store, first, second = distributed.HashStore(), VllmSharedMemory(), VllmSharedMemory()
     name = first.agree(store, 0)
     assert second.agree(store, 1) == name
     first.remove_names()
