@@ -16,6 +16,8 @@ Incarnation = Annotated[int, Meta(ge=0, lt=2**43)]
 """Milliseconds since 1970; 0: unknown."""
 EpochId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """`incarnation << NUMBER_BITS | number`; 0: no epoch."""
+RegisteredEpoch = Annotated[int, Meta(ge=0, lt=2**62)]
+"""`EpochId` that a worker registers with. The scheduler's next epoch is later, and must be an `EpochId` as well."""
 
 
 def first_epoch(incarnation: int) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.epochs import EpochId
+from protocol.epochs import EpochId, RegisteredEpoch
 from protocol.fields import MAX_ITEMS, Bytes, Count, Finite, Fraction, Name, StepId, Text
 
 
@@ -69,7 +69,7 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """Maximum number of stages that the model allows."""
     rendezvous: Name = ""
     """"HOST:PORT" of a listening socket of this worker, to which the other ranks connect if it becomes rank 0."""
-    epoch: EpochId = 0
+    epoch: RegisteredEpoch = 0
     """Last epoch of this worker, perhaps of another scheduler; 0: none. The next one is later."""
     shard: Shard | None = None
     """Shard of the weights in memory; None: no weights are loaded."""

@@ -14,7 +14,7 @@ from protocol import codec
 from protocol.codec import Decoder, ProtocolError, encode, pack, unpack
 from protocol.fields import MAX_ITEMS, MAX_NAME
 from protocol.handshake import Hello
-from protocol.membership import Heartbeat, LoadProgress
+from protocol.membership import Heartbeat, LoadProgress, Register
 from protocol.requests import AbortRequest, ClientMessage, EngineState, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, StepTimes
@@ -135,6 +135,7 @@ def result(**times: float) -> ModelRunnerOutput:
         (Hello(1, 0, "worker", "n" * (MAX_NAME + 1)), Hello(1, 0, "worker", "n" * MAX_NAME)),
         (Heartbeat(1, 2**63), Heartbeat(1, 2**63 - 1)),
         (Heartbeat(-1, 0), Heartbeat(0, 0)),
+        (Register("sim", "", epoch=2**62), Register("sim", "", epoch=2**62 - 1)),
         (LoadProgress("reading", math.nan), LoadProgress("reading", 1.0)),
         (LoadProgress("reading", 1.1), LoadProgress("reading", 0.0)),
         (result(received=math.nan), result(received=1.5)),
