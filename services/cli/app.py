@@ -131,7 +131,7 @@ def _healthcheck(
     """
     from services.cli.healthcheck import main
 
-    raise typer.Exit(main([target] + ["--connected"] * connected, keys=transport_keys))
+    raise typer.Exit(main([target, "--transport-keys", transport_keys] + ["--connected"] * connected))
 
 
 @app.command("status")

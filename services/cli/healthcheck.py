@@ -9,6 +9,7 @@ A worker has no socket of its own to check. The scheduler checks its progress, t
 
 import contextlib
 import ipaddress
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 ANSWER_TIMEOUT = 5.0
 """Seconds."""
-USAGE = "usage: runahead healthcheck http[s]://HOST:PORT/PATH | tcp://HOST:PORT | --connected tcp://HOST:PORT"
+USAGE = (
+    "usage: runahead healthcheck http[s]://HOST:PORT/PATH | [--transport-keys DIR] tcp://HOST:PORT | "
+    "--connected tcp://HOST:PORT"
+)
 _ESTABLISHED = "01"
 _PROC = Path("/proc")
 
@@ -152,11 +156,19 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return mapped or address
 
 
-def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT, keys: str = "") -> int:
+def main(arguments: list[str], timeout: float = ANSWER_TIMEOUT) -> int:
     """Return 0 if healthy, 1 with a line on stderr if not, 2 for an invalid command line."""
-    connected = "--connected" in arguments
-    targets = [argument for argument in arguments if argument != "--connected"]
+    connected, keys = False, os.environ.get("RUNAHEAD_TRANSPORT_KEYS", "")
+    targets, rest = list[str](), iter(arguments)
     try:
+        for argument in rest:
+            name, _, value = argument.partition("=")
+            if argument == "--connected":
+                connected = True
+            elif name == "--transport-keys":
+                keys = value or next(rest, "")
+            else:
+                targets.append(argument)
         if len(targets) != 1 or targets[0].startswith("-"):
             raise ValueError(USAGE)
         healthcheck(targets[0], connected, timeout, keys=keys)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from protocol.security import Security
 from protocol.transport import Server
 from services.cli.healthcheck import Unhealthy, healthcheck, main
+from services.cli.transport_keys import make_keys
 from tests.unit.cli.command import run_process
 from tests.unit.protocol.peers import echoing
 
@@ -81,6 +83,24 @@ def test_scheduler_is_healthy_while_its_loop_reads_and_keeps_no_probe() -> None:
             healthcheck(server.endpoint)
         assert not server.peers
         assert not server.errors
+    finally:
+        server.close()
+
+
+def test_command_checks_a_scheduler_with_keys_from_the_environment_or_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_keys(tmp_path)
+    keys = str(tmp_path / "scheduler")
+    server = Server("tcp://127.0.0.1:0", {"worker"}, Security(tmp_path / "scheduler"))
+    try:
+        with echoing(server):
+            assert main([server.endpoint]) == 1
+            assert "the keys do not match" in capsys.readouterr().err
+            assert main(["--transport-keys", keys, server.endpoint]) == 0
+            assert main([server.endpoint, f"--transport-keys={keys}"]) == 0
+            monkeypatch.setenv("RUNAHEAD_TRANSPORT_KEYS", keys)
+            assert main([server.endpoint]) == 0
     finally:
         server.close()
 
