@@ -73,6 +73,12 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """Last epoch of this worker, perhaps of another scheduler; 0: none. The next one is later."""
     shard: Shard | None = None
     """Shard of the weights in memory; None: no weights are loaded."""
+    returns: bool = False
+    """It was registered with a scheduler that is lost. So were others, perhaps, which have weights in memory."""
+    tokenizer: Name = ""
+    """Digest of the tokenizer.json beside the weights; "": there is none."""
+    leaves_rows_out: bool = False
+    """True: the worker samples a step without the constrained rows whose masks are missing, if others would wait."""
 
 
 class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):
@@ -102,8 +108,12 @@ class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment")
 
     @property
     def output_rank(self) -> int:
-        """Rank that samples and sends the results: the first rank of the last stage."""
-        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+        return output_rank(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+
+def output_rank(tensor_parallel_size: int, pipeline_parallel_size: int) -> int:
+    """Return the rank that samples and sends the results: the first rank of the last stage."""
+    return (pipeline_parallel_size - 1) * tensor_parallel_size
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):

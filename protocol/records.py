@@ -1,4 +1,4 @@
-"""Records of steps from the scheduler to subscribers.
+"""Records of steps and requests from the scheduler to subscribers.
 
 A frontend subscribes with `Subscribe` and then receives `StepRecords`, batched and bounded. All times are in seconds on
 the scheduler's monotonic clock; times of workers are shifted by the clock offset measured on their connection.
@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.epochs import EpochId
-from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, StepId, Text
+from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Number, StepId, Text
 from protocol.steps import StepTimes
 
 
@@ -25,6 +25,8 @@ class RankTimes(msgspec.Struct, array_like=True, frozen=True):
 
     rank: Count
     times: StepTimes
+    returns_result: bool = False
+    """The rank sent the step's `ModelRunnerOutput`; its `sent` is the beginning of the result's way back."""
 
 
 class StepRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -80,12 +82,43 @@ class EngineEvent(msgspec.Struct, array_like=True, frozen=True):
     """Reason, or id of the request, for people."""
 
 
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
+    """Times of one request on the scheduler's monotonic clock, in seconds; 0.0: it did not happen."""
+
+    queued: Finite = 0.0
+    """The request was admitted to the queue."""
+    scheduled: Finite = 0.0
+    """Its first step was dispatched."""
+    first_token: Finite = 0.0
+    """The result with its first output token was applied."""
+    ended: Finite = 0.0
+
+
+class RequestRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A request that entered a slot, or that ended. Rows of steps name it by the same two numbers."""
+
+    frontend: Count
+    number: Number
+    request_id: Text = ""
+    """The external id."""
+    num_prompt_tokens: Count = 0
+    """0: unknown, which is so at the end."""
+    outcome: Text = ""
+    """Name of the `FinishReason`; "": the request has not ended."""
+    times: RequestTimes = RequestTimes()
+    """Only of a request that has ended."""
+    num_cached_tokens: Count = 0
+    num_preemptions: Count = 0
+
+
 class StepRecords(msgspec.Struct, array_like=True, frozen=True, tag="records"):
     """Records and events since the last message, in order of time."""
 
     records: Annotated[list[StepRecord], msgspec.Meta(max_length=MAX_ITEMS)]
     events: Annotated[list[EngineEvent], msgspec.Meta(max_length=MAX_ITEMS)]
     dropped: Count
-    """Number of records and events dropped since the last message, oldest first, because the bound was reached."""
+    """Number of entries dropped since the last message, oldest first, because the bound was reached."""
     sent: Finite
     """Time of sending. A subscriber computes the offset of its clock from the minimum difference."""
+    requests: Annotated[list[RequestRecord], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """Requests that entered a slot or ended, in order of time."""

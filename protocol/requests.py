@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 
 from protocol.epochs import Incarnation
-from protocol.fields import MAX_ITEMS, Count, Finite, Fraction, Int32, Name, Number, Text
+from protocol.fields import MAX_ITEMS, Count, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
-from protocol.records import StepRecords, Subscribe
+from protocol.records import RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 ITERATION_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
@@ -67,7 +67,7 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
 
 
 MAX_RETRY_AFTER = 3600.0
-"""Seconds."""
+"""Maximum of `Finish.retry_after`, seconds."""
 
 
 class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -95,18 +95,6 @@ class ResetDone(msgspec.Struct, array_like=True, frozen=True, tag="reset_done"):
     number: Number
     complete: bool
     """False: running requests still share blocks, or there is no engine."""
-
-
-class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
-    """Times of one request on the scheduler's monotonic clock, in seconds; 0.0: it did not happen."""
-
-    queued: Finite = 0.0
-    """The request was admitted to the queue."""
-    scheduled: Finite = 0.0
-    """Its first step was dispatched."""
-    first_token: Finite = 0.0
-    """The result with its first output token was applied."""
-    ended: Finite = 0.0
 
 
 class Finish(msgspec.Struct, array_like=True, frozen=True):
@@ -196,6 +184,9 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """The scheduler that sends it; 0: unknown, and no sign of life follows."""
     tokenizer: Name = ""
     """Digest of the tokenizer.json that grammars are compiled for; "": the scheduler has none."""
+    lease: Count = 0
+    """Number of the lease of the frontend that gets this message; 0: unknown. When another lease begins on the same
+    connection, the requests of the one before have ended."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache

@@ -36,6 +36,8 @@ class StepRows(NamedTuple):
     """int32[blocks]"""
     released: I32
     """int32[released slots]"""
+    masked: I32
+    """int32[constrained rows that sample]: their slots"""
 
     @classmethod
     def from_message(cls, plan: SchedulerOutput) -> Self:
@@ -59,16 +61,20 @@ class StepRows(NamedTuple):
         _same_length(what, block_slots=block_slots, block_ids=block_ids)
         if _negative(block_slots | block_ids) or _negative(released):
             raise ProtocolError(f"{what} has a negative number in its blocks or released slots")
+        sampling, masked = unpack(samples, np.bool_), unpack(plan.masked)
+        if plan.masked and not np.isin(masked, slots[sampling]).all():
+            raise ProtocolError(f"{what} has masks for a slot without a row that samples")
         return cls(
             slots,
             generations,
             starts,
             counts,
-            unpack(samples, np.bool_),
+            sampling,
             drafts,
             block_slots,
             block_ids,
             released,
+            masked,
         )
 
 

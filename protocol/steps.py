@@ -63,7 +63,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     released: bytes = b""
     """int32[slots]: slots whose request finished, was aborted or preempted; no step in flight has a row of them"""
     has_structured_output_requests: bool = False
-    """True: sampling of the whole step waits for this step's `GrammarOutput`."""
+    """True: a row of `masked` waits for this step's `GrammarOutput`."""
     drafts: bytes = b""
     """int32[rows]: number of draft tokens, the last of `counts`, of a row that samples; b"": no drafts. The drafts are
     on the device, proposed by the step before; if there are fewer, the row is shorter."""
@@ -74,6 +74,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     estimate propose all drafts."""
     report_times: bool = False
     """True: ranks that return no result send a `StepReport` for this step."""
+    masked: bytes = b""
+    """int32[slots]: slots of the constrained rows that sample, in plan order"""
 
 
 class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
@@ -85,7 +87,12 @@ class ReleaseSlots(msgspec.Struct, array_like=True, frozen=True, tag="release"):
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
-    """Token masks of the constrained rows of a step. The sampling of that step waits for them."""
+    """Token masks of constrained rows of a step.
+
+    Workers that leave rows out (`Register.leaves_rows_out`) may receive several messages for a step, each with the
+    masks of other rows, and some too late. For other workers one message has all of them, and the sampling of the step
+    waits for it.
+    """
 
     epoch: EpochId
     step_id: StepId
@@ -101,7 +108,7 @@ class GrammarOutput(msgspec.Struct, array_like=True, frozen=True, tag="grammar")
 
 class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Times of one step on one rank, in this order: seconds on the monotonic clock of its process; 0.0: not
-    measured. The last three are durations."""
+    measured. The last four are durations."""
 
     received: Finite = 0.0
     """The executing thread read the plan."""
@@ -117,20 +124,25 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     """Seconds directly before the forward pass in which the device had no work, because no plan was queued."""
     plan_wait: Finite = 0.0
     """Seconds that the executing thread waited for this plan with none queued."""
+    prepared_wait: Finite = 0.0
+    """Seconds from the end of the step before until the thread that computes began this one; 0.0 also where no other
+    thread prepares steps."""
     forward_gap: Finite = 0.0
     """Seconds from the end of the forward pass before to the beginning of this one."""
 
 
-STEP_DURATIONS = ("idle", "plan_wait", "forward_gap")
+STEP_DURATIONS = ("idle", "plan_wait", "prepared_wait", "forward_gap")
 """Fields of `StepTimes` that are seconds, not times."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """Result of a step. A worker sends results in step order.
 
-    One row per plan row with `samples`, in plan order. A runner that pads may compute fewer or more positions of a
-    prefill row than planned, and reports that as progress. Later rows of the same generation are then not computed
-    (their count is 0); the next generation of the slot continues at the reported frontier.
+    One row per plan row with `samples`, in plan order. A constrained row whose mask is missing is left out: its count
+    is 0, and the next row of the slot begins with the last known token again (left-out row, docs/invariants.md). A
+    runner that pads may compute fewer or more positions of a prefill row than planned, and reports that as progress.
+    Later rows of the same generation are then not computed (their count is 0); the next generation of the slot
+    continues at the reported frontier.
     """
 
     epoch: EpochId

@@ -16,7 +16,7 @@ service makes a new one. Neither `Server` nor `Client` may be shared between thr
 from protocol.fields import MAX_IPC_PATH
 from protocol.security import LOCAL, Security
 from protocol.transport.client import Client
-from protocol.transport.endpoint import check_endpoint
+from protocol.transport.endpoint import check_endpoint, check_publisher
 from protocol.transport.errors import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.server import Server
 
@@ -31,4 +31,5 @@ __all__ = [
     "Security",
     "Server",
     "check_endpoint",
+    "check_publisher",
 ]

@@ -53,6 +53,27 @@ def check_endpoint(endpoint: str, security: Security = LOCAL) -> str:
     return endpoint
 
 
+def is_private(endpoint: str) -> bool:
+    """Return whether the endpoint reaches this machine alone."""
+    parts = _TCP.fullmatch(endpoint)
+    return ipc_path(endpoint) is not None or (parts is not None and _is_loopback(parts["host"]))
+
+
+def check_publisher(endpoint: str, security: Security = LOCAL) -> str:
+    """Return the endpoint if a service may publish at it without encryption.
+
+    Raises: ValueError, with the accepted forms, or with what another machine needs.
+    """
+    if ipc_path(endpoint) is None and _TCP.fullmatch(endpoint) is None:
+        raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
+    if not (is_private(endpoint) or security.insecure):
+        raise ValueError(
+            f"{endpoint} is not on this machine alone, and what is published is not encrypted; set "
+            "--insecure-transport on a network that you trust"
+        )
+    return endpoint
+
+
 def ipc_path(endpoint: str) -> Path | None:
     """Return the file of an ipc socket, or None.
 

@@ -1,4 +1,4 @@
-"""Checkpoints: directories in Hugging Face format and GGUF files; their location, and their files except the weights.
+"""Checkpoints: directories in Hugging Face format and GGUF files; their location, and their files.
 
 Frontends read the tokenizer, workers the weights. This package contains what both need, without torch.
 """
@@ -16,6 +16,7 @@ from services.checkpoint.location import (
     model_name,
     resolve,
 )
+from services.checkpoint.shards import weight_shards
 
 __all__ = [
     "CONFIG_FILES",
@@ -33,4 +34,5 @@ __all__ = [
     "resolve",
     "special_tokens",
     "text_digest",
+    "weight_shards",
 ]

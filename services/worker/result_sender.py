@@ -22,13 +22,12 @@ from protocol.codec import Decoder, ProtocolError
 from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
 from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLost, Shutdown
+from protocol.silence import SilenceWatch
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
-from services.process import processor_seconds
-from services.worker.idle import IdleWatch
+from services.process import IdleWatch, processor_seconds
 from services.worker.runner import Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
-from services.worker.silence import SilenceWatch
 
 log = logging.getLogger("runahead.worker")
 
@@ -53,6 +52,8 @@ class LaunchedStep:
     """Time at which the executing thread read the plan, seconds on the monotonic clock."""
     waited: float
     """Seconds that the executing thread waited for this plan while no plan was queued."""
+    requests: Callable[[], str] = str
+    """Return the external ids of the step's requests, for the log."""
 
     @property
     def epoch(self) -> int:
@@ -94,6 +95,9 @@ class ResultSender:
         self._idle = IdleWatch()
         self.in_step = False
         """True while the executing thread is in a step, which must end soon after its epoch."""
+        self._computing = False
+        """True while the output thread waits for a step that another thread of the runner computes; like `in_step`, and
+        that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
         self._dismissed = False
@@ -113,6 +117,7 @@ class ResultSender:
         self._client.handshake("worker-results", name, timeout)
 
     def start(self) -> None:
+        self._silence.heard()  # the handshake was answered
         for thread in self._threads:
             thread.start()
 
@@ -133,10 +138,12 @@ class ResultSender:
         Return False if the threads did not end within `timeout` seconds.
         """
         self._queue.put(None)
-        self._closing.set()
-        for thread in self._threads:
+        for (
+            thread
+        ) in self._threads:  # until the first has ended, the second one aborts waits that are useless
             if thread.is_alive():
                 thread.join(timeout)
+            self._closing.set()
         ended = not any(thread.is_alive() for thread in self._threads)
         if ended:
             self._client.close()
@@ -166,6 +173,7 @@ class ResultSender:
                 return StepFault(self._epoch, step_id, text)
 
     def _result(self, launched: LaunchedStep) -> StepResult | RankLost | None:
+        self._computing = True
         try:
             result = launched.output.get()
         except RanksLost as error:
@@ -174,8 +182,10 @@ class ResultSender:
             if is_out_of_memory(error):
                 text = f"step {launched.step_id} ran out of memory: {error}"
                 return RankLost(launched.epoch, text[:MAX_TEXT], out_of_memory=True)
-            log.exception("step %d failed on its way to the host", launched.step_id)
+            log.exception("step %d failed; its requests: %s", launched.step_id, launched.requests())
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
+        finally:
+            self._computing = False
         with self._state:
             return self._completed(launched, result) if launched.epoch == self._epoch else None
 
@@ -231,11 +241,12 @@ class ResultSender:
             if not self._abort_useless_wait():
                 deadline = 0.0
                 continue
+            self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
             deadline = deadline or time.monotonic() + ABORT_GRACE
-            is_stuck = self.in_step or self._idle.seconds(time.monotonic()) > ABORT_GRACE
+            is_stuck = self.in_step or self._computing or self._idle.seconds(time.monotonic()) > ABORT_GRACE
             if is_stuck and time.monotonic() > deadline:
                 why = self.lost or f"epoch {number_of(self._epoch)} is over"
-                what = "the last step" if self.in_step else "loading"
+                what = "the last step" if self.in_step or self._computing else "loading"
                 log.error("%s, but %s does not end: this process exits", why, what)
                 os._exit(EXIT_STUCK)
 
@@ -247,15 +258,20 @@ class ResultSender:
         """
         with self._state:
             is_over = self.failed.is_set() or self._dismissed or self._ended_epoch >= self._epoch > 0
-            if self.waits_for_ranks and is_over:
+            if (self.waits_for_ranks or self._computing) and is_over:
                 self._abort()
                 return True
             return False
 
-    def _heartbeat(self) -> Heartbeat:
+    def _measure_work(self) -> float:
+        """Return the seconds of processor time while this worker starts; 0.0 otherwise."""
         starts = self.waits_for_ranks and not self.in_step
         work = processor_seconds() if starts else 0.0
         self._idle.observe(work, time.monotonic())
+        return work
+
+    def _heartbeat(self) -> Heartbeat:
+        work = self._measure_work()
         with self._state:
             return Heartbeat(self._epoch, self._last_step, work)
 
@@ -269,7 +285,7 @@ class ResultSender:
                     log.warning("bad message from the scheduler: %s", error)
                     continue
                 if isinstance(message, Ping):
-                    self._silence.heard(time.monotonic())
+                    self._silence.heard()
                 if isinstance(message, EndEpoch):
                     self._ended_epoch = message.epoch
                 self._dismissed |= isinstance(message, Shutdown)

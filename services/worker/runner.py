@@ -1,9 +1,9 @@
 """The interface between services and compute: a backend is a class with the methods of `ModelRunner`.
 
 The service calls them on one thread, in this order: `identify`; in each epoch `load`, `init_kv_cache`, then per step
-`execute_model` and `sample_tokens`, with `release` between steps, and `leave` at the end of the epoch; `shutdown` at
-the end of the process. A canary step at start-up goes through the same calls. `Output.get` runs on the output thread,
-and `abort` on any thread.
+`execute_model` and `sample_tokens`, with `release` and `add_masks` between steps, and `leave` at the end of the epoch;
+`shutdown` at the end of the process. A canary step at start-up goes through the same calls. `Output.get` runs on the
+output thread, and `abort` on any thread.
 """
 
 import socket
@@ -30,6 +30,11 @@ class Identity:
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     """Sizes to which the model can be cut, in ascending order."""
     max_pipeline_parallel_size: int = 1
+    tokenizer: str = ""
+    """Digest of tokenizer.json beside the weights; "": there is none."""
+    leaves_rows_out: bool = False
+    """True: `sample_tokens` is called without a grammar, and masks come by `add_masks`; rows without masks do not hold
+    back the others (left-out row, docs/invariants.md)."""
 
 
 class Output(Protocol):
@@ -39,8 +44,7 @@ class Output(Protocol):
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
         Return `StepTimes` on other ranks than the output rank: their part of the step has ended, and the output rank
-        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and
-        `forward_gap`.
+        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`.
         """
         ...
 
@@ -102,6 +106,11 @@ class ModelRunner(Protocol):
         Raises:
             RanksLost: another rank has gone or `abort` was called.
         """
+        ...
+
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        """Take masks of a launched step, which may have been sampled without them. Called only for a runner whose
+        `Identity.leaves_rows_out` is True."""
         ...
 
     def release(self, slots: NDArray[np.int32]) -> None:

@@ -44,15 +44,15 @@ from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import address_facing, listen
 from services.worker.result_sender import LaunchedStep, ResultSender, fault
 from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
-from services.worker.session import Action, ExecuteStep, Phase, ResendResult, SampleStep, Session
+from services.worker.session import Action, AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
 
 log = logging.getLogger("runahead.worker")
 
 EXIT_MODEL, EXIT_REFUSED, EXIT_LOST, EXIT_FAULT = 3, 4, 5, 6
 CONNECT_TIMEOUT = 60.0
 """Seconds to wait for the first scheduler."""
-RECONNECT_ATTEMPT = 5.0
-"""Seconds to wait for an answer from another scheduler before connecting anew."""
+CONNECT_ATTEMPT = 5.0
+"""Seconds to wait for an answer from a scheduler before connecting anew."""
 RECONNECT_PAUSE = 0.1
 """Seconds between two attempts."""
 FAILURE_CHECK_INTERVAL = 1.0
@@ -105,7 +105,7 @@ class Worker:
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
         try:
-            self._connect(CONNECT_TIMEOUT)
+            self._connect_within(CONNECT_TIMEOUT)
             while (loss := self._serve()) is not None:
                 log.warning("the scheduler is lost: %s; waiting for another one, with the weights kept", loss)
                 self._reconnect(loss)
@@ -151,31 +151,49 @@ class Worker:
         self._results.handshake(name, timeout)
         self._results.start()
 
+    def _connect_within(self, seconds: float) -> None:
+        """Connect, in attempts of some seconds: a scheduler that was found may be stopped, and another takes its place.
+
+        Raises: HandshakeRefused; HandshakeTimeout, PeerGone or PeerSlow of the last attempt.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._connect(CONNECT_ATTEMPT)
+                return
+            except (HandshakeTimeout, PeerGone, PeerSlow):
+                if time.monotonic() >= deadline or not self._renew_connection():
+                    raise
+                time.sleep(RECONNECT_PAUSE)
+
+    def _renew_connection(self) -> bool:
+        """Make new sockets in place of the old ones. Return False if this worker must end instead."""
+        self._client.close()
+        if self._leaving or not self._results.close(DRAIN_TIMEOUT):
+            return False
+        self._client, self._results = self._make_connection()
+        return True
+
     def _reconnect(self, loss: PeerGone | PeerSlow) -> None:
         """End the epoch, keep the weights, and connect to the scheduler that takes the place of the lost one.
 
         Raises: HandshakeRefused; PeerGone and PeerSlow: the loss, if there is no other scheduler in time.
         """
-        deadline = time.monotonic() + self._config.recovery_timeout_seconds
-        self._results.begin_epoch(0, 0)
-        self._runner.leave()
-        while True:
-            self._client.close()
-            if self._leaving or not self._results.close(DRAIN_TIMEOUT) or time.monotonic() >= deadline:
-                raise loss
-            self._client, self._results = self._make_connection()
-            self._session.reconnected()
-            try:
-                self._connect(RECONNECT_ATTEMPT)
-                return
-            except (HandshakeTimeout, PeerGone, PeerSlow):
-                time.sleep(RECONNECT_PAUSE)
+        self._end_epoch()
+        if not self._renew_connection():
+            raise loss
+        self._session.reconnected()
+        try:
+            self._connect_within(self._config.recovery_timeout_seconds)
+        except (HandshakeTimeout, PeerGone, PeerSlow):
+            raise loss from None
 
     def _register(self) -> None:
         """Send this worker's model, its weights in memory, and its rendezvous."""
         host = self._config.host_ip or address_facing(self._config.scheduler_endpoint)
         with self._starting():
             identity, listener = self._runner.identify(), _listen(host)
+        self._session.leaves_rows_out = identity.leaves_rows_out
         self._close_listener()
         self._listener = listener
         self._client.send(
@@ -191,6 +209,9 @@ class Worker:
                 rendezvous=f"{host}:{listener.getsockname()[1]}",
                 epoch=self._session.epoch,
                 shard=self._shard,
+                returns=self._session.returns,
+                tokenizer=identity.tokenizer,
+                leaves_rows_out=identity.leaves_rows_out,
             )
         )
 
@@ -237,8 +258,7 @@ class Worker:
                 self._initialize(action)
             case EndEpoch(epoch=epoch, reason=reason):
                 log.warning("epoch %d has ended: %s", number_of(epoch), reason)
-                self._results.begin_epoch(0, 0)
-                self._runner.leave()
+                self._end_epoch()
                 self._register()
             case Ping(sent=sent):
                 self._client.send(Pong(sent, self._received, time.monotonic()))
@@ -249,8 +269,19 @@ class Worker:
             case StepFault():
                 log.error("%s", action.error)
                 self._results.put(action)
+            case AddMasks(grammar):
+                self._runner.add_masks(grammar)
             case ExecuteStep() | SampleStep() | ReleaseSlots():
                 self._compute(action)
+
+    def _end_epoch(self) -> None:
+        """Drop the epoch. A step that is still computed must end soon, which the results' heartbeats check."""
+        self._results.waits_for_ranks = self._results.in_step = True
+        try:
+            self._runner.leave()
+        finally:
+            self._results.waits_for_ranks = self._results.in_step = False
+        self._results.begin_epoch(0, 0)
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
@@ -333,7 +364,7 @@ class Worker:
                     self._step_received = self._received
                     self._request_ids |= {request.slot: request.request_id for request in step.new}
                     self._runner.execute_model(step)
-                    if not step.has_structured_output_requests:
+                    if self._session.phase is not Phase.SAMPLING:
                         self._sample(step, None)
                 case SampleStep(grammar, step):
                     self._sample(step, grammar)
@@ -344,7 +375,8 @@ class Worker:
         except Exception as error:  # any other error is sent instead of the step's result
             if is_out_of_memory(error):
                 raise OutOfMemory(f"step {step_id} ran out of memory: {error}") from None
-            log.exception("step %d failed; its requests: %s", step_id, self._requests_of(action))
+            requests = "none" if isinstance(action, ReleaseSlots) else self._requests_of(action.step)
+            log.exception("step %d failed; its requests: %s", step_id, requests)
             self._results.put(fault(self._session.epoch, step_id, error))
             self._session.failed()
         finally:
@@ -352,14 +384,16 @@ class Worker:
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
         output = self._runner.sample_tokens(grammar)
-        self._results.put(LaunchedStep(step, output, self._step_received, self._waited))
+
+        def requests() -> str:
+            return self._requests_of(step)
+
+        self._results.put(LaunchedStep(step, output, self._step_received, self._waited, requests))
         self._waited = 0.0
 
-    def _requests_of(self, action: ExecuteStep | SampleStep | ReleaseSlots) -> str:
-        """Return the external ids of the requests in a step, for the log."""
-        if isinstance(action, ReleaseSlots):
-            return "none"
-        ids = (self._request_ids.get(slot, "") for slot in unpack(action.step.slots).tolist())
+    def _requests_of(self, step: SchedulerOutput) -> str:
+        """Return the external ids of the requests in a step in flight, for the log."""
+        ids = (self._request_ids.get(slot, "") for slot in unpack(step.slots).tolist())
         return ", ".join(request_id or "unnamed" for request_id in ids)
 
 

@@ -9,6 +9,9 @@
     any          ── failed ──►           FAILED        (nothing more is executed)
     any          ── reconnected ──►      REGISTERED    (to another scheduler, whose epochs are later)
 
+A worker that leaves rows out (left-out row; docs/invariants.md) never is in SAMPLING: it is given the masks of executed
+steps in any number of messages, also after later plans.
+
 Steps are executed in order, each exactly once (step order; docs/invariants.md): the next step is executed, the kept
 result of a repeated step is sent again, and a gap is a fault. Messages of another epoch, and assignments to an epoch
 that is not later than the last one (incarnation; docs/invariants.md), are ignored. A message that is not allowed in the
@@ -53,6 +56,13 @@ class SampleStep:
 
 
 @dataclass(frozen=True)
+class AddMasks:
+    """Masks of a step that was launched; the step may have been sampled without them."""
+
+    grammar: GrammarOutput
+
+
+@dataclass(frozen=True)
 class ResendResult:
     """Send the kept result of a repeated step again."""
 
@@ -68,6 +78,7 @@ Action = (
     | ReleaseSlots
     | ExecuteStep
     | SampleStep
+    | AddMasks
     | ResendResult
     | StepFault
 )
@@ -81,8 +92,12 @@ class Session:
         self.epoch = 0
         self.last_step = 0
         """The last step that was returned for execution."""
+        self.returns = False
+        """A scheduler was lost since the last assignment."""
         self._unsampled: SchedulerOutput | None = None
         """The step that waits for its grammar; set in SAMPLING alone."""
+        self.leaves_rows_out = False
+        """True: no step waits for its grammar here."""
 
     # -- events of the worker itself -----------------------------------------------------------------------------
 
@@ -99,6 +114,7 @@ class Session:
     def reconnected(self) -> None:
         """The scheduler was lost and another one may have taken its place: its next assignment begins a later epoch."""
         self.phase, self.last_step, self._unsampled = Phase.REGISTERED, 0, None
+        self.returns = True
 
     def failed(self) -> None:
         """A step failed: execute nothing more."""
@@ -148,6 +164,7 @@ class Session:
 
     def _on_assignment(self, message: Assignment) -> Action:
         self.phase, self.epoch, self.last_step = Phase.LOADING, message.epoch, 0
+        self.returns = False
         return message
 
     def _on_initialize(self, message: InitializeCache) -> Action:
@@ -165,11 +182,13 @@ class Session:
                 step.step_id, f"step {step.step_id} arrived, but step {self.last_step} waits for its grammar"
             )
         self.last_step = step.step_id
-        if step.has_structured_output_requests:
+        if step.has_structured_output_requests and not self.leaves_rows_out:
             self.phase, self._unsampled = Phase.SAMPLING, step
         return ExecuteStep(step)
 
     def _on_grammar(self, grammar: GrammarOutput) -> Action | None:
+        if self.leaves_rows_out and grammar.step_id <= self.last_step:
+            return AddMasks(grammar)
         if grammar.step_id < self.last_step or (
             self.phase is Phase.SERVING and grammar.step_id == self.last_step
         ):

@@ -27,6 +27,10 @@ class EpochValue(Generic[T]):
             raise RuntimeError(f"{self._made_by} must be called first in each epoch")
         return self._value
 
+    def peek(self) -> T | None:
+        """Return the value, or None outside of an epoch. May be called on any thread."""
+        return self._value
+
     def end(self) -> T | None:
         """Drop the value, and return it, if there is one, for its owner to close."""
         value, self._value = self._value, None

@@ -13,15 +13,17 @@ def num_kv_blocks(
     bytes_per_block: int,
     max_model_len: int,
     reserved: int = 0,
+    budget: int = 0,
 ) -> int:
     """Return the number of blocks that fit into memory, at most as many as all slots together can fill.
 
     Args:
         reserved: blocks that the backend allocates for itself and does not offer.
+        budget: bytes; 0: memory of the host, as configured.
 
     Raises: LoadError, if not one block fits.
     """
-    budget = machine.cache_budget(config.kv_cache_memory_bytes)
+    budget = budget or machine.cache_budget(config.kv_cache_memory_bytes)
     per_request = -(-max_model_len // assignment.block_size)
     return min(affordable_blocks(budget, bytes_per_block, reserved), assignment.num_slots * per_request)
 

@@ -122,19 +122,32 @@ class BatchColumns:
 
 
 class SlotTable(BatchColumns):
-    """The batch of the host, which checks plans: beside the columns, what was launched for every slot."""
+    """The batch of the host, which checks plans: beside the columns, what was launched for every slot.
 
-    def __init__(self, num_slots: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
+    Args:
+        leaves_rows_out: constrained rows may be left out (left-out row, docs/invariants.md)
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        leaves_rows_out: bool = False,
+    ) -> None:
         super().__init__(num_slots, block_size, max_model_len)
+        self._leaves_rows_out = leaves_rows_out
         self.total_blocks = num_blocks
         self.num_tokens = np.zeros(num_slots, np.int32)
         """Tokens known or promised: those in the request's message, and one per sampling row launched since."""
         self.computed = np.zeros(num_slots, np.int32)
         """Positions launched, which is the start of the next row. EMPTY before the first row, which starts after the
-        prefix hit. With drafts it is an upper bound, as if every draft were accepted: only the device knows the
-        true position (docs/invariants.md)."""
+        prefix hit. It is an upper bound, as if every draft were accepted and no row were left out: only the device
+        knows the true position (docs/invariants.md)."""
         self.unsettled = np.zeros(num_slots, np.int32)
-        """Drafts launched and not settled. `computed` exceeds the planned start of the next row by at most this."""
+        """Drafts, and tokens of rows that may be left out, launched and not settled. `computed` exceeds the planned
+        start of the next row by at most this."""
         self.corrected = np.zeros(num_slots, np.bool_)
         """True after a row ended elsewhere than planned: further rows of this generation are void."""
         self._row_of = np.zeros(num_slots, np.intp)
@@ -165,6 +178,8 @@ class SlotTable(BatchColumns):
         if len(rows.drafts) and rows.drafts.any():
             self.num_tokens[slots] += rows.drafts
             self.unsettled[slots] += rows.drafts
+        if self._leaves_rows_out:
+            self.unsettled[plan.masked] += 1
         return rows
 
     def release(self, slots: I32) -> None:
@@ -189,7 +204,8 @@ class SlotTable(BatchColumns):
         self.corrected[slot] = True
 
     def _settle(self, rows: Rows) -> None:
-        """Lower the counts of slots with rejected drafts: their row starts before the end of what was launched."""
+        """Lower the counts of slots with rejected drafts or left-out rows: their row starts before the end of what was
+        launched."""
         slots = rows.slots
         unsettled = self.unsettled[slots]
         if not unsettled.any():

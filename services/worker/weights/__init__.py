@@ -1,8 +1,8 @@
 """Weights of a model: `Checkpoint` is the interface, over safetensors files and over GGUF files."""
 
 from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
-from services.worker.weights.contents import HashedCheckpoint
-from services.worker.weights.opening import checkpoint_path, model_digest, open_checkpoint
+from services.worker.weights.contents import HashedCheckpoint, layer_contents
+from services.worker.weights.opening import checkpoint_path, model_digest, open_checkpoint, tokenizer_digest
 
 __all__ = [
     "Checkpoint",
@@ -10,6 +10,8 @@ __all__ = [
     "HashedCheckpoint",
     "QuantizedRows",
     "checkpoint_path",
+    "layer_contents",
     "model_digest",
     "open_checkpoint",
+    "tokenizer_digest",
 ]

@@ -1,24 +1,36 @@
-"""A checkpoint that hashes what it returns, so that ranks with other weights are found."""
+"""Digests of weights, so that ranks with other weights are found (contents, docs/invariants.md)."""
 
 import hashlib
+import re
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from services.worker.weights.checkpoint import Checkpoint, Cut, QuantizedRows
+from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 DIGEST_CHARACTERS = 32
 """Characters of SHA-256 that are kept of each part: 128 bits."""
+_LAYER = re.compile(r"\D*\d+(?=\.)")
+"""Prefix of the names of a layer's tensors, such as "model.layers.3"."""
 
 
 class HashedCheckpoint:
     """A `Checkpoint` over another one. The parts are hashed as they were read and converted, before they are packed.
 
     SHA-256 takes 0.14 s for the default model's 94 MiB on a processor with SHA instructions.
+
+    Args:
+        prefix: of the names of parts.
+        contents: receives the digests; None: a new dictionary.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.contents: dict[str, str] = {}
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str = "", contents: dict[str, str] | None = None
+    ) -> None:
+        self._checkpoint, self._prefix = checkpoint, prefix
+        self.contents = {} if contents is None else contents
         """Name and cut of each part that was read -> its digest. Equal parts of two ranks have equal names."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, cut: Cut = ()) -> torch.Tensor:
@@ -45,8 +57,8 @@ class HashedCheckpoint:
 
     def _add(self, part: str, kind: str, values: torch.Tensor) -> None:
         digest = hashlib.sha256(kind.encode())
-        digest.update(values.contiguous().view(torch.uint8).numpy().data)
-        self.contents[f"{part} {kind}"] = digest.hexdigest()[:DIGEST_CHARACTERS]
+        digest.update(_bytes(values))
+        self.contents[f"{self._prefix}{part} {kind}"] = digest.hexdigest()[:DIGEST_CHARACTERS]
 
 
 def _part(name: str, shape: tuple[int, ...], cut: Cut) -> str:
@@ -54,3 +66,29 @@ def _part(name: str, shape: tuple[int, ...], cut: Cut) -> str:
     ranges = [own.indices(size)[:2] for own, size in zip(cut, shape, strict=False)]
     ranges += [(0, size) for size in shape[len(ranges) :]]
     return f"{name}[{', '.join(f'{begin}:{end}' for begin, end in ranges)}]"
+
+
+def layer_contents(checkpoint: SafetensorsCheckpoint, threads: int) -> dict[str, str]:
+    """Return a digest of each layer, and of each tensor that belongs to none, as the files store them.
+
+    For a backend whose library reads the files itself, all of them on every rank.
+    """
+    layers = defaultdict[str, list[str]](list)
+    for name in sorted(checkpoint.files):
+        layer = _LAYER.match(name)
+        layers[layer[0] if layer else name].append(name)
+
+    def digest_of(names: list[str]) -> str:
+        digest = hashlib.sha256()
+        for name in names:
+            values = checkpoint.files[name].get_tensor(name)
+            digest.update(f"{name} {values.dtype}".encode())
+            digest.update(_bytes(values))
+        return digest.hexdigest()[:DIGEST_CHARACTERS]
+
+    with ThreadPoolExecutor(threads) as pool:  # hashing releases the interpreter's lock
+        return dict(zip(layers, pool.map(digest_of, layers.values()), strict=True))
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,8 +1,10 @@
 """The checkpoint of a worker's model."""
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
-from services.checkpoint import WEIGHT_FILES, CheckpointError, is_gguf, read_text, resolve
+from services.checkpoint import WEIGHT_FILES, CheckpointError, is_gguf, read_text, resolve, text_digest
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
 from services.worker.weights.checkpoint import Checkpoint
@@ -23,10 +25,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GgufCheckpoint(path) if is_gguf(path) else SafetensorsCheckpoint(path)
 
 
-def model_digest(path: Path, checkpoint: Checkpoint) -> str:
-    """Return the hash that workers register with. Raises: LoadError"""
+def model_digest(path: Path, checkpoint: Checkpoint, settings: Sequence[str] = ()) -> str:
+    """Return the hash that workers register with.
+
+    Args:
+        settings: what else changes the values that are computed.
+
+    Raises: LoadError
+    """
     try:
         text = read_text(path, "config.json")
     except CheckpointError as error:
         raise LoadError(str(error)) from error
-    return checkpoint.digest((text or "").encode())
+    digest = checkpoint.digest((text or "").encode())
+    return hashlib.sha256(" ".join([digest, *settings]).encode()).hexdigest() if settings else digest
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Return the digest of tokenizer.json beside the weights, "" without one. Raises: LoadError"""
+    try:
+        text = read_text(path, "tokenizer.json")
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
+    return "" if text is None else text_digest(text)

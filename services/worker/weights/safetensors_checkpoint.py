@@ -2,12 +2,12 @@
 the expected shape."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.checkpoint import CheckpointError, weight_shards
 from services.worker.runner import LoadError
 from services.worker.weights.checkpoint import Cut, QuantizedRows, check_shape, missing_tensor
 
@@ -69,27 +69,11 @@ class SafetensorsCheckpoint:
 
 
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            old = any(directory.glob("*.bin")) or any(directory.glob("*.pt*"))
-            remedy = (
-                "convert its .bin files, which can run code when loaded"
-                if old
-                else "download the model again"
-            )
-            raise LoadError(f"{directory} has no safetensors files; {remedy}")
-        single = directory / "model.safetensors"
-        return [single] if single in paths else paths
+    """Raises: LoadError"""
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise LoadError(f"{index} cannot be read; download the model again") from error
-    for name in names:
-        if Path(name).name != name or not (directory / name).is_file():
-            raise LoadError(f"{directory} has no {name}, which its index names; download the model again")
-    return [directory / name for name in names]
+        return weight_shards(directory)
+    except CheckpointError as error:
+        raise LoadError(str(error)) from error
 
 
 def _open(path: Path):  # type: ignore[no-untyped-def]

@@ -1,9 +1,13 @@
 """Columns by slot that only the device has: the request's true position, and its drafts.
 
-The host plans as if every draft were accepted (true position, docs/invariants.md). A step's rows are brought to their
-true positions here, once, before anything is computed from them (settle once). Ranks that neither embed nor sample
-tokens receive the true positions from the stage before.
+The host plans as if every draft were accepted and no row were left out (true position, docs/invariants.md). A step's
+rows are brought to their true positions here, once, before anything is computed from them (settle once). Ranks that
+neither embed nor sample tokens receive the true positions from the stage before.
+
+Without speculation only constrained rows that sample can be elsewhere than planned, because no other row is left out.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ class DraftTable:
     """One row per slot.
 
     Args:
-        most: maximum number of drafts of a row; 0: no speculation, and the plan's positions are the true ones.
+        most: maximum number of drafts of a row; 0: no speculation.
     """
 
     def __init__(self, num_slots: int, most: int, vocab_size: int, kernels: RowKernels) -> None:
@@ -54,16 +58,26 @@ class DraftTable:
         """Another request gets the slot; drop the state of the one before."""
         self._frontier[slot], self._proposed[slot] = EMPTY, 0
 
-    def settle(self, rows: Rows, history: TokenHistory) -> Rows:
+    def settle(self, rows: Rows, history: TokenHistory, masked: I32) -> Rows:
         """Return the rows at their true positions, with the drafts that their slots have; writes these to the history.
+
+        Args:
+            masked: int32[constrained rows that sample], their slots.
 
         Raises: PlanError, if a row is planned before its request's true position (position bound), or has drafts
             although there is no speculation.
         """
-        if not self._most:
-            if rows.drafts.any():
-                raise PlanError("the plan has drafts, but this group was assigned no speculation")
+        if self._most:
+            return self._settled(rows, history)
+        if rows.drafts.any():
+            raise PlanError("the plan has drafts, but this group was assigned no speculation")
+        if not len(masked):
             return rows
+        some, starts = np.isin(rows.slots, masked), rows.starts.copy()
+        starts[some] = self._settled(rows.select(some), history).starts
+        return replace(rows, starts=starts)
+
+    def _settled(self, rows: Rows, history: TokenHistory) -> Rows:
         settled, bad = self._kernels.settle(rows, self.slots, history.tokens)
         if settled is None:
             slot, start = rows.slots[bad], rows.starts[bad]
@@ -73,9 +87,9 @@ class DraftTable:
 
     def advance(self, slots: I32, firsts: I32, counts: I32) -> None:
         """Move the true positions of slots behind `counts` tokens that were sampled from position `firsts` on;
-        int32[sampling rows] each. The last of these tokens is not computed yet, the drafts before it are."""
-        if self._most:
-            self._frontier[slots] = firsts + counts - 1
+        int32[sampling rows] each. The last of these tokens is not computed yet, the drafts before it are. A row without
+        a token goes back to the last known token."""
+        self._frontier[slots] = firsts + counts - 1
 
     def propose(self, slots: I32, tokens: I32) -> None:
         """Store the drafts of the slots' next rows, int32[sampling rows, up to `most`], padded with NO_DRAFT.

@@ -1,47 +1,50 @@
-"""State of a native runner that ends with the epoch: batch, cache, sampler, drafts; and the steps that use it.
+"""State of the compute thread that ends with the epoch: batch, cache, sampler, drafts; and the steps that use it.
 
 The first stage needs the sampled ids as input of later steps, and the drafts for the next step, which only the output
 rank proposes. Without pipeline stages, the output rank broadcasts both in its tensor-parallel group. With stages, the
-last stage sends them to the first one (feedback.py), whose first rank broadcasts them. With drafts, a rank without the
-sampled tokens cannot compute the true positions of rows, so each stage sends them to the next one with every step.
+last stage sends them to the first one (feedback.py), whose first rank broadcasts them. With drafts, or rows that may be
+left out, a rank without the sampled tokens cannot compute the true positions of rows, so each stage sends them to the
+next one with the step.
 """
 
 import time
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache
-from protocol.rows import LogprobRows
-from protocol.steps import NO_DRAFT, GrammarOutput, SchedulerOutput, StepTimes
+from protocol.steps import NO_DRAFT, SchedulerOutput
+from services.worker.backends.device_times import StepClock
 from services.worker.backends.native.draft_table import DraftTable, positions_message, rows_from_message
 from services.worker.backends.native.drafters.base import Advance, Drafter, DrafterSlots
 from services.worker.backends.native.feedback import TokenFeedback
-from services.worker.backends.native.model.forward import ForwardPass
+from services.worker.backends.native.kernels.interface.recording import Captured
+from services.worker.backends.native.left_out import RowsToSample
+from services.worker.backends.native.mask_inbox import MaskInbox
+from services.worker.backends.native.model.forward import FEW, ForwardPass, most_rows
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.outcome import Outcome
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.logprobs import PromptScores
 from services.worker.backends.native.sampling.sampler import SampledTokens, Sampler
-from services.worker.backends.native.step import ComputedStep, NativeResult
+from services.worker.backends.native.step import ComputedStep, NativeResult, PreparedStep
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import Pooler
-from services.worker.batch.slots import PlanError, Rows, SlotTable
+from services.worker.batch.slots import BatchColumns, PlanError, Rows
 from services.worker.batch.staging import MAX_STEPS_IN_FLIGHT
 from services.worker.distributed.ranks import Ranks
-from services.worker.runner import ForwardDone, Output
+from services.worker.runner import ForwardDone
 
 _NO_DRAFTS = np.empty((0, 0), np.int32)
 
 
 class NativeEpoch:
-    """Created by `init_kv_cache` and dropped by `leave`. For one calling thread.
+    """Created by `init_kv_cache` and dropped by `leave`. For one calling thread (stages.py).
 
     Args:
         drafter: None on other ranks than the output rank, and without speculation
+        poison: fill buffers with garbage when a step has ended, so that tests notice a later reader
     """
 
     def __init__(
@@ -51,51 +54,72 @@ class NativeEpoch:
         drafter: Drafter | None,
         assignment: Assignment,
         init: InitializeCache,
+        poison: bool = False,
     ) -> None:
         slots, block_size = assignment.num_slots, assignment.block_size
         vocab_size, speculation = model.part.whole.vocab_size, assignment.speculation
-        most = speculation.num_speculative_tokens if speculation is not None else 0
-        self._kernels, self._ranks = model.kernels, ranks
-        self.table = SlotTable(slots, block_size, init.num_blocks, init.max_model_len)
-        self.history = TokenHistory(slots, init.max_model_len, vocab_size)
-        self.drafts = DraftTable(slots, most, vocab_size, model.kernels.rows)
+        most_drafts = speculation.num_speculative_tokens if speculation is not None else 0
+        self._kernels, self._ranks, self._poison = model.kernels, ranks, poison
+        self.device = device = model.kernels.device
+        self.columns = BatchColumns(slots, block_size, init.max_model_len)
+        self.history = TokenHistory(slots, init.max_model_len, vocab_size, model.kernels)
+        self.drafts = DraftTable(slots, most_drafts, vocab_size, model.kernels.rows)
         """Used by the stages that embed tokens and that sample them."""
         self._feedback = TokenFeedback(slots, most=max(MAX_STEPS_IN_FLIGHT, 2 * ranks.pipeline.size))
-        self._sampler = Sampler(self.table, self.history, vocab_size, model.kernels)
-        self._pooler = Pooler(slots, model.part.whole.hidden_size)
+        self._sampler = Sampler(self.columns, self.history, vocab_size, model.kernels)
+        self._pooler = Pooler(slots, model.part.whole.hidden_size, device.where)
         self._reads = drafter.reads if drafter is not None else ()
         self.proposer = (
-            drafter.start(DrafterSlots(self.table, self.history, init.num_blocks))
+            drafter.start(DrafterSlots(self.columns, self.history, init.num_blocks))
             if drafter is not None
             else None
         )
+        self._blocks = device.mirror(self.columns.block_table)
+        """The block table, of which the device has a copy."""
+        most = most_rows(assignment, model.kernels.rows.tile)
         self._forward = ForwardPass(
-            model, ranks, init.num_blocks, block_size, self.table.block_table, self._reads
+            *(model, ranks, init.num_blocks, block_size, self._blocks.tensor, self._reads),
+            device.capacity(FEW, most),
         )
-        self._pending = PendingStep[ComputedStep]()
+        self._ended = 0.0
+        """When the last step was sampled: seconds on the monotonic clock; 0.0 before the first one."""
         self.logits: torch.Tensor | None = None
         """float32[sampled tokens, vocab] of the step executed last, before sampling; None if another rank samples."""
 
+    def capture(self, progress: Captured) -> int:
+        """Prepare sampling, and the sizes of steps that are replayed.
+
+        Returns: bytes of device memory that the latter take.
+        """
+        if not self.device.is_host and self._ranks.is_output:
+            self._sampler.prepare()
+        return self._forward.capture(progress)
+
     # -- the forward pass ----------------------------------------------------------------------------------------
 
-    def execute(self, step: SchedulerOutput) -> None:
-        """Run the forward pass; see `ModelRunner.execute_model`."""
-        self._pending.require_none()
-        ranks, pipeline = self._ranks, self._ranks.pipeline
-        planned = self.table.apply(step)
+    def execute(self, prepared: PreparedStep) -> ComputedStep:
+        """Run the forward pass."""
+        waited = time.monotonic() - self._ended if self._ended else 0.0
+        ranks, pipeline, step = self._ranks, self._ranks.pipeline, prepared.step
+        self.device.begin_step()
+        for slots in prepared.released:
+            self.columns.release(slots)
+        self.columns.apply_changes(prepared.plan, step.new)
+        self._blocks.update([request.slot for request in step.new], prepared.plan.block_slots)
         self._assign(step)
-        rows = self._settled(planned)
-        pooled = self._pooler.rows(step, rows, self.table) if ranks.is_output else None
+        rows = self._settled(prepared.rows, prepared.plan.masked)
+        pooled = self._pooler.rows(rows, self.columns) if ranks.is_output else None
         prompts = self._prompt_scores(rows) if pipeline.is_last else None
         self._forward.lay_out(rows, self.history if pipeline.is_first else None)
-        prepared = time.monotonic()
+        self._forward.receive()
+        began = self.device.now()
         self.logits = self._forward.run(pooled, prompts)
-        times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
-        computed = ComputedStep(step, rows, self.logits, pooled, prompts, times)
-        self._pending.put(computed)
+        clock = StepClock(prepared.prepared, began, self.device.now(), waited)
+        computed = ComputedStep(step, rows, self.logits, pooled, prompts, clock)
         if pipeline.is_first and pipeline.size > 1 and computed.sampling:
             drafts = step.num_speculative_tokens
             self._feedback.expect(computed.slots, computed.firsts, drafts, computed.empty_message())
+        return computed
 
     def _assign(self, step: SchedulerOutput) -> None:
         """Assign slots to new requests. Only the stages that embed and that sample tokens store them."""
@@ -111,11 +135,14 @@ class NativeEpoch:
                 self.proposer.assign(request.slot)
 
     def _prompt_scores(self, rows: Rows) -> PromptScores | None:
-        return PromptScores.from_rows(rows, self.table, self._kernels.sampling, self.history)
+        return PromptScores.from_rows(rows, self.columns, self._kernels.sampling, self.history)
 
-    def _settled(self, planned: Rows) -> Rows:
+    def _settled(self, planned: Rows, masked: NDArray[np.int32]) -> Rows:
         """Return the plan's rows at their true positions. The first and the last stage have the sampled tokens and
-        compute the positions; every stage sends them to the next one.
+        compute the positions; where these may differ from the plan's, every stage sends them to the next one.
+
+        Args:
+            masked: int32[constrained rows that sample], their slots.
 
         Raises: PlanError, also if the last stage's own positions differ from those it received.
         """
@@ -124,8 +151,8 @@ class NativeEpoch:
             self._take_feedback(planned)
         rows = planned
         if pipeline.is_first or self._ranks.is_output:
-            rows = self.drafts.settle(planned, self.history)
-        if pipeline.size == 1 or not self.drafts.speculates:
+            rows = self.drafts.settle(planned, self.history, masked)
+        if pipeline.size == 1 or not (self.drafts.speculates or len(masked)):
             return rows
         if not pipeline.is_first:
             own, message = rows, torch.empty(2, len(planned.slots), dtype=torch.int32)
@@ -149,16 +176,23 @@ class NativeEpoch:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    def sample(self, grammar: GrammarOutput | None) -> Output:
-        """Sample the step that is pending; see `ModelRunner.sample_tokens`."""
-        pending, ranks = self._pending.take(), self._ranks
+    def sample(self, pending: ComputedStep, masks: MaskInbox) -> NativeResult | ForwardDone:
+        """Sample a step with the masks that have arrived."""
+        result = self._sample(pending, masks)
+        if self._poison:
+            self._forward.poison()
+        self._ended = time.monotonic()
+        return result
+
+    def _sample(self, pending: ComputedStep, masks: MaskInbox) -> NativeResult | ForwardDone:
+        ranks = self._ranks
         if not ranks.is_output:
             if ranks.pipeline.size == 1 and pending.sampling:
                 message = ranks.tensor_parallel.broadcast(pending.empty_message())
                 outcome = Outcome.from_message(message, pending.step.num_speculative_tokens)
                 self._keep(pending.slots, pending.firsts, outcome)
-            return ForwardDone(replace(pending.times, sampled=time.monotonic()))
-        sampled = self._sampled(pending, grammar)
+            return ForwardDone(pending.clock.times(self.device.now()))
+        sampled = self._sampled(pending, RowsToSample.with_masks(pending, masks))
         if pending.sampling:
             self._keep(pending.slots, pending.firsts, Outcome(sampled.ids, sampled.counts, _NO_DRAFTS))
         drafts = self._proposed(pending, sampled)
@@ -168,21 +202,26 @@ class NativeEpoch:
                 ranks.pipeline.send_feedback(message)
             else:
                 ranks.tensor_parallel.broadcast(message)
-        scored = [pending.prompts.logprobs] if pending.prompts is not None else []
-        scored += [sampled.logprobs] if sampled.logprobs is not None else []
-        logprobs = LogprobRows.concatenate(scored) if scored else None
-        times = replace(pending.times, sampled=time.monotonic())
-        return NativeResult(pending.step, pending.rows, sampled, drafts, logprobs, pending.pooled, times)
+        return NativeResult.begin(pending, sampled, drafts, self.device)
 
-    def _sampled(self, pending: ComputedStep, grammar: GrammarOutput | None) -> SampledTokens:
-        rows, grammar = pending.rows, own_grammar(pending.step, grammar)
-        assert pending.logits is not None, "the output rank has the logits"
+    def _sampled(self, pending: ComputedStep, selected: RowsToSample) -> SampledTokens:
+        """Sample the selected rows. The others have no token."""
+        rows, logits, (grammar, kept) = pending.rows, pending.logits, selected
+        assert logits is not None, "the output rank has the logits"
         drafts = rows.drafts[rows.samples]
-        return self._sampler.sample(pending.logits, pending.slots, pending.firsts, grammar, drafts)
+        if kept is None:
+            return self._sampler.sample(logits, pending.slots, pending.firsts, grammar, drafts)
+        logits = logits[torch.from_numpy(np.repeat(kept, drafts + 1))]
+        slots, firsts = pending.slots[kept], pending.firsts[kept]
+        sampled = self._sampler.sample(logits, slots, firsts, grammar, drafts[kept])
+        counts, drafted = np.zeros((2, len(kept)), np.int32)
+        counts[kept], drafted[kept] = sampled.counts, sampled.drafted
+        return sampled._replace(counts=counts, drafted=drafted)
 
     def _keep(self, slots: NDArray[np.int32], firsts: NDArray[np.int32], outcome: Outcome) -> None:
         """Store the outcome of rows whose first tokens have positions `firsts`: tokens in the history, drafts for the
-        next row of the slot."""
+        next row of the slot. A row without a token stores nothing, and the next one begins with the last known
+        token."""
         rows = SamplePositions.from_rows(self._kernels.rows, slots, firsts, outcome.counts - np.int32(1))
         self.history.append(rows.slots, rows.positions, outcome.ids)
         self.drafts.advance(slots, firsts, outcome.counts)
@@ -193,13 +232,21 @@ class NativeEpoch:
         k = pending.step.num_speculative_tokens
         if self.proposer is None:
             return np.full((len(sampled.counts), k), NO_DRAFT, np.int32)
-        rows, stay = pending.rows, pending.rows.counts
-        if rows.drafts.any():
+        rows, stay, samples = pending.rows, pending.rows.counts, pending.rows.samples
+        kept = sampled.counts > 0
+        if rows.drafts.any() or not kept.all():
             stay = stay.copy()
             stay[rows.samples] += sampled.counts - 1 - rows.drafts[rows.samples]
+        if not kept.all():  # without the last known token, such a row is a chunk that samples nothing
+            samples = samples.copy()
+            samples[rows.samples] = kept
         states, least = self._states(rows.counts, stay), pending.step.min_acceptance
-        columns = rows.slots, rows.generations, rows.starts, stay, rows.samples
-        drafts = self.proposer.propose(Advance(*columns, states, least), k)
+        some = stay > 0
+        starts, stay, samples = rows.starts[some], stay[some], samples[some]
+        drafts = np.full((len(kept), k), NO_DRAFT, np.int32)
+        if len(stay):
+            advance = Advance(rows.slots[some], rows.generations[some], starts, stay, samples, states, least)
+            drafts[kept] = self.proposer.propose(advance, k)
         self.drafts.propose(pending.slots, drafts)
         return drafts
 
@@ -212,7 +259,3 @@ class NativeEpoch:
         owners, offsets = self._kernels.rows.spread(counts)
         tokens = torch.from_numpy(np.flatnonzero(offsets < stay[owners]))
         return [each[tokens] for each in states]
-
-    def release(self, slots: NDArray[np.int32]) -> None:
-        """Free slots whose requests have left."""
-        self.table.release(slots)

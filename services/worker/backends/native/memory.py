@@ -7,6 +7,7 @@ from typing import NamedTuple
 from services.checkpoint import default_dtype, is_gguf
 from services.checkpoint.gguf import read_header
 from services.config import WorkerConfig
+from services.worker.backends.native.layout import kv_block_bytes
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart
 
@@ -16,13 +17,12 @@ KEPT_TYPES = {
     "Q4_0": "int4", "Q4_1": "int4", "Q8_0": "int8", "F32": "float32", "BF16": "bfloat16", "F16": "float32"
 }  # fmt: skip
 """Type in memory of a GGUF file's types; all others become int8."""
-LANES = 16
-"""Keys and values are padded to a multiple of this."""
 
 
 class RankMemory(NamedTuple):
     weights: int
-    """Bytes of embedding, products and head."""
+    """Bytes of embedding, products and head. In bfloat16 with AMX a tied head takes no memory; it is counted here, as
+    the processor is not known."""
     kv_block: int
     """Bytes of a block of the KV cache."""
 
@@ -50,8 +50,8 @@ def rank_memory(config: WorkerConfig, path: Path, part: ModelPart, block_size: i
     tables = part.is_first * bits.embedding + (part.is_last and not is_shared) * bits.head
     weights = (per_layer * own.num_layers * bits.layers + rows * tables) / 8
     itemsize = 2 if served_dtype(config, whole) == "bfloat16" else 4
-    per_head = _padded(own.head_dim) * (_padded(block_size) + block_size)
-    return RankMemory(round(weights), own.num_layers * own.num_kv_heads * per_head * itemsize)
+    block = kv_block_bytes(own.num_layers, own.num_kv_heads, own.head_dim, block_size, itemsize)
+    return RankMemory(round(weights), block)
 
 
 class _Bits(NamedTuple):
@@ -79,7 +79,3 @@ def _bits(config: WorkerConfig, path: Path, model: ModelConfig) -> _Bits:
     sizes = {name: prod(tensors[name].shape) for name in kinds}
     layers = sum(BITS[kind] * sizes[name] for name, kind in kinds.items()) / max(1, sum(sizes.values()))
     return _Bits(BITS[embedding], layers, head, embedding in ("int8", "int4"))
-
-
-def _padded(length: int) -> int:
-    return -(-length // LANES) * LANES

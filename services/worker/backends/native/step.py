@@ -1,18 +1,34 @@
-"""One step in the runner: computed and not sampled yet, then a result."""
+"""One step in the runner: prepared, computed and not sampled yet, then a result."""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.rows import LogprobRows
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
+from protocol.rows import StepRows
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.device_times import DeviceTime, StepClock
+from services.worker.backends.native.device.interface import ComputeDevice, HostCopy
 from services.worker.backends.native.outcome import Outcome
-from services.worker.backends.native.sampling.logprobs import PromptScores
+from services.worker.backends.native.sampling.logprobs import PromptScores, ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 from services.worker.backends.pooling import PooledRows
 from services.worker.batch.slots import Rows
+
+
+class PreparedStep(NamedTuple):
+    """A checked step that the compute thread has not begun. Every array is read-only and nobody's but the step's."""
+
+    step: SchedulerOutput
+    plan: StepRows
+    rows: Rows
+    """Planned rows."""
+    released: list[NDArray[np.int32]]
+    """Slots that were released before this step, without a step."""
+    prepared: float
+    """When it was prepared: seconds on the monotonic clock."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +43,7 @@ class ComputedStep:
     pooled: PooledRows | None
     prompts: PromptScores | None
     """Log-probabilities of prompt tokens; None if no row requests them."""
-    times: StepTimes
-    """Times up to the end of the forward pass."""
+    clock: StepClock
 
     @property
     def sampling(self) -> bool:
@@ -52,30 +67,55 @@ class ComputedStep:
 
 @dataclass(frozen=True)
 class NativeResult:
-    """A step's result. On the CPU its ids are available at once, in memory that no later step changes (immutable
-    result, docs/invariants.md)."""
+    """A step's result on its way to the host, in memory that no later step changes (immutable result,
+    docs/invariants.md)."""
 
     step: SchedulerOutput
     rows: Rows
     sampled: SampledTokens
     drafts: NDArray[np.int32]
     """int32[sampling rows, k]: drafts for the next step"""
-    logprobs: LogprobRows | None
+    ids: HostCopy
+    """int32[sum(counts)]: the sampled ids; float32[completed, hidden]: embeddings, if a row is pooled"""
+    logprobs: ScoresOnTheirWay
     pooled: PooledRows | None
-    times: StepTimes
+    clock: StepClock
+    ended: DeviceTime
+
+    @classmethod
+    def begin(
+        cls,
+        computed: ComputedStep,
+        sampled: SampledTokens,
+        drafts: NDArray[np.int32],
+        device: ComputeDevice,
+    ) -> Self:
+        """Begin the copies of everything that the result reports."""
+        pooled, scored = computed.pooled, [*computed.prompts.parts] if computed.prompts is not None else []
+        scored += [sampled.logprobs] if sampled.logprobs is not None else []
+        return cls(
+            *(computed.step, computed.rows, sampled, drafts),
+            device.download(sampled.ids, *([pooled.embeddings] if pooled is not None else [])),
+            ScoresOnTheirWay.begin(scored, device),
+            *(pooled, computed.clock, device.now()),
+        )
 
     def get(self) -> ModelRunnerOutput:
-        samples = self.rows.samples
-        embedding_slots, embeddings = self.pooled.to_message() if self.pooled is not None else (b"", b"")
+        """Wait for the copies, and return the result."""
+        samples, logprobs = self.rows.samples, self.logprobs.get()
+        token_ids, *embedded = self.ids.get()
+        embedding_slots, embeddings = b"", b""
+        if self.pooled is not None:
+            embedding_slots, embeddings = self.pooled.to_message(*embedded)
         return ModelRunnerOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,
             slots=self.rows.slots[samples].tobytes(),
             generations=self.rows.generations[samples].tobytes(),
             counts=self.sampled.counts.tobytes(),
-            token_ids=self.sampled.ids.numpy().tobytes(),
-            times=self.times,
-            logprobs=self.logprobs.to_message() if self.logprobs is not None else None,
+            token_ids=token_ids.tobytes(),
+            times=self.clock.times(self.ended),
+            logprobs=logprobs.to_message() if logprobs is not None else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
             drafted=self.sampled.drafted.tobytes() if self.sampled.drafted.any() else b"",

@@ -9,17 +9,20 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.steps import NewRequest
+from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.batch.slots import PlanError
+
+I32 = NDArray[np.int32]
 
 
 class TokenHistory:
-    """Tokens by slot and position. The system allocates only the pages that are written."""
+    """Tokens by slot and position. The system allocates only the pages of the host that are written."""
 
-    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int) -> None:
-        self.tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32)
+    def __init__(self, num_slots: int, max_model_len: int, vocab_size: int, kernels: Kernels) -> None:
+        where = kernels.device.where
+        self.tokens = torch.empty(num_slots, max_model_len, dtype=torch.int32, device=where)
         """int32[num_slots, max_model_len]"""
-        self._array = self.tokens.numpy()
-        self._limit, self._vocab_size = max_model_len, vocab_size
+        self._vocab_size, self._rows = vocab_size, kernels.rows
 
     def assign(self, request: NewRequest) -> None:
         """Write the tokens of a new request. Raises: PlanError, if one is not in the vocabulary."""
@@ -29,16 +32,12 @@ class TokenHistory:
             raise PlanError(
                 f"slot {request.slot}: token {bad} is not among the {self._vocab_size} of the vocabulary"
             )
-        self._array[request.slot, : len(tokens)] = tokens
+        self._rows.write_prompt(self.tokens, request.slot, tokens)
 
-    def gather(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    def gather(self, slots: I32, positions: I32) -> torch.Tensor:
         """Return the ids at `positions` of `slots`, int32[tokens]."""
-        return self._array[slots, positions]
+        return self._rows.read_tokens(self.tokens, slots, positions)
 
-    def append(self, slots: NDArray[np.int32], positions: NDArray[np.int32], ids: torch.Tensor) -> None:
+    def append(self, slots: I32, positions: I32, ids: torch.Tensor) -> None:
         """Write int32[tokens] ids at their positions. Positions beyond the context are skipped: no step reads them."""
-        if positions.max(initial=0) < self._limit:
-            self._array[slots, positions] = ids.numpy()
-            return
-        inside = positions < self._limit
-        self._array[slots[inside], positions[inside]] = ids.numpy()[inside]
+        self._rows.write_tokens(self.tokens, slots, positions, ids)

@@ -116,6 +116,9 @@ class SimRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> StepOutput:
         return self.epoch.sample(grammar)
 
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        raise RuntimeError("the simulator samples a step as a whole")
+
     def release(self, slots: NDArray[np.int32]) -> None:
         self.epoch.release(slots)
 

@@ -7,7 +7,7 @@ from typing import Any
 from services.checkpoint import CheckpointError, default_dtype, read_json
 from services.config import WorkerConfig
 from services.worker.runner import LoadError
-from services.worker.weights import model_digest, open_checkpoint
+from services.worker.weights import model_digest, open_checkpoint, tokenizer_digest
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Data types of activations that vLLM computes in."""
@@ -20,9 +20,11 @@ class CheckpointInfo:
     """Identity of the model, for the registration."""
 
     digest: str
-    """Digest of config.json and of every tensor's name, shape and dtype; equal on the native backend."""
+    """Digest of config.json, of every tensor's name, shape and dtype, and of --quantization."""
     dtype: str
     tensor_parallel_sizes: tuple[int, ...]
+    tokenizer: str
+    """Digest of tokenizer.json; "": there is none."""
 
     @classmethod
     def read(cls, directory: Path, worker: WorkerConfig) -> "CheckpointInfo":
@@ -32,8 +34,9 @@ class CheckpointInfo:
         except CheckpointError as error:
             raise LoadError(f"{error}; download the model again") from error
         model = config.get("text_config", config)
-        digest = model_digest(directory, open_checkpoint(directory))
-        return cls(digest, _dtype(worker, model), _tensor_parallel_sizes(model))
+        settings = [] if worker.quantization is None else [worker.quantization]
+        digest = model_digest(directory, open_checkpoint(directory), settings)
+        return cls(digest, _dtype(worker, model), _tensor_parallel_sizes(model), tokenizer_digest(directory))
 
 
 def _dtype(worker: WorkerConfig, model: dict[str, Any]) -> str:

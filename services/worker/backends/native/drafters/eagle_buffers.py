@@ -11,13 +11,16 @@ class EagleBuffers(Buffers):
     """Kinds of rows: places (a token with the hidden state of the token before it), and rows that get drafts.
 
     Args:
+        where: the device
         layer: the head's decoder layer
         inputs: width of the vectors that queries, keys and values are computed from
         logits: number of ids that the head has logits for
     """
 
-    def __init__(self, layer: ModelConfig, inputs: int, logits: int, places: int) -> None:
-        super().__init__(places=places, rows=places)
+    def __init__(
+        self, where: torch.device, layer: ModelConfig, inputs: int, logits: int, places: int
+    ) -> None:
+        super().__init__(where, places=places, rows=places)
         hidden, heads = layer.hidden_size, layer.num_heads * layer.head_dim
         self.slots, self.positions, self.ids = (self._rows("places", dtype=torch.int32) for _ in range(3))
         self.hidden = self._rows("places", hidden)

@@ -22,7 +22,7 @@ from services.worker.backends.native.kernels.interface.network import NetworkKer
 from services.worker.backends.native.model.forward import FINAL
 from services.worker.backends.native.model.model import attention_shape, cache_shape
 from services.worker.runner import LoadError
-from services.worker.weights import Checkpoint, open_checkpoint
+from services.worker.weights import Checkpoint
 
 
 class EagleModel(ABC):
@@ -36,6 +36,7 @@ class EagleModel(ABC):
         self.config, self.dtype = config, target.model.dtype
         self.network: NetworkKernels = target.model.kernels.float32_network()
         self.drafting = target.model.kernels.drafting
+        self._where = target.model.kernels.device.where
         self.attention, self.eps = attention_shape(config.layer), config.layer.norm_eps
         loader = EagleLoader(config, checkpoint, target, self.network)
         self._qkv, self._out = loader.qkv(self.inputs * config.layer.hidden_size), loader.out()
@@ -72,7 +73,8 @@ class EagleModel(ABC):
     def buffers(self, places: int) -> EagleBuffers:
         """Allocate buffers for `capacity` places and as many rows."""
         layer = self.config.layer
-        return EagleBuffers(layer, self.inputs * layer.hidden_size, self.config.draft_vocab_size, places)
+        inputs, logits = self.inputs * layer.hidden_size, self.config.draft_vocab_size
+        return EagleBuffers(self._where, layer, inputs, logits, places)
 
     def compute_places(self, b: EagleBuffers, attention: Attention) -> None:
         """Compute keys and values from tokens and hidden states, and write them to the cache."""
@@ -163,4 +165,4 @@ def load(directory: Path, target: TargetModel) -> EagleModel:
             "computed where it runs, by the last pipeline stage; use fewer stages, or a head that reads no others"
         )
     kind = Eagle if method == "eagle" else Eagle3
-    return kind(config, open_checkpoint(directory), target)
+    return kind(config, target.drafter_checkpoint(directory), target)

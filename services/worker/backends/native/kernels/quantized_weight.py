@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
+from services.worker.backends.native.layout import GROUP
+
 Quantization = Literal["int8", "int4"]
-GROUP = 32
-"""Inputs of a group. GGUF's Q8_0, Q4_0 and Q4_1 have the same groups, so they are kept without loss."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import os
 import platform
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import torch
 
+from services.worker.backends.native.device.cuda import CudaDevice
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.runner import LoadError
 
@@ -50,10 +51,13 @@ class KernelChoice:
     """The row computes fast with int8 and int4 weights."""
     invariant: bool = True
     """A row of a batch has the same bits in a batch of any size."""
+    eager: bool = False
+    """Launch kernels one by one on a GPU, where graphs could be recorded."""
 
     def describe(self, features: Collection[str]) -> str:
-        """Return one line for the log."""
-        here = ", ".join(name for name in NAMED if name in features) or "baseline"
+        """Return one line for the log. `features`: of the device."""
+        named = features if self.device == "cuda" else [name for name in NAMED if name in features]
+        here = ", ".join(named) or "baseline"
         return (
             f"kernels: {self.implementation} ({self.device}: {here}); dtype: {str(self.dtype).removeprefix('torch.')}; "
             f"products: {self.products}; threads: {self.threads}"
@@ -64,17 +68,25 @@ _HELPERS = "helpers that are not waited for"
 TABLE = (
     KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
     KernelChoice(
-        *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
-        *("oneDNN, bfloat16", "torch's OpenMP threads", False, False),
-    ),
-    KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16),
         *("our own, AMX, bfloat16", _HELPERS),
+    ),
+    KernelChoice(
+        *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
+        *("oneDNN, bfloat16", "torch's OpenMP threads", False, False),
     ),
     # Without bfloat16 arithmetic torch's own bfloat16 products take three to seven times as long as float32 ones.
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (), torch.float32),
         *("our own, float32 from bfloat16 weights", _HELPERS),
+    ),
+    KernelChoice(
+        *("compiled", "cuda", torch.float32, (), torch.float32),
+        *("cuBLAS, float32", "the device's", False, False),
+    ),
+    KernelChoice(
+        *("compiled", "cuda", torch.bfloat16, (), torch.bfloat16),
+        *("cuBLAS, bfloat16", "the device's", False, False),
     ),
     KernelChoice(
         *("reference", "cpu", torch.float32, (), torch.float32, "torch, float32", "torch's"), invariant=False
@@ -93,8 +105,9 @@ def choose(
     features: Collection[str],
     quantized: bool = False,
     invariant: bool = False,
+    eager: bool = False,
 ) -> KernelChoice:
-    """Return the first row of the table that fits.
+    """Return the first row of the table that fits, with `eager` as wanted.
 
     Args:
         wanted: "auto" or an implementation
@@ -107,22 +120,47 @@ def choose(
         fits = wanted in ("auto", choice.implementation) and (choice.device, choice.dtype) == (device, dtype)
         able = choice.quantized >= quantized and choice.invariant >= invariant
         if fits and able and set(choice.needs) <= set(features):
-            return choice
+            return replace(choice, eager=eager)
+    kind = " with quantised weights" if quantized else ""
     promise = " independently of the batch (--batch-invariant)" if invariant else ""
-    raise LoadError(f"no kernels ({wanted}) compute {dtype} on {device!r}{promise}; use --kernels auto")
+    remedy = "--kernels auto" if device == "cpu" else "--device cpu"
+    raise LoadError(f"no kernels ({wanted}) compute {dtype} on {device!r}{kind}{promise}; use {remedy}")
 
 
 def create(choice: KernelChoice) -> Kernels:
-    """Return the implementation. It is imported only when it is chosen."""
-    match choice.implementation:
-        case "compiled":
+    """Return the implementation. It is imported only when it is chosen.
+
+    Raises: LoadError, if packages of the implementation are missing.
+    """
+    match choice.device, choice.implementation:
+        case "cuda", _:
+            return _cuda_kernels(choice)
+        case _, "compiled":
             from services.worker.backends.native.kernels.cpu.kernels import CpuKernels
 
             return CpuKernels(choice.activations, choice.dtype, tiles=TILES in choice.needs)
-        case "reference":
+        case _, "reference":
             from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
 
             return ReferenceKernels(choice.activations)
+
+
+def _cuda_kernels(choice: KernelChoice) -> Kernels:
+    """Raises: LoadError, if Triton is not installed."""
+    try:
+        from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+        raise LoadError(
+            "--device cuda needs the package triton, which a CUDA build of torch brings along"
+        ) from error
+    return CudaKernels(choice.activations, choice.dtype, CudaDevice(), choice.eager)
+
+
+def device_features(device: str) -> frozenset[str]:
+    """Return the features of the processor, or the name of the GPU."""
+    return frozenset({torch.cuda.get_device_name()}) if device == "cuda" else processor_features()
 
 
 def processor_features() -> frozenset[str]:

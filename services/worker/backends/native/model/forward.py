@@ -1,13 +1,15 @@
 """The forward pass of one rank over its paged cache in one epoch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.membership import Assignment
 from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.recording import Captured
 from services.worker.backends.native.kernels.interface.rows import BatchTensors
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.sampling.logprobs import PromptScores
@@ -18,20 +20,22 @@ from services.worker.distributed.ranks import Ranks
 
 FINAL = -1
 """The hidden states after the final norm, where a layer's number is expected."""
-_FEW = {"tokens": 64, "tiles": 32, "sampled": 32}
-"""Initial number of rows of the buffers."""
+FEW = {"tokens": 64, "tiles": 32, "sampled": 32}
+"""Initial number of rows of buffers that grow."""
 
 
 class ForwardBuffers(Buffers):
     """Kinds of rows: tokens, tiles of queries, and sampled tokens."""
 
-    def __init__(self, model: Model, taps: tuple[int, ...], **capacity: int) -> None:
-        super().__init__(**capacity)
+    def __init__(self, model: Model, taps: tuple[int, ...], where: torch.device, **capacity: int) -> None:
+        super().__init__(where, **capacity)
         c, kind = model.config, model.kernels.network.activations
         heads, hidden = c.num_heads * c.head_dim, c.hidden_size
-        self.ids, self.slots, self.positions = (self._rows("tokens", dtype=torch.int32) for _ in range(3))
-        self.tiles = self._rows("tiles", 4, dtype=torch.int32)
-        self.sampled = self._rows("sampled", dtype=torch.int32)
+        self.ids, self.positions = (self._rows("tokens", dtype=torch.int32, padding=0) for _ in range(2))
+        self.slots = self._rows("tokens", dtype=torch.int32, padding=-1)
+        """A padding row has no slot, so nothing of it is written to the cache."""
+        self.tiles = self._rows("tiles", 4, dtype=torch.int32, padding=0)
+        self.sampled = self._rows("sampled", dtype=torch.int32, padding=0)
         self.residual = self._rows("tokens", hidden)
         self.normed = self._rows("tokens", hidden, dtype=kind)
         self.qkv = self._rows("tokens", heads + 2 * c.num_kv_heads * c.head_dim, dtype=kind)
@@ -50,6 +54,8 @@ class ForwardBuffers(Buffers):
         self.final_normed = self._rows("sampled", hidden, dtype=kind)
         logits = model.part.vocabulary_width if model.part.is_last else 1
         self.logits = self._rows("sampled", logits, dtype=kind)
+        converts = model.part.is_last and model.part.shard.tensor_parallel_size == 1 and kind != torch.float32
+        self.float32_logits = self._rows("sampled", logits) if converts else None
 
     @property
     def batch(self) -> BatchTensors:
@@ -70,8 +76,9 @@ class ForwardPass:
 
     Args:
         ranks: the group; its ranks make the same calls in the same order.
-        table: int32[slots, blocks], the block table of every slot; the scheduler's plans change it in place.
+        table: int32[slots, blocks] on the device, the block table of every slot; plans change it in place.
         taps: hidden states that a drafter reads: numbers of layers, whose input it is, or FINAL.
+        capacity: initial rows of the buffers.
     """
 
     def __init__(
@@ -80,19 +87,21 @@ class ForwardPass:
         ranks: Ranks,
         num_blocks: int,
         block_size: int,
-        table: NDArray[np.int32],
+        table: torch.Tensor,
         taps: Collection[int] = (),
+        capacity: Mapping[str, int] = FEW,
     ) -> None:
         self._model, self._network, self._ranks = model, model.kernels.network, ranks
-        self._table, self._taps = torch.from_numpy(table), tuple(taps)
+        self._device = model.kernels.device
+        self._table, self._taps = table, tuple(taps)
         self._cache = self._network.kv_cache(model.cache_shape(block_size), num_blocks)
         self._counts = Counts(0, 0, 0)
-        self._make_room(_FEW)
+        self._make_room(dict(capacity))
 
     def _make_room(self, capacity: dict[str, int]) -> None:
         """Allocate buffers and record the operations on them."""
         model = self._model
-        self._buffers = ForwardBuffers(model, self._taps, **capacity)
+        self._buffers = ForwardBuffers(model, self._taps, self._device.where, **capacity)
         self._smallest = min(capacity.values())
         self._attention = self._network.attention(
             model.attention, self._cache, self._table, capacity["tokens"]
@@ -129,10 +138,17 @@ class ForwardPass:
             before = self._buffers.capacity
             self._make_room({kind: max(before[kind], _power(count)) for kind, count in needed.items()})
 
+    def receive(self) -> None:
+        """Wait for the activations of the stage before, if there is one. Raises: RanksLost"""
+        if not self._model.part.is_first:
+            self._ranks.pipeline.receive_activations(self._buffers.residual[: self._counts.tokens])
+
     def run(
         self, pooled: PooledRows | None = None, prompts: PromptScores | None = None
     ) -> torch.Tensor | None:
         """Compute every token of the step in this rank's layers and write its keys and values to the cache.
+
+        On later stages, after `receive`.
 
         Args:
             pooled: collects the hidden states that pooling requests need; used on the last stage only.
@@ -145,21 +161,28 @@ class ForwardPass:
         """
         counts, part, pipeline = self._counts, self._model.part, self._ranks.pipeline
         residual = self._buffers.residual[: counts.tokens]
-        if not part.is_first:
-            pipeline.receive_activations(residual)
-        elif self._ranks.tensor_parallel.size > 1:
+        if part.is_first and self._ranks.tensor_parallel.size > 1:
             residual[:] = self._embedded_by_ranks()
         logits = self._recording.run(tokens=counts.tokens, tiles=counts.tiles, sampled=counts.sampled)
         if not part.is_last:
             pipeline.send_activations(residual.clone())
             return None
         if pooled is not None:
-            pooled.take(self._final_normed(pooled.tokens).float())
+            states = self._final_normed(pooled.tokens)
+            self._device.launch(lambda: pooled.take(states.float()))
         if prompts is not None:
             for tokens in prompts.slices(part.whole.vocab_size):
                 if (scored := self._whole_logits(self._head(self._final_normed(tokens)))) is not None:
                     prompts.take(scored)
-        return self._whole_logits(logits[: counts.sampled])
+        return self._whole_logits(logits[: counts.sampled], self._buffers.float32_logits)
+
+    def capture(self, progress: Captured) -> int:
+        """Prepare the sizes of steps that are replayed, before the first step. Returns: bytes of device memory."""
+        return self._recording.capture(progress)
+
+    def poison(self) -> None:
+        """Fill the buffers with garbage. Nothing of a step is read after its sampling."""
+        self._device.launch(self._buffers.poison)
 
     def tapped(self) -> list[torch.Tensor]:
         """Hidden states that a drafter reads, [tokens, hidden]; valid until the next step."""
@@ -209,26 +232,48 @@ class ForwardPass:
         embedding.look_up(own.masked_fill_(foreign, 0), rows)
         return self._ranks.tensor_parallel.all_reduce(rows.masked_fill_(foreign[:, None], 0))
 
-    def _final_normed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """activations[some, hidden] after the final norm, of int64[some] tokens of the step."""
-        residual = self._buffers.residual[tokens]
-        out = torch.empty(residual.shape, dtype=self._network.activations)
+    def _final_normed(self, tokens: NDArray[np.int32]) -> torch.Tensor:
+        """activations[some, hidden] after the final norm, of int32[some] tokens of the step."""
+        (index,) = self._device.upload(tokens)
+        shape = len(tokens), self._model.config.hidden_size
+        residual = torch.empty(shape, device=self._device.where)
+        self._network.gather(index, self._buffers.residual, residual)
+        out = torch.empty(shape, dtype=self._network.activations, device=self._device.where)
         self._network.norm(residual, None, self._model.final_norm, self._model.config.norm_eps, out)
         return out
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         width = self._model.part.vocabulary_width
-        return self._model.head(states, torch.empty(len(states), width, dtype=states.dtype))
+        return self._model.head(
+            states, torch.empty(len(states), width, dtype=states.dtype, device=states.device)
+        )
 
-    def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
-        """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks."""
+    def _whole_logits(self, own: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks. `out`:
+        float32[any, vocab] for the result of a single rank."""
         vocab, team = self._model.part.whole.vocab_size, self._ranks.tensor_parallel
         if not len(own):
-            return torch.empty(0, vocab) if team.is_first else None
+            return torch.empty(0, vocab, device=own.device) if team.is_first else None
         parts = team.gather(own)
+        if len(parts) == 1 and out is not None:
+            converted = out[: len(own)]
+            self._device.launch(lambda: converted.copy_(own))
+            return converted
         if len(parts) == 1:
             return parts[0].float()
         return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None
+
+
+def most_rows(assignment: Assignment, tile: int) -> dict[str, int]:
+    """Return the rows of buffers that hold every step. `tile`: tokens of a tile of queries."""
+    tokens, slots, speculation = (
+        assignment.max_num_batched_tokens,
+        assignment.num_slots,
+        assignment.speculation,
+    )
+    drafts = speculation.num_speculative_tokens if speculation is not None else 0
+    sampled = max(slots, min(tokens, slots * (1 + drafts)))
+    return {"tokens": tokens, "tiles": slots + tokens // tile, "sampled": sampled}
 
 
 def _power(count: int) -> int:

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
+from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
 from services.worker.backends.native.kernels.quantized_weight import (
@@ -27,6 +28,7 @@ class ShardLoader:
     """Reads the weights of one rank; the methods raise LoadError when a tensor is missing or has another shape.
 
     Args:
+        device: where vectors are kept; the network's own weights are on it too
         quantization: type of all products; the embedding and the head have 8 bits. None: quantised blocks of the file
             are kept, or converted to int8 if the kernels cannot compute with them; "none": they are dequantised.
     """
@@ -37,10 +39,12 @@ class ShardLoader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         network: NetworkKernels,
+        device: ComputeDevice,
         quantization: Wanted = None,
     ) -> None:
         self._part, self._whole, self._checkpoint = part, part.whole, checkpoint
         self._dtype, self._network, self._quantization = dtype, network, quantization
+        self._device = device
         self.types: set[str] = set()
         """Types of the weights read so far."""
 
@@ -51,7 +55,7 @@ class ShardLoader:
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """float32[size]"""
-        return self._checkpoint.take(name, (size,), self._dtype).float()
+        return self._device.keep(self._checkpoint.take(name, (size,), self._dtype).float())
 
     def layer(self, number: int) -> Layer:
         c, part, at = self._whole, self._part, f"model.layers.{number}."

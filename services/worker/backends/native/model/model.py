@@ -33,7 +33,7 @@ class Model:
         """Read the weights. `quantization`: see `ShardLoader`. Raises: LoadError, if a tensor is missing or wrong."""
         self.part, self.config, self.dtype, self.kernels = part, part.config, dtype, kernels
         self.attention = attention_shape(part.config)
-        loader = ShardLoader(part, checkpoint, dtype, kernels.network, quantization)
+        loader = ShardLoader(part, checkpoint, dtype, kernels.network, kernels.device, quantization)
         self.embedding = loader.embedding() if part.is_first else None
         """Vectors of this rank's token ids."""
         self.layers = []

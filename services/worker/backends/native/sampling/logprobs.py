@@ -1,19 +1,30 @@
 """Log-probabilities of the model's own logits: of sampled tokens, and of prompts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from protocol.rows import LogprobRows
-from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
+from services.worker.backends.native.device.interface import ComputeDevice, HostCopy
+from services.worker.backends.native.kernels.interface.sampling import SamplingKernels, ScoredTokens
 from services.worker.backends.native.token_history import TokenHistory
-from services.worker.batch.slots import NONE, Rows, SlotTable
+from services.worker.batch.slots import NONE, BatchColumns, Rows
 
 I32 = NDArray[np.int32]
 SLICE = 1 << 22
 """Logits of prompt positions that are in memory at once."""
+
+
+class ScoredRows(NamedTuple):
+    """Log-probabilities of at least one row, in memory that later steps do not change."""
+
+    slots: I32
+    positions: I32
+    """Position of each row's token."""
+    tokens: ScoredTokens
 
 
 def score(
@@ -22,10 +33,10 @@ def score(
     rows: I32,
     slots: I32,
     positions: I32,
-    tokens: I32,
+    tokens: torch.Tensor,
     tops: I32,
-) -> LogprobRows:
-    """Log-probabilities of at least one row, in arrays that later steps do not change.
+) -> ScoredRows:
+    """Score at least one row.
 
     Args:
         logits: float32[any, vocab]
@@ -35,8 +46,27 @@ def score(
         tops: int32[rows], number of the most likely tokens to return
     """
     tops = np.minimum(tops, logits.shape[1]).astype(np.int32)
-    scored = kernels.logprobs(logits, rows, tokens, tops)
-    return LogprobRows(slots, positions, scored.counts, scored.token_ranks, scored.ids, scored.values)
+    return ScoredRows(slots, positions, kernels.logprobs(logits, rows, tokens, tops))
+
+
+class ScoresOnTheirWay(NamedTuple):
+    """Log-probabilities of a step, which are copied to the host."""
+
+    parts: Sequence[tuple[ScoredRows, HostCopy]]
+
+    @classmethod
+    def begin(cls, scored: Sequence[ScoredRows], device: ComputeDevice) -> Self:
+        """Begin the copies."""
+        columns = [(part, (part.tokens.token_ranks, part.tokens.ids, part.tokens.values)) for part in scored]
+        return cls([(part, device.download(*tensors)) for part, tensors in columns])
+
+    def get(self) -> LogprobRows | None:
+        """Wait for the copies; None if there are none."""
+        rows = [
+            LogprobRows(part.slots, part.positions, part.tokens.counts, *copy.get())
+            for part, copy in self.parts
+        ]
+        return LogprobRows.concatenate(rows) if rows else None
 
 
 class PromptScores:
@@ -46,31 +76,36 @@ class PromptScores:
     logits slice by slice, and the first of them takes those.
     """
 
-    def __init__(self, rows: Rows, table: SlotTable, kernels: SamplingKernels, history: TokenHistory) -> None:
+    def __init__(
+        self, rows: Rows, table: BatchColumns, kernels: SamplingKernels, history: TokenHistory
+    ) -> None:
         self._kernels, self._history = kernels, history
         ends = np.minimum(rows.ends, table.num_prompt[rows.slots] - 1)
         wanted = np.where(table.prompt_logprobs[rows.slots] != NONE, ends - rows.starts, 0).clip(min=0)
         first = np.cumsum(rows.counts) - rows.counts
         offset = np.arange(wanted.sum()) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-        self._tokens = torch.from_numpy((np.repeat(first, wanted) + offset).astype(np.int64))
+        self._tokens = (np.repeat(first, wanted) + offset).astype(np.int32)
         self._slots = np.repeat(rows.slots, wanted)
         self._positions = (np.repeat(rows.starts, wanted) + offset + 1).astype(np.int32)
         self._taken = 0
-        self._parts: list[LogprobRows] = []
+        self.parts: list[ScoredRows] = []
+        """Scores of the slices so far; complete when every slice was taken."""
         self._tops = table.prompt_logprobs[self._slots]
 
     @classmethod
     def from_rows(
-        cls, rows: Rows, table: SlotTable, kernels: SamplingKernels, history: TokenHistory
+        cls, rows: Rows, table: BatchColumns, kernels: SamplingKernels, history: TokenHistory
     ) -> "PromptScores | None":
         """None when the step has no such token."""
         slots = rows.slots
         has = (table.prompt_logprobs[slots] != NONE) & (rows.starts < table.num_prompt[slots] - 1)
         return cls(rows, table, kernels, history) if has.any() else None
 
-    def slices(self, vocab_size: int) -> Iterator[torch.Tensor]:
-        """Yield indices of the step's tokens, int64[some]. `take` their logits before the next ones are computed."""
-        yield from self._tokens.split(max(1, SLICE // vocab_size))
+    def slices(self, vocab_size: int) -> Iterator[I32]:
+        """Yield indices of the step's tokens, int32[some]. `take` their logits before the next ones are computed."""
+        most = max(1, SLICE // vocab_size)
+        for first in range(0, len(self._tokens), most):
+            yield self._tokens[first : first + most]
 
     def take(self, logits: torch.Tensor) -> None:
         """Score the tokens of the last slice; `logits`: float32[some, vocab]."""
@@ -78,10 +113,5 @@ class PromptScores:
         slots, positions = self._slots[part], self._positions[part]
         tokens = self._history.gather(slots, positions)
         every = np.arange(len(logits), dtype=np.int32)
-        self._parts.append(score(self._kernels, logits, every, slots, positions, tokens, self._tops[part]))
+        self.parts.append(score(self._kernels, logits, every, slots, positions, tokens, self._tops[part]))
         self._taken = part.stop
-
-    @property
-    def logprobs(self) -> LogprobRows:
-        """Log-probabilities of all slices; complete when every slice was taken."""
-        return LogprobRows.concatenate(self._parts)

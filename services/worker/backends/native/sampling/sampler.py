@@ -6,20 +6,20 @@ one kept are kept too. Of equal maxima the lowest id wins, also where nothing is
 the logits before all this.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.rows import LogprobRows
 from protocol.steps import GrammarOutput
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.kernels.interface.sampling import DrawColumns
 from services.worker.backends.native.sampling.acceptance import SamplePositions
 from services.worker.backends.native.sampling.grammar_mask import GrammarMask
 from services.worker.backends.native.sampling.logit_rules import rule_of_slot
-from services.worker.backends.native.sampling.logprobs import score
+from services.worker.backends.native.sampling.logprobs import ScoredRows, score
+from services.worker.backends.native.sampling.preparation import run_every_operation
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import NONE, BatchColumns
 from services.worker.sampling.reference import GREEDY_BELOW
@@ -36,8 +36,8 @@ class SampledTokens(NamedTuple):
     """int32[rows]"""
     drafted: I32
     """int32[rows]: drafts that were verified"""
-    logprobs: LogprobRows | None
-    """Log-probabilities of the rows that request them; owners are slots."""
+    logprobs: ScoredRows | None
+    """Log-probabilities of the rows that request them."""
 
 
 class Sampler:
@@ -48,8 +48,12 @@ class Sampler:
         self.rules = kernels.sampling.logit_rules(table.num_slots, vocab_size, history.tokens)
         self._special = np.zeros(table.num_slots, np.bool_)
         """Slots with a logit rule or log-probabilities. Steps without any need only a token of each row."""
-        self._copy = torch.empty(0, vocab_size)
+        self._copy = torch.empty(0, vocab_size, device=kernels.device.where)
         """Raw logits of one step; reused, because allocating memory costs more than the copy."""
+
+    def prepare(self) -> None:
+        """Compile what a device compiles when it first runs. Before the first request has a slot."""
+        run_every_operation(self._kernels, self.rules, self._history.tokens, self._vocab_size)
 
     def assign(self, slot: int) -> None:
         """Another request gets the slot. The table already has its parameters, and the history its tokens."""
@@ -77,7 +81,8 @@ class Sampler:
         none, kernels = np.zeros(len(slots), np.int32), self._kernels
         drafts = none if drafts is None else drafts
         if not len(slots):
-            return SampledTokens(torch.empty(0, dtype=torch.int32), none, none, None)
+            ids = torch.empty(0, dtype=torch.int32, device=kernels.device.where)
+            return SampledTokens(ids, none, none, None)
         if grammar is None and not drafts.any() and not self._special[slots].any():
             return SampledTokens(self._chosen(logits, slots, positions), none + np.int32(1), none, None)
         rows = SamplePositions.from_rows(kernels.rows, slots, positions, drafts)
@@ -93,17 +98,25 @@ class Sampler:
         ids = self._chosen(logits, slots, positions)
         acceptable = drafts if mask is None else mask.acceptable
         accepted = rows.accept(kernels.rows, ids, self._history.tokens, acceptable)
-        tokens = ids.numpy()
         result = SampledTokens(
-            torch.from_numpy(tokens[accepted.stays]), accepted.counts, accepted.drafted, None
+            self._picked(ids, np.flatnonzero(accepted.stays)), accepted.counts, accepted.drafted, None
         )
         if not len(scored):
             return result
         emitted = accepted.stays[scored]
         scored, raw_rows = scored[emitted], raw_rows[emitted]
         tops = self._table.logprobs[slots[scored]]
-        columns = slots[scored], positions[scored], tokens[scored], tops
+        columns = slots[scored], positions[scored], self._picked(ids, scored), tops
         return result._replace(logprobs=score(kernels.sampling, raw, raw_rows, *columns))
+
+    def _picked(self, ids: torch.Tensor, tokens: NDArray[np.integer[Any]]) -> torch.Tensor:
+        """Return the ids of some tokens, in ascending order, int32[some]."""
+        if len(tokens) == len(ids):
+            return ids
+        picked = torch.empty(len(tokens), dtype=torch.int32, device=ids.device)
+        (index,) = self._kernels.device.upload(tokens.astype(np.int32))
+        self._kernels.device.launch(lambda: torch.index_select(ids, 0, index, out=picked))
+        return picked
 
     def _raw(
         self, logits: torch.Tensor, slots: I32, scored: I32, mask: GrammarMask | None
@@ -116,9 +129,11 @@ class Sampler:
         if not changes[scored].any():
             return logits, scored
         if len(scored) > len(self._copy):
-            self._copy = torch.empty(len(scored), logits.shape[1])
+            self._copy = self._copy.new_empty(0, logits.shape[1])  # freed before more is allocated
+            self._copy = torch.empty(len(scored), logits.shape[1], device=logits.device)
         copy = self._copy[: len(scored)]
-        torch.index_select(logits, 0, torch.from_numpy(scored), out=copy)
+        (index,) = self._kernels.device.upload(scored)
+        self._kernels.network.gather(index, logits, copy)
         return copy, np.arange(len(scored), dtype=np.int32)
 
     def _chosen(self, logits: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:

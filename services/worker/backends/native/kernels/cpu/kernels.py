@@ -2,6 +2,8 @@
 
 import torch
 
+from services.worker.backends.native.device.cpu import CpuDevice
+from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.cpu.drafting import CpuDrafting
 from services.worker.backends.native.kernels.cpu.network import CpuNetwork
 from services.worker.backends.native.kernels.cpu.rows import CpuRows
@@ -11,6 +13,7 @@ from services.worker.backends.native.kernels.interface.drafting import DraftingK
 from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.interface.rows import RowKernels
 from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
+from services.worker.backends.native.kernels.interface.workspaces import EpochSizes, Uses
 
 
 class CpuKernels:
@@ -24,6 +27,7 @@ class CpuKernels:
 
     def __init__(self, activations: torch.dtype, dtype: torch.dtype, tiles: bool = False) -> None:
         self._dtype, self._uses_torch = dtype, activations != torch.float32 and not tiles
+        self.device: ComputeDevice = CpuDevice()
         self.network: NetworkKernels = CpuNetwork(activations, dtype, tiles)
         self.rows: RowKernels = CpuRows()
         self.sampling: SamplingKernels = CpuSampling()
@@ -31,6 +35,9 @@ class CpuKernels:
 
     def float32_network(self) -> NetworkKernels:
         return CpuNetwork(torch.float32, self._dtype)
+
+    def workspaces(self, sizes: EpochSizes) -> Uses:
+        return {}
 
     def use_threads(self, number: int) -> None:
         """If the products are our own, torch computes little, and its threads would spin on cores that other threads

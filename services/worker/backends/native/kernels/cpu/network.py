@@ -10,7 +10,6 @@ from services.worker.backends.native.kernels.cpu.compiled.copying import copy_ke
 from services.worker.backends.native.kernels.cpu.compiled.most_likely import most_likely_kernel
 from services.worker.backends.native.kernels.cpu.compiled.norm_and_gate import gate_kernel, norm_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
-from services.worker.backends.native.kernels.cpu.compiled.simd import LANES
 from services.worker.backends.native.kernels.cpu.embedding import PanelEmbedding
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
@@ -27,14 +26,10 @@ from services.worker.backends.native.kernels.interface.products import Embedding
 from services.worker.backends.native.kernels.interface.recording import Recording
 from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
 from services.worker.backends.native.kernels.quantized_weight import QuantizedWeight, Weight
+from services.worker.backends.native.layout import kv_block_bytes, padded
 
 B = TypeVar("B", bound=Buffers)
 T = TypeVar("T")
-
-
-def padded(size: int) -> int:
-    """Round up to a multiple of a vector's lanes."""
-    return -(-size // LANES) * LANES
 
 
 class CpuNetwork:
@@ -77,8 +72,8 @@ class CpuNetwork:
         return make(self._launcher, panels, bias)
 
     def bytes_per_block(self, shape: CacheShape) -> int:
-        per_head = padded(shape.head_dim) * (padded(shape.block_size) + shape.block_size)
-        return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
+        layers, kv_heads, head_dim, block_size, dtype = shape
+        return kv_block_bytes(layers, kv_heads, head_dim, block_size, dtype.itemsize)
 
     def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
         """keys[layer]: [blocks, kv_heads, padded head_dim, padded block_size], transposed for the attention kernel;

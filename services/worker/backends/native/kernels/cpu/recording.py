@@ -20,6 +20,7 @@ from services.worker.backends.native.kernels.cpu import thread_team
 from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
 from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.recording import Captured
 
 T = TypeVar("T")
 Cell = NDArray[np.int64]
@@ -211,6 +212,10 @@ class CpuRecording(Generic[T]):
         if isinstance(self._placeholder, Placeholder):
             return cast(T, self._placeholder.tensor)
         return self._result
+
+    def capture(self, progress: Captured) -> int:
+        """Do nothing: the operations are recorded."""
+        return 0
 
     def single(self, kind: str) -> tuple[int, int, int]:
         """Return the arguments of the kernel that runs this recording: address and number of its calls, cell of `kind`.

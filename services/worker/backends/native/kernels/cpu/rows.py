@@ -4,6 +4,7 @@ import torch
 
 from services.worker.backends.native.kernels.cpu.compiled import rows as compiled
 from services.worker.backends.native.kernels.cpu.compiled.attention import TILE
+from services.worker.backends.native.kernels.host_history import HostHistory
 from services.worker.backends.native.kernels.interface.arrays import I32
 from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
@@ -16,7 +17,7 @@ from services.worker.batch.slots import Rows
 _NO_HISTORY = torch.empty(0, 0, dtype=torch.int32).numpy()
 
 
-class CpuRows:
+class CpuRows(HostHistory):
     """`RowKernels`"""
 
     tile = TILE

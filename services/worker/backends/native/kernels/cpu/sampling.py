@@ -64,14 +64,14 @@ class CpuSampling:
         self._draw.run(len(rows), (*addresses, logits.shape[1], *(column.ctypes.data for column in drawn)))
         return ids
 
-    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: I32, tops: I32) -> ScoredTokens:
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         vocab_size = logits.shape[1]
         counts = tops + np.int32(1)
         firsts = np.cumsum(counts, dtype=np.int32) - counts
         entries = int(counts.sum())
         ids, values = np.empty(entries, np.int32), np.empty(entries, np.float32)
         token_ranks = np.empty(len(rows), np.int32)
-        columns = rows, tokens, tops, firsts, ids, values, token_ranks
+        columns = rows, tokens.numpy(), tops, firsts, ids, values, token_ranks
         addresses = (column.ctypes.data for column in columns)
         self._logprobs.run(len(rows), (logits.data_ptr(), vocab_size, *addresses, entries))
-        return ScoredTokens(counts, ids, values, token_ranks)
+        return ScoredTokens(counts, *map(torch.from_numpy, (ids, values, token_ranks)))

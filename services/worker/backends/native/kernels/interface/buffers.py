@@ -12,18 +12,35 @@ class Buffers:
     A subclass creates them with `_rows`, as attributes or in tuples.
 
     Args:
+        where: the device.
         capacity: maximum number of rows of each kind, at least 1.
     """
 
-    def __init__(self, **capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, where: torch.device, **capacity: int) -> None:
+        self.where, self.capacity = where, capacity
         self._kinds: dict[int, str] = {}
+        self._paddings: list[tuple[torch.Tensor, int]] = []
 
-    def _rows(self, kind: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a tensor [capacity of `kind`, *shape], not initialised."""
-        tensor = torch.empty(self.capacity[kind], *shape, dtype=dtype)
+    def _rows(
+        self, kind: str, *shape: int, dtype: torch.dtype = torch.float32, padding: int | None = None
+    ) -> torch.Tensor:
+        """Return a tensor [capacity of `kind`, *shape].
+
+        Args:
+            padding: value of rows that compute nothing, and of all rows at first; None: padding rows keep what was
+                computed there last, at first zeros, so that operations on them stay finite
+        """
+        tensor = torch.zeros(self.capacity[kind], *shape, dtype=dtype, device=self.where)
         self._kinds[tensor.data_ptr()] = kind
+        if padding is not None:
+            self._paddings.append((tensor, padding))
+            tensor.fill_(padding)
         return tensor
+
+    def reset(self) -> None:
+        """Make all rows padding rows."""
+        for tensor, value in self._paddings:
+            tensor.fill_(value)
 
     def kind_of(self, tensor: torch.Tensor) -> str:
         """Return the kind of rows of one of these tensors, or of a view that begins where the tensor begins.
@@ -32,9 +49,21 @@ class Buffers:
         """
         return self._kinds[tensor.data_ptr()]
 
+    @property
+    def num_bytes(self) -> int:
+        values = [each if isinstance(each, tuple) else (each,) for each in vars(self).values()]
+        return sum(tensor.nbytes for value in values for tensor in value if isinstance(tensor, torch.Tensor))
+
     def holds(self, **counts: int) -> bool:
         """Return whether there is room for these numbers of rows."""
         return all(count <= self.capacity[kind] for kind, count in counts.items())
+
+    def poison(self) -> None:
+        """Fill all rows with garbage: NaN, or the smallest integer."""
+        for value in vars(self).values():
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
     def first(self, **counts: int) -> Self:
         """Return views of the first rows; tensors of kinds that are not named stay whole."""

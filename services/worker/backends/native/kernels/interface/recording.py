@@ -7,6 +7,8 @@ from services.worker.backends.native.kernels.interface.buffers import Buffers
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+Captured = Callable[[int, int], None]
+"""Called with the number of captured sizes, and that of all."""
 
 
 class Recording(Protocol[T_co]):
@@ -19,6 +21,13 @@ class Recording(Protocol[T_co]):
         """
         ...
 
+    def capture(self, progress: Captured) -> int:
+        """Prepare what `run` replays, before the first step. Makes all rows of the buffers padding rows.
+
+        Returns: bytes of device memory that this takes.
+        """
+        ...
+
 
 class EagerRecording(Generic[T]):
     """A `Recording` that calls the function each time."""
@@ -28,3 +37,7 @@ class EagerRecording(Generic[T]):
 
     def run(self, **counts: int) -> T:
         return self._body(self._buffers.first(**counts))
+
+    def capture(self, progress: Captured) -> int:
+        """Do nothing."""
+        return 0

@@ -65,6 +65,18 @@ class RowKernels(Protocol):
         """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""
         ...
 
+    def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
+        """Write the first tokens of a slot to `history`, int32[slots, limit]."""
+        ...
+
+    def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
+        """Write int32[tokens] ids at their positions. Those beyond the limit of the history are skipped."""
+        ...
+
+    def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
+        """Return the ids at `positions` of `slots`, int32[tokens]."""
+        ...
+
     def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
         """Bring rows to their true positions, each with the drafts that its slot has, and write these drafts to
         `history`, int32[slots, limit]. The slots have no drafts afterwards, and their frontiers are the rows' ends.
@@ -80,7 +92,8 @@ class RowKernels(Protocol):
 
         Returns: number of tiles and number of sampled tokens.
 
-        Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids).
+        Raises: RuntimeError, if the history has no token of the vocabulary at a position (valid ids); only where the
+            host reads the device's memory.
         """
         ...
 

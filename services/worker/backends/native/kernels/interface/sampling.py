@@ -30,11 +30,11 @@ class ScoredTokens(NamedTuple):
 
     counts: I32
     """int32[rows]: entries of each row"""
-    ids: I32
+    ids: torch.Tensor
     """int32[entries]"""
-    values: F32
+    values: torch.Tensor
     """float32[entries], natural logarithms"""
-    token_ranks: I32
+    token_ranks: torch.Tensor
     """int32[rows]: 1 plus the number of logits greater than the token's"""
 
 
@@ -60,10 +60,13 @@ class SamplingKernels(Protocol):
         The logits do not change."""
         ...
 
-    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: I32, tops: I32) -> ScoredTokens:
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         """Score tokens by rows `rows` of float32[any, vocab].
 
         Args:
-            tokens, tops: int32[rows]: the row's token, and the number of most likely tokens, at most vocab
+            tokens: int32[rows], the row's token
+            tops: int32[rows], number of most likely tokens, at most vocab
+
+        Returns: tensors that no later call changes.
         """
         ...

@@ -2,10 +2,13 @@
 
 import torch
 
+from services.worker.backends.native.device.cpu import CpuDevice
+from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
 from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.interface.rows import RowKernels
 from services.worker.backends.native.kernels.interface.sampling import SamplingKernels
+from services.worker.backends.native.kernels.interface.workspaces import EpochSizes, Uses
 from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
 from services.worker.backends.native.kernels.reference.network import ReferenceNetwork
 from services.worker.backends.native.kernels.reference.rows import ReferenceRows
@@ -16,6 +19,7 @@ class ReferenceKernels:
     """`Kernels`"""
 
     def __init__(self, activations: torch.dtype) -> None:
+        self.device: ComputeDevice = CpuDevice()
         self.network: NetworkKernels = ReferenceNetwork(activations)
         self.rows: RowKernels = ReferenceRows()
         self.sampling: SamplingKernels = ReferenceSampling()
@@ -23,6 +27,9 @@ class ReferenceKernels:
 
     def float32_network(self) -> NetworkKernels:
         return ReferenceNetwork(torch.float32)
+
+    def workspaces(self, sizes: EpochSizes) -> Uses:
+        return {}
 
     def use_threads(self, number: int) -> None:
         torch.set_num_threads(number)

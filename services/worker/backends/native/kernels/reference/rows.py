@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from services.worker.backends.native.kernels.host_history import HostHistory
 from services.worker.backends.native.kernels.interface.arrays import I32
 from services.worker.backends.native.kernels.interface.rows import (
     BatchTensors,
@@ -13,7 +14,7 @@ from services.worker.backends.native.kernels.interface.rows import (
 from services.worker.batch.slots import Rows
 
 
-class ReferenceRows:
+class ReferenceRows(HostHistory):
     """`RowKernels`"""
 
     tile = 8

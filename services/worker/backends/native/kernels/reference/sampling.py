@@ -37,16 +37,16 @@ class ReferenceSampling:
                 ids[row] = int(left[(kept[left] + _noise(seed, position, left)).argmax()])
         return ids
 
-    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: I32, tops: I32) -> ScoredTokens:
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
         scored = [
             reference.logprobs_of(logits[row].numpy(), int(token), int(top))
-            for row, token, top in zip(rows, tokens, tops, strict=True)
+            for row, token, top in zip(rows, tokens.numpy(), tops, strict=True)
         ]
         return ScoredTokens(
             np.array([len(each.token_ids) for each in scored], np.int32),
-            np.concatenate([each.token_ids for each in scored]),
-            np.concatenate([each.values for each in scored]),
-            np.array([each.token_rank for each in scored], np.int32),
+            torch.from_numpy(np.concatenate([each.token_ids for each in scored])),
+            torch.from_numpy(np.concatenate([each.values for each in scored])),
+            torch.tensor([each.token_rank for each in scored], dtype=torch.int32),
         )
 
 

@@ -17,6 +17,8 @@ from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kern
 ADDRESS = np.int64
 TILE = 8
 """Number of queries of one request that read a key block while it is in the innermost cache."""
+AHEAD = 2
+"""Number of blocks from the one that is read to the one that is prefetched: blocks lie anywhere in memory."""
 _CACHE = [
     ("keys", ADDRESS),  # cache[blocks, kv_heads, dim, lanes]
     ("values", ADDRESS),  # cache[blocks, kv_heads, block_size, dim]
@@ -137,6 +139,33 @@ def _score(a, q0, q1, block, at, stride, HALF):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _score_four(a, q0, q1, q2, q3, block, at, stride, rows, HALF):  # type: ignore[no-untyped-def]
+    """Compute what `_score` does for three or four query rows. Needs 32 registers."""
+    SIZE, zero = 2 if HALF else 4, simd.splat(np.float32(0))
+    for lane in range(0, a.lanes, 16):
+        even0, odd0, even1, odd1 = zero, zero, zero, zero
+        even2, odd2, even3, odd3 = zero, zero, zero, zero
+        k = block + lane * SIZE
+        for d in range(0, a.dim * 4, 8):
+            key = simd.load16(k, HALF)
+            even0 = simd.fma(simd.splat(simd.load_f32(q0 + d)), key, even0)
+            even1 = simd.fma(simd.splat(simd.load_f32(q1 + d)), key, even1)
+            even2 = simd.fma(simd.splat(simd.load_f32(q2 + d)), key, even2)
+            even3 = simd.fma(simd.splat(simd.load_f32(q3 + d)), key, even3)
+            key = simd.load16(k + a.lanes * SIZE, HALF)
+            odd0 = simd.fma(simd.splat(simd.load_f32(q0 + d + 4)), key, odd0)
+            odd1 = simd.fma(simd.splat(simd.load_f32(q1 + d + 4)), key, odd1)
+            odd2 = simd.fma(simd.splat(simd.load_f32(q2 + d + 4)), key, odd2)
+            odd3 = simd.fma(simd.splat(simd.load_f32(q3 + d + 4)), key, odd3)
+            k += 2 * a.lanes * SIZE
+        simd.store_f32x16(at + lane * 4, simd.add(even0, odd0))
+        simd.store_f32x16(at + lane * 4 + stride, simd.add(even1, odd1))
+        simd.store_f32x16(at + lane * 4 + 2 * stride, simd.add(even2, odd2))
+        if rows > 3:
+            simd.store_f32x16(at + lane * 4 + 3 * stride, simd.add(even3, odd3))
+
+
+@njit(inline="always")
 def _softmax(row, size):  # type: ignore[no-untyped-def]
     """Turn scores into weights, in place; return the inverse of their sum."""
     most = simd.load_f32x16(row)
@@ -151,10 +180,83 @@ def _softmax(row, size):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _average(a, head, table, row, low, high, d, wide, HALF):  # type: ignore[no-untyped-def]
-    """The weighted sum of the values at positions low .. high - 1, dimensions d .. d + 63 (or 15)."""
-    SIZE, zero = 2 if HALF else 4, simd.splat(np.float32(0))
-    o0, o1, o2, o3 = zero, zero, zero, zero
+def _weights(a, row, low, high):  # type: ignore[no-untyped-def]
+    """Turn the scores of the blocks with positions low .. high - 1 into weights, those of other positions into zeros.
+    Return the inverse of their sum."""
+    start, size = low // a.block_size, ((high - 1) // a.block_size + 1 - low // a.block_size) * a.lanes
+    for j in range(low - start * a.block_size):
+        simd.store_f32(row + j * 4, np.float32(-np.inf))
+    for j in range(size // a.lanes - 1):
+        for lane in range(a.block_size, a.lanes):
+            simd.store_f32(row + (j * a.lanes + lane) * 4, np.float32(-np.inf))
+    for j in range(size - a.lanes + (high - 1) % a.block_size + 1, size):
+        simd.store_f32(row + j * 4, np.float32(-np.inf))
+    return _softmax(row, size)
+
+
+@njit(inline="always")
+def _average_four(a, head, table, row, stride, last, high, d, sums, HALF):  # type: ignore[no-untyped-def]
+    """Store the weighted sums of the values at positions 0 .. high - 1, dimensions d .. d + 63, of rows 0 .. `last`, at
+    most four. Each value is read once for all of them. Needs 32 registers."""
+    SIZE, zero, size = 2 if HALF else 4, simd.splat(np.float32(0)), a.block_size
+    a0, a1, a2, a3, b0, b1, b2, b3 = zero, zero, zero, zero, zero, zero, zero, zero
+    c0, c1, c2, c3, d0, d1, d2, d3 = zero, zero, zero, zero, zero, zero, zero, zero
+    second, third, fourth = min(1, last) * stride, min(2, last) * stride, min(3, last) * stride
+    for b in range((high - 1) // size + 1):
+        v = a.values + ((table[b] * a.kv_heads + head) * size * a.dim + d) * SIZE
+        weight = row + b * a.lanes * 4
+        for _ in range(min(high - b * size, size)):
+            v0, v1 = simd.load16(v, HALF), simd.load16(v + 16 * SIZE, HALF)
+            v2, v3 = simd.load16(v + 32 * SIZE, HALF), simd.load16(v + 48 * SIZE, HALF)
+            p = simd.splat(simd.load_f32(weight))
+            a0, a1, a2, a3 = (
+                simd.fma(p, v0, a0),
+                simd.fma(p, v1, a1),
+                simd.fma(p, v2, a2),
+                simd.fma(p, v3, a3),
+            )
+            p = simd.splat(simd.load_f32(weight + second))
+            b0, b1, b2, b3 = (
+                simd.fma(p, v0, b0),
+                simd.fma(p, v1, b1),
+                simd.fma(p, v2, b2),
+                simd.fma(p, v3, b3),
+            )
+            p = simd.splat(simd.load_f32(weight + third))
+            c0, c1, c2, c3 = (
+                simd.fma(p, v0, c0),
+                simd.fma(p, v1, c1),
+                simd.fma(p, v2, c2),
+                simd.fma(p, v3, c3),
+            )
+            p = simd.splat(simd.load_f32(weight + fourth))
+            d0, d1, d2, d3 = (
+                simd.fma(p, v0, d0),
+                simd.fma(p, v1, d1),
+                simd.fma(p, v2, d2),
+                simd.fma(p, v3, d3),
+            )
+            v += a.dim * SIZE
+            weight += 4
+    _store_four(sums, a0, a1, a2, a3)
+    _store_four(sums + 256, b0, b1, b2, b3)
+    _store_four(sums + 512, c0, c1, c2, c3)
+    _store_four(sums + 768, d0, d1, d2, d3)
+
+
+@njit(inline="always")
+def _store_four(at, o0, o1, o2, o3):  # type: ignore[no-untyped-def]
+    simd.store_f32x16(at, o0)
+    simd.store_f32x16(at + 64, o1)
+    simd.store_f32x16(at + 128, o2)
+    simd.store_f32x16(at + 192, o3)
+
+
+@njit(inline="always")
+def _average(a, head, table, row, low, high, d, wide, o0, o1, o2, o3, HALF):  # type: ignore[no-untyped-def]
+    """Add the weighted sum of the values at positions low .. high - 1, dimensions d .. d + 63 (or 15).
+    `row`: weights of the block of position `low`"""
+    SIZE = 2 if HALF else 4
     start, size = low // a.block_size, a.block_size
     for b in range(start, (high - 1) // size + 1):
         block = a.values + ((table[b] * a.kv_heads + head) * size * a.dim + d) * SIZE
@@ -173,6 +275,7 @@ def _average(a, head, table, row, low, high, d, wide, HALF):  # type: ignore[no-
 def attention_kernel(half: bool, half_cache: bool) -> Kernel:
     """softmax(queries keys) values. One item is one KV head of one tile of queries, with the heads of its group."""
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
+    WIDE = simd.WIDE
 
     def attend(address):  # type: ignore[no-untyped-def]
         a = carray(simd.pointer(address), 1, _ATTEND)[0]
@@ -183,8 +286,10 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             first, count = np.int64(tiles[tile * 4 + 1]), np.int64(tiles[tile * 4 + 3])
             begin, end = _blocks(first, count, a.window, block_size)
             most = max(most, count * group * (end - begin) * lanes)
-        scores = simd.allocate((most + 16) * 4)
-        spare = scores + most * 4
+        scores = simd.allocate((most + 16 + 4 * 64 + 4) * 4)
+        spare, zero = scores + most * 4, simd.splat(np.float32(0))
+        sums = spare + 16 * 4
+        inverses = sums + 4 * 64 * 4
         while True:
             item = take(address)
             if item >= a.items:
@@ -201,7 +306,31 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
 
             for b in range(begin, end):
                 block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
+                ahead = np.int64(table[min(b + AHEAD, end - 1)])
+                simd.prefetch(
+                    a.keys + (ahead * a.kv_heads + head) * a.dim * lanes * CSIZE, a.dim * lanes * CSIZE
+                )
+                simd.prefetch(
+                    a.values + (table[b] * a.kv_heads + head) * block_size * a.dim * CSIZE,
+                    block_size * a.dim * CSIZE,
+                )
                 r = max(0, b * block_size - first) * group  # earlier queries read no key of this block
+                while WIDE and r + 2 < rows:
+                    at = scores + r * stride + (b - begin) * lanes * 4
+                    s = min(r + 3, rows - 1)
+                    _score_four(
+                        a,
+                        queries + (r // group * a.heads + r % group) * row_size,
+                        queries + ((r + 1) // group * a.heads + (r + 1) % group) * row_size,
+                        queries + ((r + 2) // group * a.heads + (r + 2) % group) * row_size,
+                        queries + (s // group * a.heads + s % group) * row_size,
+                        block,
+                        at,
+                        stride,
+                        rows - r,
+                        CHALF,
+                    )
+                    r += 4
                 while r < rows:
                     s = min(r + 1, rows - 1)
                     q0 = queries + (r // group * a.heads + r % group) * row_size
@@ -217,36 +346,52 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                     )
                     r += 2
 
-            for r in range(rows):
-                high = first + r // group + 1
-                low = max(0, high - a.window) if a.window else 0
-                start = low // block_size
-                row = scores + r * stride + (start - begin) * lanes * 4
-                size = ((high - 1) // block_size + 1 - start) * lanes
-                for j in range(low - start * block_size):
-                    simd.store_f32(row + j * 4, np.float32(-np.inf))
-                for j in range(size // lanes - 1):
-                    for lane in range(block_size, lanes):
-                        simd.store_f32(row + (j * lanes + lane) * 4, np.float32(-np.inf))
-                for j in range(size - lanes + (high - 1) % block_size + 1, size):
-                    simd.store_f32(row + j * 4, np.float32(-np.inf))
-                inverse = simd.splat(_softmax(row, size))
-
-                out = a.out + ((token + r // group) * a.heads + head * group + r % group) * a.head_dim * SIZE
-                d = 0
-                while d + 64 <= a.head_dim:
-                    o0, o1, o2, o3 = _average(a, head, table, row, low, high, d, True, CHALF)
-                    simd.store16(out + d * SIZE, simd.mul(o0, inverse), HALF)
-                    simd.store16(out + (d + 16) * SIZE, simd.mul(o1, inverse), HALF)
-                    simd.store16(out + (d + 32) * SIZE, simd.mul(o2, inverse), HALF)
-                    simd.store16(out + (d + 48) * SIZE, simd.mul(o3, inverse), HALF)
-                    d += 64
-                while d < a.head_dim:
-                    o0, o1, o2, o3 = _average(a, head, table, row, low, high, d, False, CHALF)
-                    simd.store_f32x16(spare, simd.mul(o0, inverse))
-                    for j in range(min(16, a.head_dim - d)):
-                        simd.store1(out + (d + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
-                    d += 16
+            r = 0
+            while r < rows:
+                # A group's rows share the positions that the first of them reads, unless a window hides some.
+                shared, last = first + r // group + 1, min(r + 3, rows - 1)
+                is_shared = WIDE and last > r and (not a.window or first + last // group + 1 <= a.window)
+                last = last if is_shared else r
+                for s in range(r, last + 1):
+                    high = first + s // group + 1
+                    low = max(0, high - a.window) if a.window else 0
+                    row = scores + s * stride + (low // block_size - begin) * lanes * 4
+                    simd.store_f32(inverses + (s - r) * 4, _weights(a, row, low, high))
+                for d in range(0, a.head_dim, 64):
+                    wide = d + 64 <= a.head_dim
+                    if wide and is_shared:
+                        at = scores + r * stride
+                        _average_four(a, head, table, at, stride, last - r, shared, d, sums, CHALF)
+                    for s in range(r, last + 1):
+                        high = first + s // group + 1
+                        low = max(0, high - a.window) if a.window else 0
+                        row = scores + s * stride + (low // block_size - begin) * lanes * 4
+                        inverse = simd.splat(simd.load_f32(inverses + (s - r) * 4))
+                        place = ((token + s // group) * a.heads + head * group + s % group) * a.head_dim + d
+                        out = a.out + place * SIZE
+                        if wide:
+                            o0, o1, o2, o3 = zero, zero, zero, zero
+                            if is_shared:
+                                at = sums + (s - r) * 256
+                                o0, o1 = simd.load_f32x16(at), simd.load_f32x16(at + 64)
+                                o2, o3 = simd.load_f32x16(at + 128), simd.load_f32x16(at + 192)
+                                low, row = shared, row + shared // block_size * lanes * 4
+                            o0, o1, o2, o3 = _average(
+                                a, head, table, row, low, high, d, True, o0, o1, o2, o3, CHALF
+                            )
+                            simd.store16(out, simd.mul(o0, inverse), HALF)
+                            simd.store16(out + 16 * SIZE, simd.mul(o1, inverse), HALF)
+                            simd.store16(out + 32 * SIZE, simd.mul(o2, inverse), HALF)
+                            simd.store16(out + 48 * SIZE, simd.mul(o3, inverse), HALF)
+                            continue
+                        for e in range(0, a.head_dim - d, 16):
+                            o0, o1, o2, o3 = _average(
+                                a, head, table, row, low, high, d + e, False, zero, zero, zero, zero, CHALF
+                            )
+                            simd.store_f32x16(spare, simd.mul(o0, inverse))
+                            for j in range(min(16, a.head_dim - d - e)):
+                                simd.store1(out + (e + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
+                r = last + 1
         simd.release(scores)
 
     return Kernel(attend, ATTEND, cost=2, beside_torch=half)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
+from numba import carray, config, njit
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
@@ -34,6 +35,17 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 vector = Vector()
+
+
+def _compiles_for(feature: str) -> bool:
+    """Return whether numba compiles for processors with a feature."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return config.CPU_NAME is None and bool(get_host_cpu_features().get(feature))
+
+
+WIDE = _compiles_for("avx512f")
+"""A vector is one of 32 registers, and not two of 16."""
 
 
 def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
@@ -374,6 +386,27 @@ def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), code
+
+
+@intrinsic
+def _prefetch_line(typing_context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        where = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # for reading, to all caches, data
+        kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [where, *numbers])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code
+
+
+@njit(inline="always")
+def prefetch(address, size):  # type: ignore[no-untyped-def]
+    """Begin to read `size` bytes into the caches."""
+    for offset in range(0, size, 64):
+        _prefetch_line(address + offset)
 
 
 @intrinsic

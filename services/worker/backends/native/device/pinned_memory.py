@@ -1,0 +1,111 @@
+"""Memory of the host from which a step's columns are copied to the device, in a ring of one set per step in flight."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.worker.batch.staging import CopyEvent, HostRing
+
+ALIGNMENT = 16
+"""Bytes. Columns begin at multiples, so that vector loads of kernels are aligned."""
+BLOCK = 1 << 18
+"""Bytes of a new block; larger if one operation needs more."""
+TORCH_TYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.uint64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.bool_): torch.bool,
+}
+"""uint64 has the same bits as int64; torch computes with few unsigned types."""
+
+
+class StagingSet:
+    """Staging memory of one step. Blocks are kept, so a step allocates only when it is larger than all before.
+
+    Args:
+        pinned: page-lock the memory, so that copies from it do not block.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._blocks: list[torch.Tensor] = []
+        self._block = self._used = 0
+
+    def reset(self) -> None:
+        """Begin a step: all memory may be written."""
+        self._block = self._used = 0
+
+    def room(self, size: int) -> torch.Tensor:
+        """Return uint8[size] that no other operation of the step has."""
+        while self._block < len(self._blocks):
+            block = self._blocks[self._block]
+            if self._used + size <= len(block):
+                room = block[self._used : self._used + size]
+                self._used += size
+                return room
+            self._block, self._used = self._block + 1, 0
+        self._blocks.append(torch.empty(max(BLOCK, size), dtype=torch.uint8, pin_memory=self._pinned))
+        return self.room(size)
+
+
+class PinnedStaging:
+    """Staging memory of all steps in flight; see `services.worker.batch.staging`.
+
+    Args:
+        record: returns an event behind everything that was enqueued on the device's compute stream.
+    """
+
+    def __init__(self, record: Callable[[], CopyEvent], pinned: bool = True) -> None:
+        self._record = record
+        self._ring = HostRing(lambda: StagingSet(pinned))
+        self._set: StagingSet | None = None
+
+    def begin_step(self) -> StagingSet:
+        """End the step before and begin the next one. Waits only if a copy still reads the memory of that step."""
+        if self._set is not None:
+            self._ring.release(self._record())
+        self._set = self._ring.acquire()
+        self._set.reset()
+        return self._set
+
+    def stage(self, columns: Sequence[NDArray[Any]]) -> "StagedColumns":
+        """Copy columns to the step's memory, one behind the other."""
+        places, size = [], 0
+        for column in columns:
+            places.append(slice(size, size + column.nbytes))
+            size += -(-column.nbytes // ALIGNMENT) * ALIGNMENT
+        staged = (self._set or self.begin_step()).room(size)
+        target = staged.numpy()
+        for column, place in zip(columns, places, strict=True):
+            target[place] = np.ascontiguousarray(column).reshape(-1).view(np.uint8)
+        return StagedColumns(staged, places, [(TORCH_TYPES[each.dtype], each.shape) for each in columns])
+
+
+class StagedColumns:
+    """Columns of one upload.
+
+    Args:
+        memory: uint8[bytes] on the host
+        places: bytes of each column
+        kinds: dtype and shape of each column
+    """
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        places: Sequence[slice],
+        kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]],
+    ) -> None:
+        self.memory, self._places, self._kinds = memory, places, kinds
+
+    def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the columns as views of `whole`, uint8[bytes] on the device."""
+        return tuple(
+            whole[place].view(dtype).view(shape)
+            for place, (dtype, shape) in zip(self._places, self._kinds, strict=True)
+        )

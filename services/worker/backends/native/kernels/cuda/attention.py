@@ -1,0 +1,130 @@
+"""Attention of a step over the paged cache."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from services.worker.backends.native.kernels.cuda.attention_buffers import (
+    DRAFTED,
+    LEAST_ROWS,
+    AttentionBuffers,
+    padded,
+)
+from services.worker.backends.native.kernels.cuda.compiled.attention import attention_kernel, merge_kernel
+from services.worker.backends.native.kernels.cuda.compiled.writing import write_kernel
+from services.worker.backends.native.kernels.cuda.split_plan import num_splits
+from services.worker.backends.native.kernels.interface.attention import AttentionShape
+from services.worker.backends.native.kernels.interface.kv_cache import KVCache
+
+TILE = 64
+"""Maximum number of tokens in a tile."""
+_LOG2_E = 1.4426950408889634
+_MOST_ROWS = 128
+_HEADS_AT_ONCE = 8
+
+
+class _Launch(NamedTuple):
+    """Size of the programs of a launch, in pairs of token and query head."""
+
+    least: int
+    """Tiles of fewer tokens belong to another launch."""
+    most: int
+    rows: int
+    programs: int
+    """Programs of a tile and KV head, side by side."""
+    splits: int
+
+
+class PagedAttention:
+    """`Attention`. Queries keep the dtype of the activations, as the products of the kernel need it.
+
+    Args:
+        table: int32[slots, blocks] on the device
+        processors: multiprocessors to occupy; None: those of the device
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        cache: KVCache,
+        table: torch.Tensor,
+        most_tokens: int,
+        activations: torch.dtype,
+        processors: int | None = None,
+    ) -> None:
+        self._shape, self._cache, self._table = shape, cache, table
+        self._heads, self._kv_heads, self._head_dim = shape.heads, cache.shape.kv_heads, shape.head_dim
+        self._group = shape.heads // self._kv_heads
+        where = table.device
+        self._processors = processors or num_processors(where)
+        self._frequencies = shape.frequencies.to(where)
+        self._buffers = AttentionBuffers(
+            *(shape.heads, self._group, shape.head_dim, most_tokens, activations, self._processors, where)
+        )
+        self._positions = self._slots = torch.empty(0, dtype=torch.int32, device=where)
+
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._positions, self._slots = positions, slots
+        tables = self._buffers.angles, self._buffers.cosines, self._buffers.sines
+        angles, cosines, sines = (table[: len(positions)] for table in tables)
+        torch.mul(positions[:, None], self._frequencies, out=angles)
+        torch.cos(angles, out=cosines)
+        torch.sin(angles, out=sines)
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        if not len(qkv):
+            return
+        b, keys, values = self._buffers, self._cache.keys[layer], self._cache.values[layer]
+        query_norm, key_norm = norms if norms is not None else (self._frequencies, self._frequencies)
+        grid = len(qkv), triton.cdiv(self._heads + 2 * self._kv_heads, _HEADS_AT_ONCE)
+        write_kernel[grid](
+            *(qkv, b.cosines, b.sines, self._positions, self._slots, self._table),
+            *(query_norm, key_norm, b.queries, keys, values, self._shape.norm_eps, self._table.stride(0)),
+            heads=self._heads,
+            kv_heads=self._kv_heads,
+            half=self._head_dim // 2,
+            width=triton.next_power_of_2(self._head_dim // 2),
+            block_size=self._cache.shape.block_size,
+            normed=norms is not None,
+            at_once=_HEADS_AT_ONCE,
+        )
+
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+        if not len(tiles):
+            return
+        decodes = len(tiles) == len(out)  # every tile has one token
+        few = padded(self._group if decodes else DRAFTED * self._group)
+        small = max(1, few // self._group)
+        splits = num_splits(len(tiles), self._kv_heads, self._processors)
+        self._launch(layer, tiles, out, _Launch(1, small, few, 1, splits))
+        if not decodes:
+            many = min(_MOST_ROWS, padded(TILE * self._group))
+            programs = triton.cdiv(TILE * self._group, many)
+            self._launch(layer, tiles, out, _Launch(small + 1, TILE, many, programs, 1))
+
+    def _launch(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
+        b, head_dim = self._buffers, self._head_dim
+        least, most, rows, programs, splits = launch
+        width = max(LEAST_ROWS, triton.next_power_of_2(head_dim))
+        parts = b.parts, b.maxima, b.sums
+        shared = {"group": self._group, "head_dim": head_dim, "width": width, "rows": rows, "splits": splits}
+        attention_kernel[len(tiles) * programs, self._kv_heads, splits](
+            *(b.queries, self._cache.keys[layer], self._cache.values[layer], self._table, tiles, out),
+            *(*parts, head_dim**-0.5 * _LOG2_E, self._table.stride(0), self._kv_heads, least, most),
+            block_size=self._cache.shape.block_size,
+            window=self._shape.windows[layer],
+            programs=programs,
+            keys_at_once=64 if width <= 128 else 32,
+            num_warps=8 if rows > 64 and width > 64 else 4,
+            **shared,
+        )
+        if splits > 1:
+            merge_kernel[len(tiles), self._kv_heads](*parts, tiles, out, self._kv_heads, most, **shared)
+
+
+def num_processors(where: torch.device) -> int:
+    """Return the number of multiprocessors; under Triton's interpreter there is one."""
+    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 1

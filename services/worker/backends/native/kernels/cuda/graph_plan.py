@@ -1,0 +1,66 @@
+"""The batch sizes whose decode steps are captured as CUDA graphs, and the graph that a step replays.
+
+A graph has a fixed number of rows. A step with fewer rows replays the next larger graph; the rows behind its own are
+padding rows, which `CudaRows.lay_out` writes: slot -1, so nothing is written to the cache, and tiles without tokens.
+The sizes are so dense that a step never has more than `MOST_PADDING` of them.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+MOST_ROWS = 512
+"""Rows of the largest graph. Larger batches compute for longer than the host needs to launch their kernels."""
+MOST_PADDING = 31
+"""Largest number of padding rows in a step."""
+_NODES_PER_LAYER, _NODE_BYTES = 12, 8 << 10
+"""Kernels of a layer in a graph, and the memory that the driver takes for one. Estimates: none was measured yet."""
+_STEPS = ((8, 1), (32, 4), (256, 8), (MOST_ROWS, 32))
+"""Largest size and distance between sizes."""
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """Sizes of graphs."""
+
+    sizes: tuple[int, ...]
+    """Rows, ascending."""
+
+    @classmethod
+    def for_rows(cls, most: int) -> Self:
+        """Return a plan for steps of up to `most` rows, the capacity of the buffers."""
+        most = min(most, MOST_ROWS)
+        sizes: list[int] = []
+        for end, distance in _STEPS:
+            first = sizes[-1] + distance if sizes else 1
+            sizes += range(first, min(end, most) + 1, distance)
+        if most and sizes[-1] < most:
+            sizes.append(most)
+        return cls(tuple(sizes))
+
+    def size_of(self, tokens: int, tiles: int, sampled: int) -> int | None:
+        """Return the size of the graph that a step replays, or None: its kernels are launched one by one.
+
+        A graph computes tiles of one token. Steps with chunks of prompts or drafts have fewer tiles than tokens.
+        """
+        if tokens != tiles or sampled > tokens or not 0 < tokens <= (self.sizes[-1] if self.sizes else 0):
+            return None
+        return next(size for size in self.sizes if size >= tokens)
+
+    @property
+    def capture_order(self) -> tuple[int, ...]:
+        """Sizes in descending order: smaller graphs then reuse the memory of the largest one."""
+        return self.sizes[::-1]
+
+    def num_bytes(self, layers: int) -> int:
+        """Return the estimated memory of all graphs. Their operations write to buffers, so they have no other."""
+        return len(self.sizes) * layers * _NODES_PER_LAYER * _NODE_BYTES
+
+    def compiled_tiles(self, most: int) -> tuple[int, ...]:
+        """Return numbers of tiles, at most `most`, of steps with chunks. Their kernels differ in the number of programs
+        that share the keys of a tile, which depends on the power of two."""
+        return tuple(1 << exponent for exponent in range(max(most, 0).bit_length()))
+
+
+def padded_rows(rows: int, capacity: int) -> int:
+    """Return the number of rows that are written for a step, including those that its graph may add."""
+    return min(rows + MOST_PADDING, capacity)

@@ -1,0 +1,125 @@
+"""The forward pass on a CUDA device."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import triton
+
+from services.worker.backends.native.device.interface import ComputeDevice
+from services.worker.backends.native.kernels.cuda.attention import PagedAttention
+from services.worker.backends.native.kernels.cuda.compiled.gathering import gather_kernel
+from services.worker.backends.native.kernels.cuda.compiled.norm_and_gate import gate_kernel, norm_kernel
+from services.worker.backends.native.kernels.cuda.graph_plan import GraphPlan
+from services.worker.backends.native.kernels.cuda.graphs import GraphMaker
+from services.worker.backends.native.kernels.cuda.products import CudaLinear, dense
+from services.worker.backends.native.kernels.cuda.recording import GraphRecording
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.backends.native.kernels.interface.recording import EagerRecording, Recording
+from services.worker.backends.native.kernels.plain_embedding import PlainEmbedding
+from services.worker.backends.native.kernels.quantized_weight import Weight
+
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+_COLUMNS = 1024
+"""Columns of a row in one program."""
+
+
+class CudaNetwork:
+    """`NetworkKernels`
+
+    Args:
+        graphs: makes what captures the decode steps of a recording; None: recordings are eager
+    """
+
+    def __init__(
+        self,
+        activations: torch.dtype,
+        device: ComputeDevice,
+        graphs: Callable[[], GraphMaker] | None = None,
+    ) -> None:
+        self.activations, self._device, self._graphs = activations, device, graphs
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        return CudaLinear(weight, bias, self.activations, self._device)
+
+    def embedding(self, weight: Weight) -> EmbeddingTable:
+        return PlainEmbedding(self, self._device.keep(dense(weight)))
+
+    def tied(self, embedding: EmbeddingTable) -> Linear:
+        assert embedding.tensor is not None, "it is one of this network's"
+        return self.linear(embedding.tensor)
+
+    def bytes_per_block(self, shape: CacheShape) -> int:
+        per_head = 2 * shape.block_size * shape.head_dim
+        return shape.layers * shape.kv_heads * per_head * shape.dtype.itemsize
+
+    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+        """keys[layer] and values[layer]: [blocks, kv_heads, block_size, head_dim]."""
+        sizes = shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim
+        keys, values = (torch.empty(sizes, dtype=shape.dtype, device=self._device.where) for _ in range(2))
+        return KVCache(shape, num_blocks, keys, values)
+
+    def attention(
+        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
+    ) -> Attention:
+        return PagedAttention(shape, cache, table, most_tokens, self.activations)
+
+    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Indices outside the source are clamped."""
+        rows, width = out.shape
+        if rows:
+            strides = source.stride(0), out.stride(0)
+            grid = rows, triton.cdiv(width, _COLUMNS)
+            gather_kernel[grid](index, source, out, len(source), width, *strides, at_once=_COLUMNS)
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(source)
+
+    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        out.add_(source)
+
+    def norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        rows, width = residual.shape
+        if not rows:
+            return
+        padded, adds = triton.next_power_of_2(width), delta is not None
+        added = residual if delta is None else delta
+        warps = min(max(padded // 512, 1), 16)
+        norm_kernel[(rows,)](
+            residual, added, weight, out, eps, width, adds=adds, padded=padded, num_warps=warps
+        )
+
+    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        rows, width = out.shape
+        if rows:
+            gate_kernel[(rows, triton.cdiv(width, _COLUMNS))](gate_up, out, width, at_once=_COLUMNS)
+
+    def most_likely(
+        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        greatest = logits.amax(1, keepdim=True)
+        ids.copy_((logits == greatest).to(torch.uint8).argmax(1))
+        torch.reciprocal(((logits - greatest) * sharpness[:, None]).exp_().sum(1), out=chances)
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        return function(x)
+
+    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
+        """Decode steps of a forward pass are captured; buffers of other kinds of rows are computed eagerly."""
+        if self._graphs is None or set(buffers.capacity) != {"tokens", "tiles", "sampled"}:
+            return EagerRecording(body, buffers)
+        plan = GraphPlan.for_rows(min(buffers.capacity.values()))
+        return GraphRecording(body, buffers, plan, self._graphs())
