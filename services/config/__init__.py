@@ -9,6 +9,8 @@ from services.config.bench import BenchConfig
 from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
+from services.config.kv_events import KVEventsConfig
+from services.config.replay import ReplayConfig
 from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, OMITTED, SERVICES, ServeConfig
@@ -27,6 +29,8 @@ __all__ = [
     "ConvertConfig",
     "FrontendConfig",
     "HttpConfig",
+    "KVEventsConfig",
+    "ReplayConfig",
     "RunBatchConfig",
     "SchedulerConfig",
     "ServeConfig",

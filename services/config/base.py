@@ -37,7 +37,7 @@ class ServiceConfig(BaseConfig):
     insecure_transport: bool = Field(
         False,
         description="Allow tcp connections beyond loopback without keys. Anyone who reaches the scheduler can then act "
-        "as a frontend or as a worker.",
+        "as a frontend or as a worker, and anyone who reaches the endpoint of KV events reads prompts.",
     )
     scheduler_timeout_seconds: float = Field(
         10.0,

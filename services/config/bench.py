@@ -11,7 +11,9 @@ class BenchConfig(BaseConfig):
     """Settings of `runahead bench`. Names are those of `vllm bench serve` where the meaning is the same."""
 
     base_url: str = Field(
-        "http://127.0.0.1:8000", pattern="^https?://", description="URL of the server, without /v1."
+        "http://127.0.0.1:8000",
+        pattern=r"^https?://[^/\s]",
+        description="URL of the server, with or without /v1.",
     )
     model: str = Field("", description="Model name in the requests. Default: the first one of the server.")
     api_key: str = Field("", description="Bearer token of the requests. Default: none.")
@@ -39,6 +41,10 @@ class BenchConfig(BaseConfig):
     save_result: bool = Field(False, description="Write the results as JSON.")
     result_filename: str = Field(
         "", description="File for the results; implies --save-result. Default: bench-TIME.json."
+    )
+
+    draw: bool = Field(
+        False, description="Draw output tokens per second and open requests over time, below the results."
     )
 
     @model_validator(mode="after")

@@ -65,6 +65,13 @@ class FrontendConfig(HttpConfig):
         description="Keep answers of /v1/responses in memory for an hour, at most 64 MiB, so that a request can "
         "continue one by previous_response_id.",
     )
+    step_ring: int = Field(
+        1024,
+        ge=0,
+        le=65536,
+        description="Number of step records that are kept for /debug/steps, `runahead trace` and the page. 0: none; "
+        "the scheduler then sends none.",
+    )
     otlp_traces_endpoint: str | None = Field(
         None,
         pattern=r"^https?://[^/\s]+",

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.config.base import ServiceConfig
 
@@ -57,6 +57,20 @@ class HttpConfig(ServiceConfig):
     allow_credentials: bool = Field(
         False, description="Let such pages send cookies and HTTP authentication of the browser."
     )
+
+    ui: bool = Field(
+        True,
+        description="Serve the page at /: a chat and a live view of the engine. It has no data of its own and asks for "
+        "an API key if one is configured.",
+    )
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_keys(cls, keys: list[str]) -> list[str]:
+        """Refuse an empty key, such as that of a variable that is not set: it would open the API to everyone."""
+        if not all(key.strip() for key in keys):
+            raise ValueError("a key is empty; give a key, or leave the setting out")
+        return keys
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -6,11 +6,12 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.base import REVISION, TOKENIZER, ServiceConfig
+from services.config.kv_events import KVEventsConfig
 from services.config.sizes import Size
 from services.config.speculation import SpeculativeConfig
 
 
-def _from_json(value: object) -> object:
+def from_json(value: object) -> object:
     """Parse JSON from a flag or the environment. A file may contain the mapping itself."""
     if not isinstance(value, str):
         return value
@@ -127,7 +128,7 @@ class SchedulerConfig(ServiceConfig):
         description="Longest time that a new request may be expected to wait for its first step, seconds. The estimate "
         "is made from measured rates; requests that would wait longer are refused with status 429.",
     )
-    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_from_json)] = Field(
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(from_json)] = Field(
         None,
         description='Speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 3}. '
         "Default: none.",
@@ -135,6 +136,29 @@ class SchedulerConfig(ServiceConfig):
     step_trace: str | None = Field(
         None,
         description="File for a JSON line per step: its rows and its times on every rank. Default: none.",
+    )
+
+    record: str | None = Field(
+        None,
+        description="Directory for a recording of every event that enters the scheduler and of every plan, for "
+        "`runahead replay`. It is made with mode 0700. Default: none.",
+    )
+    record_max_bytes: Size = Field(
+        4 << 30,
+        ge=1 << 20,
+        description="Maximum size of all recordings in the directory, bytes, such as 4G. The oldest parts are deleted.",
+    )
+    record_tokens: bool = Field(
+        False,
+        description="Record the tokens of prompts and answers, grammars and salts, too. Default: only lengths, keyed "
+        "hashes of blocks, and outcomes.",
+    )
+
+    kv_events_config: Annotated[KVEventsConfig | None, BeforeValidator(from_json)] = Field(
+        None,
+        description="Publish the changes of the prefix cache in vLLM's format, as JSON: "
+        '{"enable_kv_cache_events": true, "endpoint": "ipc:///run/runahead/kv-events"}. The events contain prompts and '
+        "answers as token ids. Default: none.",
     )
 
     @property
@@ -157,6 +181,12 @@ class SchedulerConfig(ServiceConfig):
         most = max(8, 2 * stages)
         if depth is not None and not stages <= depth <= most:
             raise ValueError(f"--batch-queue-depth {depth} must lie between {stages} and {most}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_record(self) -> Self:
+        if self.record_tokens and self.record is None:
+            raise ValueError("--record-tokens needs --record DIR")
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,25 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_gpu(self) -> Self:
+        if self.device == "cuda" and self.num_workers > 1:
+            raise ValueError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} --pipeline-parallel-size "
+                f"{self.pipeline_parallel_size}: --device cuda computes on one GPU so far; use 1 for both"
+            )
+        drafter = self.speculative_config
+        if (
+            self.device == "cuda"
+            and drafter is not None
+            and (self.backend, drafter.method) != ("native", "ngram")
+        ):
+            raise ValueError(
+                '--speculative-config: --device cuda computes drafts only with --backend native and "method": "ngram", '
+                f'not with --backend {self.backend} and "{drafter.method}"'
+            )
+        return self
+
     def service_settings(self, service: type[ServiceConfig]) -> dict[str, object]:
         """Return those settings of one service that were given explicitly."""
         return self.model_dump(include=set(service.model_fields), exclude_unset=True)
@@ -38,7 +57,7 @@ class ServeConfig(WorkerConfig, SchedulerConfig, FrontendConfig):
 
 ENDPOINTS = frozenset({"worker_endpoint", "client_endpoint", "scheduler_endpoint"})
 """Settings with the endpoint of a socket between services."""
-OMITTED = ENDPOINTS | {"transport_keys", "insecure_transport"}
+OMITTED = ENDPOINTS | {"transport_keys"}
 """Settings that `serve` does not have: its services are connected by ipc sockets in a private directory."""
 
 SERVICES: dict[str, type[ServiceConfig]] = {

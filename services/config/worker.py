@@ -26,7 +26,18 @@ class BackendConfig(ServiceConfig):
         "auto",
         description="Data type of weights and KV cache. auto: the checkpoint's; float32 for the demo model.",
     )
-    device: Literal["cpu"] = Field("cpu", description="Device of the native backend.")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        "auto",
+        description="native, vllm: device that computes: one NVIDIA GPU (cuda), or the processor (cpu). auto: cuda if "
+        "torch has a GPU; with --backend vllm cpu.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0.0,
+        le=1.0,
+        description="On a GPU: share of its memory for weights, buffers and KV cache together. "
+        "--kv-cache-memory-bytes sets the size of the KV cache instead.",
+    )
     kernels: Literal["auto", "compiled", "reference"] = Field(
         "auto",
         description="native: implementation of the kernels: compiled for this processor (compiled), or plain "
@@ -44,7 +55,10 @@ class BackendConfig(ServiceConfig):
         "the scheduler.",
     )
     kv_cache_memory_bytes: Size = Field(
-        0, ge=0, description="Size of the KV cache, bytes, such as 4G. 0: a share of the free memory."
+        0,
+        ge=0,
+        description="Size of the KV cache, bytes, such as 4G. 0: a share of the free memory, or what "
+        "--gpu-memory-utilization leaves of a GPU's.",
     )
     quantization: str | None = Field(
         None,
@@ -59,13 +73,17 @@ class BackendConfig(ServiceConfig):
     )
     load_format: str = Field("auto", description="vllm: file format of the weights.")
     enforce_eager: bool = Field(
-        False, description="vllm: do not compile the model; it starts sooner and computes more slowly."
+        False,
+        description="vllm: do not compile the model. native on a GPU: do not record graphs. The worker starts sooner "
+        "and computes more slowly.",
     )
 
 
 USERS: dict[str, tuple[str, ...]] = {
     "load_format": ("vllm",),
-    "enforce_eager": ("vllm",),
+    "device": ("native", "vllm"),
+    "gpu_memory_utilization": ("native", "vllm"),
+    "enforce_eager": ("native", "vllm"),
     "dtype": ("native", "vllm"),
     "threads": ("native", "vllm"),
     **dict.fromkeys(SimulatorConfig.model_fields, ("sim",)),
@@ -101,6 +119,30 @@ class WorkerConfig(SimulatorConfig, BackendConfig):
             raise ValueError(
                 "--batch-invariant: --kernels reference does not give this promise; use compiled"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
+        """Refuse settings that the chosen device does not have. With `auto` the worker refuses them."""
+        if self.device == "cpu" or (self.device == "auto" and self.backend == "vllm"):
+            recorded = ("enforce_eager",) if self.backend == "native" else ()
+            for name in ("gpu_memory_utilization", *recorded):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} is for GPUs; --device {self.device} does not use it"
+                    )
+        if self.device == "cuda":
+            if self.kernels == "reference":
+                raise ValueError("--kernels reference computes on --device cpu only")
+            if self.batch_invariant:
+                raise ValueError(
+                    "--batch-invariant is a promise of --device cpu; --device cuda does not give it"
+                )
+            if self.quantization in ("int8", "int4"):
+                raise ValueError(
+                    f"--quantization {self.quantization}: --device cuda computes with float32 and bfloat16 weights; "
+                    "use --quantization none"
+                )
         return self
 
     @model_validator(mode="after")

@@ -6,10 +6,18 @@ not run for as long, because its process was stopped, may have been replaced. It
 
 
 class Leadership:
-    def __init__(self, silence: float) -> None:
-        """`silence`: seconds after which the others look for another scheduler."""
+    def __init__(self, silence: float, now: float) -> None:
+        """
+        Args:
+            silence: seconds after which the others look for another scheduler.
+            now: when this scheduler began, before it binds its endpoints.
+        """
         self._silence = silence
-        self._ran: float | None = None
+        self._sent = now
+
+    def on_sign_of_life(self, now: float) -> None:
+        """A sign of life is sent to all."""
+        self._sent = now
 
     def lost(self, now: float, replaced: bool) -> str | None:
         """Return why this scheduler must exit, or None. Call it in each turn, before anything is sent.
@@ -17,7 +25,7 @@ class Leadership:
         Args:
             replaced: another scheduler serves this endpoint.
         """
-        pause, self._ran = now - (now if self._ran is None else self._ran), now
+        pause = now - self._sent
         if pause > self._silence:
             return f"this scheduler did not run for {pause:.1f} s, and the others have turned to another one"
         return "another scheduler has taken the place of this one" if replaced else None

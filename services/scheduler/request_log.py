@@ -3,7 +3,8 @@
 import logging
 
 from protocol.epochs import number_of
-from protocol.requests import FinishReason, RequestTimes
+from protocol.records import RequestTimes
+from protocol.requests import FinishReason
 from services.scheduler.core.observer import (
     Event,
     RequestArrived,

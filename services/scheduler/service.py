@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError
 from protocol.epochs import number_of
 from protocol.handshake import Hello
-from protocol.membership import Loaded, WorkerMessage
-from protocol.records import Subscribe
+from protocol.membership import Loaded, WorkerMessage, output_rank
+from protocol.records import RankTimes, Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
@@ -37,16 +37,18 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
+from services.scheduler.build import build_core, restart_core
 from services.scheduler.capabilities import Combination
-from services.scheduler.core.drafting import drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.grammar.compiler import GrammarCompiler
+from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.io.workers import WorkerConnections
+from services.scheduler.kv_events import KVEventObserver, KVEventPublisher
 from services.scheduler.leadership import Leadership
 from services.scheduler.leases import Leases
 from services.scheduler.membership import (
@@ -61,6 +63,7 @@ from services.scheduler.membership import (
     WorkerGroup,
 )
 from services.scheduler.policies import make_policy
+from services.scheduler.recording import FlightRecorder, prepare_directory, start_recording
 from services.scheduler.request_log import RequestLog
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.worker_seconds import WorkerSeconds
@@ -73,22 +76,36 @@ LINGER_MS = 1000
 """Milliseconds that the last messages to frontends and workers have to leave."""
 PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
+MASK_PATIENCE = 5e-4
+"""Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
 STATE_INTERVAL = 1.0
 """Seconds between two signs of life; to frontends they are reports of the engine's figures."""
 
 
 class Service:
-    def __init__(self, config: SchedulerConfig, incarnation: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        incarnation: int,
+        compiler: GrammarCompiler | None = None,
+        tokenizer: str = "",
+        mask_thread: MaskThread | None = None,
+    ) -> None:
+        """
+        Args:
+            compiler: None: structured output is refused. The service closes it.
+            tokenizer: digest of the tokenizer.json that grammars are compiled for.
+            mask_thread: None: masks are made in the loop. The service closes it.
+        """
         self.config = config
         self.incarnation = incarnation
-        self._leases = Leases(config.scheduler_timeout_seconds)
-        self._leadership = Leadership(config.scheduler_timeout_seconds)
-        vocabulary = _vocabulary(config)
-        self.compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
-        self._tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
+        self.leases = Leases(config.scheduler_timeout_seconds)
+        self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
+        self.compiler, self._tokenizer, self.mask_thread = compiler, tokenizer, mask_thread
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
-        self.group = WorkerGroup(config, incarnation)
+        # A tokenizer of its own is not that of the model.
+        self.group = WorkerGroup(config, incarnation, "" if config.tokenizer else tokenizer)
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
@@ -98,33 +115,44 @@ class Service:
         self._draining = False
         self._stop_now = False
         self._reported: GroupStatus | None = None
-        self._next_report = 0.0
+        self._next_sign = 0.0
         self._was_busy = False
         self.subscriptions = Subscriptions(StepTrace(config.step_trace) if config.step_trace else None)
+        self._recordings = prepare_directory(config.record) if config.record else None
+        self._recorder: FlightRecorder | None = None
+        kv_events = config.kv_events_config
+        self._kv_events = (
+            KVEventPublisher(kv_events) if kv_events is not None and kv_events.is_active else None
+        )
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Serve until a signal arrives. Return the exit status."""
+    def run(self, wakeup: socket.socket) -> int:
+        """Serve until a signal arrives. Return the exit status.
+
+        Args:
+            wakeup: a byte can be read from it for each signal to stop.
+        """
         try:
-            with _signals() as wakeup:
-                poller = zmq.Poller()
-                for source in (self.frontends.socket, *self.workers.sockets, wakeup):
-                    poller.register(source, zmq.POLLIN)
-                if self.compiler is not None:
-                    poller.register(self.compiler.fileno(), zmq.POLLIN)
-                while not self._finished():
-                    ready = dict(poller.poll(self._poll_ms()))
-                    self._check_leadership()
-                    if self.engine is not None:
-                        self.engine.advance(time.monotonic())
-                    if wakeup.fileno() in ready:
-                        self._on_signal(wakeup)
-                    self._read_clients()
-                    self._read_workers()
-                    self._watch_workers()
-                    self._read_grammars()
-                    self._send()
+            poller = zmq.Poller()
+            for source in (self.frontends.socket, *self.workers.sockets, wakeup):
+                poller.register(source, zmq.POLLIN)
+            if self.compiler is not None:
+                poller.register(self.compiler.fileno(), zmq.POLLIN)
+            if self.mask_thread is not None:
+                poller.register(self.mask_thread.fileno(), zmq.POLLIN)
+            while not self._finished():
+                ready = dict(poller.poll(self._poll_ms()))
+                self._check_leadership()
+                if self.engine is not None:
+                    self.engine.advance(time.monotonic())
+                if wakeup.fileno() in ready:
+                    self._on_signal(wakeup)
+                self._read_clients()
+                self._read_workers()
+                self._watch_workers()
+                self._read_grammars()
+                self._send()
             if self.group.failed:
                 log.error("%s", self.group.status.detail)
                 return EXIT_WORKER_LOST
@@ -132,17 +160,23 @@ class Service:
             self._act()
             return 0
         finally:
+            if self.mask_thread is not None:
+                self.mask_thread.close()
             if self.compiler is not None:
                 self.compiler.close()
             self.frontends.close(LINGER_MS)
             self.workers.close(LINGER_MS)
             self.subscriptions.close()
+            if self._recorder is not None:
+                self._recorder.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
 
     def _check_leadership(self) -> None:
         """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
         files, and a message would disturb it."""
         now = time.monotonic()
-        due = now >= self._next_report
+        due = now >= self._next_sign
         if (why := self._leadership.lost(now, due and self.frontends.replaced)) is not None:
             log.error("%s; it exits", why)
             logging.shutdown()
@@ -168,7 +202,7 @@ class Service:
     def _read_clients(self) -> None:
         now = time.monotonic()
         for client, message in self.frontends.receive():
-            self._leases.renew(client, now)
+            self.leases.renew(client, now)
             try:
                 self._on_client_message(client, message)
             except (ProtocolError, ValueError) as error:
@@ -177,9 +211,9 @@ class Service:
     def _on_client_message(self, client: int, message: Hello | ClientMessage) -> None:
         match message:
             case Hello():
-                self.frontends.send_if_connected(client, self._state())
+                self.frontends.send_state(client, self._state())
             case FrontendAlive():
-                self._leases.grant(client, time.monotonic())
+                self.leases.grant(client, time.monotonic())
             case Subscribe(steps=subscribed):
                 self.subscriptions.set(client, subscribed)
                 self._attach()
@@ -236,12 +270,16 @@ class Service:
         if not self._ranks or self._limits is None or result.epoch != self.group.epoch:
             return False
         stages = self._limits.stages
-        return worker != self._ranks[len(self._ranks) // stages * (stages - 1)]
+        return worker != self._ranks[output_rank(len(self._ranks) // stages, stages)]
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
             for ticket, grammar in self.compiler.take():
                 self.engine.on_grammar(ticket, grammar)
+        if self.mask_thread is not None and self.engine is not None:
+            self.mask_thread.wait(MASK_PATIENCE)
+            for ticket, masks in self.mask_thread.take():
+                self.engine.on_masks(ticket, masks)
 
     def _watch_workers(self) -> None:
         """Pass broken connections and the time to the group."""
@@ -293,21 +331,21 @@ class Service:
             return
         if self.compiler is not None:
             self.compiler.set_vocab_size(started.loaded.vocab_size)
-        self.engine = EngineCore(
-            limits,
-            policy,
-            c.depth,
-            started.loaded.vocab_size,
-            epoch=started.epoch,
-            drafting=drafting_from_config(c.speculative_config),
-            max_num_queued_reqs=c.max_num_queued_reqs,
-            max_num_queued_tokens=c.max_num_queued_tokens,
-            max_queue_seconds=c.max_queue_seconds,
-            use_priority=c.scheduling_policy == "priority",
-            compiler=self.compiler,
-            hidden_size=started.loaded.hidden_size,
-            observer=RequestLog() if log.isEnabledFor(logging.DEBUG) else None,
-        )
+        sizes = (started.epoch, started.loaded.vocab_size, started.loaded.hidden_size)
+        self.engine = build_core(c, limits, policy, *sizes, self.compiler, self.mask_thread or INLINE_MASKS)
+        if log.isEnabledFor(logging.DEBUG):
+            self.engine.observers.add(RequestLog())
+        if self._recordings is not None:
+            self._recorder = start_recording(
+                *(c, self._recordings, self.incarnation, limits, *sizes),
+                compiles=self.compiler is not None,
+                late_masks=self.mask_thread is not None,
+            )
+            self.engine.observers.add(self._recorder)
+            log.info("recording to %s, %s tokens", self._recordings, "with" if c.record_tokens else "without")
+        if self._kv_events is not None:
+            self.engine.observers.add(KVEventObserver(self._kv_events))
+            self.engine.observers.blocks = True
         self._attach()
         gc.collect()
         gc.freeze()
@@ -323,12 +361,16 @@ class Service:
                     self.group.fail(str(error), time.monotonic())
                     self._act()
             self._publish()
+            self._begin_recording_again(self.engine)
         self._send_records()
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
-        due = time.monotonic() >= self._next_report
-        if due:
+        now = time.monotonic()
+        due = now >= self._next_sign
+        if due:  # of its own time: reports of states that change do not put it off
+            self._next_sign = now + STATE_INTERVAL
+            self._leadership.on_sign_of_life(now)
             self.workers.beat()
-            for frontend in self._leases.expired(time.monotonic()):
+            for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
             self._report_state()
@@ -336,20 +378,32 @@ class Service:
         for frontend in self.frontends.take_gone():
             self._drop_frontend(frontend)
 
+    def _begin_recording_again(self, engine: EngineCore) -> None:
+        """Restart the core if the recording needs another start and the engine has nothing to do."""
+        recorder = self._recorder
+        if recorder is not None and self._ranks and engine.is_empty and recorder.needs_start():
+            log.info(
+                "a part of the recording begins that can be replayed; the prefix cache is emptied for it"
+            )
+            restart_core(engine, self.config)
+
     def _drop_frontend(self, frontend: int) -> None:
-        self._leases.end(frontend)
+        self.leases.end(frontend)
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
         self.subscriptions.set(frontend, subscribed=False)
         self._attach()
 
     def _dispatch(self, engine: EngineCore) -> None:
-        for message in engine.dispatch():
-            if isinstance(message, SchedulerOutput):
-                self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
-            if not self.workers.broadcast(self._ranks, message):
-                self._watch_workers()
+        with contextlib.closing(engine.dispatch()) as messages:
+            for message in messages:
+                if isinstance(message, SchedulerOutput):
+                    self.group.on_dispatch(message.step_id, time.monotonic(), StepSize.from_plan(message))
+                if not self.workers.broadcast(self._ranks, message):
+                    break
+            else:
                 return
+        self._watch_workers()
 
     def _publish(self) -> None:
         if self.engine is None:
@@ -404,7 +458,6 @@ class Service:
 
     def _report_state(self) -> None:
         state, self._reported = self._state(), self._status()
-        self._next_report = time.monotonic() + STATE_INTERVAL
         self.frontends.send_state_to_all(state)
 
     # -- step records --------------------------------------------------------------------------------------------
@@ -415,8 +468,10 @@ class Service:
 
     def _add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport) -> None:
         if worker in self._ranks:
-            rank, offset = self._ranks.index(worker), self.workers.clock_offset(worker)
-            self.subscriptions.add_times(message.epoch, message.step_id, rank, message.times, offset)
+            returned = isinstance(message, ModelRunnerOutput)
+            rank = RankTimes(self._ranks.index(worker), message.times, returned)
+            offset = self.workers.clock_offset(worker)
+            self.subscriptions.add_times(message.epoch, message.step_id, rank, offset)
 
     def _send_records(self) -> None:
         now = time.monotonic()
@@ -459,6 +514,11 @@ def run(config: SchedulerConfig) -> int:
 
     Returns: the exit status: 0, or 5 when the workers were lost. A scheduler that was replaced exits with 8.
     """
-    status = Service(config, incarnation=time.time_ns() // 1_000_000).run()
+    vocabulary = _vocabulary(config)
+    compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
+    tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
+    with _signals() as wakeup:
+        incarnation = time.time_ns() // 1_000_000
+        status = Service(config, incarnation, compiler, tokenizer, MaskThread()).run(wakeup)
     zmq.Context.instance().term()  # waits until the last messages are sent
     return status

@@ -8,14 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from protocol.codec import pack, unpack
-from protocol.records import EngineEvent, EngineEventKind, RankTimes, StepRecord, StepRecords
+from protocol.records import (
+    EngineEvent,
+    EngineEventKind,
+    RankTimes,
+    RequestRecord,
+    RequestTimes,
+    StepRecord,
+    StepRecords,
+)
 from protocol.steps import STEP_DURATIONS, StepTimes
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.observer import (
@@ -26,6 +34,7 @@ from services.scheduler.core.observer import (
     Event,
     GrammarSent,
     ObserverAttached,
+    RequestFinished,
     RequestPreempted,
     ResultApplied,
     ResultArrived,
@@ -33,8 +42,8 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.request import RequestKey
 
-MAX_RECORDS = 1024
-"""Records and events kept between two calls of `take`; the oldest are dropped."""
+MAX_RECORDS = 2048
+"""Records, events and requests kept between two calls of `take`; the oldest are dropped."""
 REPORT_SECONDS = 1.0
 """Seconds that a record waits for the reports of ranks that return no result."""
 
@@ -42,6 +51,8 @@ MAX_LOG = 8 * MAX_RECORDS
 """Events between two calls of `take` after which the log is read."""
 StepKey = tuple[int, int]
 """(epoch, step id)"""
+_moments_of = attrgetter(*(name for name in StepTimes.__struct_fields__ if name not in STEP_DURATIONS))
+_durations_of = attrgetter(*STEP_DURATIONS)
 
 
 @dataclass(slots=True)
@@ -58,15 +69,15 @@ class _Step:
     result_received: float = 0.0
     applied: float = 0.0
     generated: bytes = b""
-    ranks: dict[int, StepTimes] = field(default_factory=dict)
+    ranks: dict[int, RankTimes] = field(default_factory=dict)
 
 
 class _Report(NamedTuple):
     """Times of one rank for one step."""
 
     key: StepKey
-    rank: int
-    times: StepTimes
+    rank: RankTimes
+    """On the clock of the rank."""
     clock_offset: float
     """Seconds by which the rank's clock is ahead of the scheduler's."""
 
@@ -111,6 +122,7 @@ class StepRecorder:
         self._applied: deque[StepKey] = deque()
         """Steps whose result was applied, in that order; they are in `_steps` too."""
         self._events: deque[EngineEvent] = deque()
+        self._requests: deque[RequestRecord] = deque()
         self._dropped = 0
         self._readers: dict[type, Callable[[float, Any], None]] = {
             AllRequestsFailed: self._on_failed,
@@ -119,6 +131,7 @@ class StepRecorder:
             EpochStarted: self._on_epoch_started,
             GrammarSent: self._on_planning,
             ObserverAttached: self._on_attached,
+            RequestFinished: self._on_finished,
             RequestPreempted: self._on_preempted,
             ResultApplied: self._on_applied,
             ResultArrived: self._on_result,
@@ -133,9 +146,9 @@ class StepRecorder:
         if type(event) in self._readers:
             self._append(event)
 
-    def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
+    def add_times(self, epoch: int, step_id: int, rank: RankTimes, clock_offset: float) -> None:
         """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
-        self._append(_Report((epoch, step_id), rank, times, clock_offset))
+        self._append(_Report((epoch, step_id), rank, clock_offset))
 
     def _append(self, entry: Event | _Report) -> None:
         self._log.append((self._clock(), entry))
@@ -153,7 +166,7 @@ class StepRecorder:
         log, self._log = self._log, []
         for now, entry in log:
             self._readers[type(entry)](now, entry)
-            while len(self._applied) + len(self._events) > MAX_RECORDS:
+            while len(self._applied) + len(self._events) + len(self._requests) > MAX_RECORDS:
                 self._drop_oldest()
 
     def _on_attached(self, now: float, event: ObserverAttached) -> None:
@@ -167,13 +180,15 @@ class StepRecorder:
         plan = event.plan
         for new, key in zip(plan.new, event.requests, strict=True):
             self._owners.enter(new.slot, key, len(unpack(new.token_ids)))
+            self._requests.append(RequestRecord(*key, new.request_id, new.num_prompt_tokens))
         columns = self._owners.columns(event.step)
         self._steps[plan.epoch, plan.step_id] = _Step(event, self._num_ranks, self._began, now, *columns)
         self._began = now
 
     def _on_report(self, now: float, report: _Report) -> None:
         if (step := self._steps.get(report.key)) is not None:
-            step.ranks[report.rank] = _shifted(report.times, report.clock_offset)
+            rank, times = report.rank, _shifted(report.rank.times, report.clock_offset)
+            step.ranks[rank.rank] = RankTimes(rank.rank, times, rank.returns_result)
 
     def _on_result(self, now: float, event: ResultArrived) -> None:
         if (step := self._steps.get((event.result.epoch, event.result.step_id))) is not None:
@@ -193,21 +208,36 @@ class StepRecorder:
         frontend, number = event.request
         self._add_event(now, EngineEventKind.PREEMPTED, f"{frontend}/{number}")
 
+    def _on_finished(self, now: float, event: RequestFinished) -> None:
+        finish = event.finish
+        self._requests.append(
+            RequestRecord(
+                event.frontend,
+                finish.number,
+                event.request_id,
+                outcome=finish.reason.name,
+                times=finish.times or RequestTimes(),
+                num_cached_tokens=finish.num_cached_tokens,
+                num_preemptions=finish.num_preemptions,
+            )
+        )
+
     def _on_epoch_started(self, now: float, event: EpochStarted) -> None:
         self._epoch = event.epoch
         self._add_event(now, EngineEventKind.EPOCH_STARTED)
 
     def _on_epoch_ended(self, now: float, event: EpochEnded) -> None:
-        self._void_steps()
-        self._add_event(now, EngineEventKind.EPOCH_ENDED)
+        void = self._void_steps()
+        self._add_event(now, EngineEventKind.EPOCH_ENDED, f"{void} steps in flight are void")
 
     def _on_failed(self, now: float, event: AllRequestsFailed) -> None:
         self._void_steps()
 
-    def _void_steps(self) -> None:
-        """Steps in flight get no record."""
-        applied = set(self._applied)
+    def _void_steps(self) -> int:
+        """Drop the steps in flight, which get no record. Return their number."""
+        applied, before = set(self._applied), len(self._steps)
         self._steps = {key: step for key, step in self._steps.items() if key in applied}
+        return before - len(self._steps)
 
     def _add_event(self, at: float, kind: EngineEventKind, text: str = "") -> None:
         self._events.append(EngineEvent(kind, at, self._epoch, text))
@@ -217,7 +247,7 @@ class StepRecorder:
         if self._applied:
             del self._steps[self._applied.popleft()]
         else:
-            self._events.popleft()
+            (self._events or self._requests).popleft()
 
     # -- what leaves ---------------------------------------------------------------------------------------------
 
@@ -237,16 +267,19 @@ class StepRecorder:
                 break
             del self._steps[self._applied.popleft()]
             records.append(_record(step))
-        events, dropped = list(self._events), self._dropped
+        if not (records or self._events or self._dropped or everything):
+            return None  # a request alone waits for a step: its first one, or the next one of others
+        batch = StepRecords(records, list(self._events), self._dropped, now, list(self._requests))
         self._events.clear()
+        self._requests.clear()
         self._dropped = 0
-        return StepRecords(records, events, dropped, now) if records or events or dropped else None
+        return batch
 
 
 def _shifted(times: StepTimes, offset: float) -> StepTimes:
     """Return the times on the scheduler's clock; 0.0 still means that a time was not measured."""
-    moments = {name: at for name, at in asdict(times).items() if at and name not in STEP_DURATIONS}
-    return replace(times, **{name: at - offset for name, at in moments.items()})
+    moments = (at and at - offset for at in _moments_of(times))
+    return StepTimes(*(*moments, *_durations_of(times)))
 
 
 def _record(step: _Step) -> StepRecord:
@@ -258,7 +291,7 @@ def _record(step: _Step) -> StepRecord:
         dispatched=step.dispatched,
         result_received=step.result_received,
         applied=step.applied,
-        ranks=[RankTimes(rank, step.ranks[rank]) for rank in sorted(step.ranks)],
+        ranks=[step.ranks[rank] for rank in sorted(step.ranks)],
         frontends=pack(step.frontends),
         numbers=pack(step.numbers),
         scheduled=pack(row.counts),

@@ -5,14 +5,13 @@ While nobody does, no recorder is attached to the core and plans do not ask rank
 
 from collections.abc import Iterable
 
-from protocol.records import StepRecords
-from protocol.steps import StepTimes
+from protocol.records import RankTimes, StepRecords
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.step_records import StepRecorder
 
-BATCH_SECONDS = 0.1
-"""Shortest time between two batches of records."""
+BATCH_SECONDS = 0.5
+"""Shortest time between two batches of records. A message costs a subscriber more than the records of many steps."""
 PING_SECONDS = 1.0
 """Time between two measurements of each worker's clock."""
 
@@ -53,10 +52,10 @@ class Subscriptions:
             core.observers.rank_times = False
             self._recorder = None
 
-    def add_times(self, epoch: int, step_id: int, rank: int, times: StepTimes, clock_offset: float) -> None:
+    def add_times(self, epoch: int, step_id: int, rank: RankTimes, clock_offset: float) -> None:
         """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
         if self._recorder is not None:
-            self._recorder.add_times(epoch, step_id, rank, times, clock_offset)
+            self._recorder.add_times(epoch, step_id, rank, clock_offset)
 
     def ping_due(self, now: float) -> bool:
         """Return whether the workers' clocks must be measured now. `now`: seconds, monotonic."""

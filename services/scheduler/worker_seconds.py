@@ -7,7 +7,9 @@ class WorkerSeconds:
     """Sums since the start of the scheduler."""
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(("idle", "busy", "forward", "sampling", "plan_wait", "forward_gap"), 0.0)
+        self._sums = dict.fromkeys(
+            ("idle", "busy", "forward", "sampling", "plan_wait", "prepared_wait", "forward_gap"), 0.0
+        )
 
     def add(self, times: StepTimes) -> None:
         """Add the times of one step."""
@@ -17,6 +19,7 @@ class WorkerSeconds:
         sums["forward"] += times.forward_ended - times.forward_began
         sums["sampling"] += times.sampled - times.forward_ended
         sums["plan_wait"] += times.plan_wait
+        sums["prepared_wait"] += times.prepared_wait
         sums["forward_gap"] += times.forward_gap
 
     def stats(self) -> dict[str, float]:

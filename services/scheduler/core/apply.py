@@ -72,26 +72,27 @@ class ResultApplier:
         all_current = epoch.ledger.current(step)
         current, states = all_current[sampling], s.state.take(rows)
         live = current & (states == LIVE)
-        all_live = bool(live.all())
         self.check(step, result, rows, drafts, live)
+        all_used = bool((live & (counts > 0)).all())
+        self.check_masks(step, rows if all_used else rows[(counts > 0) & current & (states != DROP)])
         epoch.ledger.remove(step)
-        if not all_live or len(rows) < len(step.slots):
+        if not all_used or len(rows) < len(step.slots):
             self._count_wasted(step, all_current)
         if self.drafting is not None:
             self.drafting.observe(step, result.drafted, counts, result.seconds)
-        if step.drafts.any():
+        if step.drafts.any() or not all_used:
             self.settle(rows, drafts, result, live)
         logprobs = None if result.logprobs is None else self.wanted_logprobs(result.logprobs)
         first = np.cumsum(counts, dtype=np.int32) - counts
         used: Mask | slice = slice(None)
-        if not all_live:
+        if not all_used:
             states[~current] = DROP
             used = (states != DROP) & (counts > 0)
         tokens = self.cut(rows[used], result.token_ids, first[used], counts[used])
         tokens, ends = self._take_special(tokens, result)
         self.append(tokens)
         appended = tokens.counts
-        if not all_live:
+        if not all_used:
             self.deliver_stale(rows[states == DELIVER])
             appended = np.zeros(len(rows), np.int32)
             appended[used] = tokens.counts
@@ -100,7 +101,7 @@ class ResultApplier:
         if logprobs is not None:
             self.publish_logprobs(logprobs)
         all_sampled = len(rows) == len(step.slots)
-        epoch.kv.commit(rows if all_live and all_sampled else step.slots[s.state.take(step.slots) == LIVE])
+        epoch.kv.commit(rows if all_used and all_sampled else step.slots[s.state.take(step.slots) == LIVE])
         ends = [*self._ends(tokens), *ends]
         for request, finish in ends:
             self.lifecycle.finish(request, finish)
@@ -147,7 +148,8 @@ class ResultApplier:
             raise UnknownResult(
                 f"result of step {step.step_id} with {len(counts)} rows, expected step {oldest} with {len(rows)} rows"
             )
-        if (missing := live & (counts < 1)).any():
+        missing = live & (counts < 1)
+        if missing.any() and (missing := missing & ~self.may_be_left_out(rows)).any():
             slot = rows[missing][0]
             raise UnknownResult(f"step {step.step_id} has no token for slot {slot} and no reason for it")
         if (wrong := (counts > drafts + 1) | (result.drafted > drafts)).any():
@@ -156,17 +158,40 @@ class ResultApplier:
                 f"step {step.step_id} has {counts[row]} tokens for slot {rows[row]}, which had {drafts[row]} drafts"
             )
 
+    def may_be_left_out(self, rows: SlotIds) -> Mask:
+        """bool[rows]: whether the workers may sample the step without the row (left-out row)."""
+        constrained = self.epoch.slots.constrained.take(rows)
+        return constrained if self.epoch.limits.leaves_rows_out else np.zeros_like(constrained)
+
+    def check_masks(self, step: InflightStep, rows: SlotIds) -> None:
+        """Check that the masks of constrained rows with used tokens were made (masks of confirmed tokens).
+
+        Args:
+            rows: slots whose tokens are used.
+
+        Raises: UnknownResult
+        """
+        s = self.epoch.slots
+        for slot in rows[s.constrained.take(rows)].tolist():
+            if s.request(slot).masks is None:
+                raise UnknownResult(
+                    f"step {step.step_id} has a token for slot {slot}, whose masks were not made"
+                )
+
     def settle(self, rows: SlotIds, drafts: Column, result: DecodedResult, live: Mask) -> None:
-        """Lower the optimistic position by the rejected drafts (settle), and count what became of drafts."""
-        s, accepted = self.epoch.slots, np.maximum(result.counts - 1, 0)
-        s.computed[rows[live]] -= (drafts - accepted)[live]
+        """Lower the optimistic position by the rejected drafts, and by one more for a row that was left out (settle).
+        Count what became of drafts."""
+        s, counts, counters = self.epoch.slots, result.counts, self.store.counters
+        accepted, sampled, left_out = np.maximum(counts - 1, 0), live & (counts > 0), live & (counts == 0)
+        s.computed[rows[live]] -= (drafts + 1 - counts)[live]
         s.drafted[rows] += result.drafted
         s.accepted[rows] += accepted
-        counters = self.store.counters
+        counters["left_out_rows_total"] += int(np.count_nonzero(left_out))
+        counters["wasted_tokens_total:left_out_row"] += int((drafts + 1)[left_out].sum())
         counters["spec_decode_num_drafts"] += int(np.count_nonzero(result.drafted))
         counters["spec_decode_num_draft_tokens"] += int(result.drafted.sum())
         counters["spec_decode_num_accepted_tokens"] += int(accepted.sum())
-        counters["wasted_tokens_total:rejected_draft"] += int((drafts - accepted)[live].sum())
+        counters["wasted_tokens_total:rejected_draft"] += int((drafts - accepted)[sampled].sum())
         for position in range(int(accepted.max(initial=0))):
             count = int(np.count_nonzero(accepted > position))
             counters[f"spec_decode_num_accepted_tokens_per_pos:{position}"] += count

@@ -1,22 +1,22 @@
 """The run-ahead loop without I/O: events go in, messages come out.
 
-The shell calls `advance` with the time, then `add`, `abort`, `on_grammar` and `on_result` as messages arrive, and after
-each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling it comes before reading
-results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
+The shell calls `advance` with the time, then `add`, `abort`, `on_grammar`, `on_masks` and `on_result` as messages
+arrive, and after each batch of events `dispatch` and `take_outputs`. `dispatch` fills the batch queue: filling it comes
+before reading results (run-ahead loop, docs/invariants.md). Aborts that arrived with a result are applied before it.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from protocol.codec import pack, unpack
+from protocol.records import RequestTimes
 from protocol.requests import (
     ITERATION_TOKENS,
     Finish,
     FinishReason,
     GenerateRequest,
     RequestOutputs,
-    RequestTimes,
 )
 from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.admission import Admission, Refusal
@@ -26,12 +26,15 @@ from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    CoreRestarted,
+    DispatchInterrupted,
     DispatchStarted,
     EpochEnded,
     EpochStarted,
     FrontendLeft,
     GrammarReady,
     GrammarSent,
+    MasksReady,
     Observer,
     ObserverAttached,
     Observers,
@@ -41,6 +44,7 @@ from services.scheduler.core.observer import (
     RequestsAborted,
     ResultApplied,
     ResultArrived,
+    ResultRefused,
     SlotsReleased,
     StaleResultDropped,
     StepDispatched,
@@ -50,9 +54,9 @@ from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.queue_time import QueueTime
 from services.scheduler.core.request import Request, RequestKey, make_order_key
-from services.scheduler.core.results import decode_result
+from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.suspects import GUILTY
-from services.scheduler.grammar import Compiler, Grammar
+from services.scheduler.grammar import INLINE_MASKS, Compiler, Grammar, MaskMaker, Masks
 from services.scheduler.policies import BatchingPolicy
 
 
@@ -77,6 +81,7 @@ class EngineCore:
         max_queue_seconds: float = math.inf,
         use_priority: bool = False,
         compiler: Compiler | None = None,
+        mask_maker: MaskMaker = INLINE_MASKS,
         hidden_size: int = 0,
         observer: Observer | None = None,
         parts: Parts = DEFAULT_PARTS,
@@ -86,12 +91,14 @@ class EngineCore:
         Args:
             drafting: None: no speculation.
             compiler: None: structured output is refused.
+            mask_maker: makes the masks of constrained rows, by default at once.
             hidden_size: length of an embedding; 0: embeddings are refused.
             observer: receives every event from the first one on; others may be added to `observers` at any time.
         """
         self.parts = parts
-        self.store = parts.build_store(compiler)
+        self.store = parts.build_store(compiler, mask_maker)
         self.queue = parts.queue(depth)
+        self._mask_words = -(-vocab_size // 32)
         self.drafting = drafting
         self._admission = Admission(
             vocab_size, hidden_size, max_num_queued_reqs, max_num_queued_tokens, max_queue_seconds
@@ -106,7 +113,7 @@ class EngineCore:
         self._build_epoch(epoch, limits, policy)
 
     def _build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> None:
-        self.epoch = self.parts.build_epoch(number, limits, policy)
+        self.epoch = self.parts.build_epoch(number, limits, policy, self.observers)
         self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
         self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
         self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
@@ -124,6 +131,15 @@ class EngineCore:
     def has_requests(self) -> bool:
         """Return whether a request is running or in the waiting queue."""
         return bool(len(self.epoch.running) or len(self.store.waiting))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is left to do: no request, no mask to receive, no output to publish, no message to
+        send."""
+        epoch, store = self.epoch, self.store
+        return not (
+            store.requests or store.masks or store.outputs or self.queue or epoch.released or epoch.fences
+        )
 
     def advance(self, now: float) -> None:
         """Set the time of everything that happens until the next call. `now`: a monotonic clock, in seconds."""
@@ -201,6 +217,11 @@ class EngineCore:
             grammar = "the tokens delivered before do not match what the output must match"
         self.store.end(request, request.finish_message(FinishReason.INVALID, message=grammar))
 
+    def on_masks(self, ticket: int, masks: Masks) -> None:
+        """Take the masks of a request that a `MaskMaker` has made."""
+        self.observers.emit(MasksReady(ticket, len(masks)))
+        self.store.masks.take(ticket, masks)
+
     def abort(self, frontend: int, numbers: list[int]) -> None:
         """End requests without a `Finish`; unknown and finished numbers are ignored. A number may be used again at
         once: outputs of the old request were published before."""
@@ -273,6 +294,25 @@ class EngineCore:
             if not request.finished:
                 self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=error))
 
+    def restart_point(self) -> CoreRestarted:
+        """Return the values that a restart continues from. The core must be empty."""
+        epoch, mask_tickets = self.epoch, self.store.masks.last_ticket
+        generations = pack(epoch.slots.generation)
+        return CoreRestarted(
+            epoch.number, epoch.limits, epoch.next_step, self._admitted, generations, mask_tickets
+        )
+
+    def restart(self, point: CoreRestarted, policy: BatchingPolicy, drafting: Drafting | None) -> None:
+        """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
+        same. The core must be empty. Totals stay."""
+        self.observers.emit(point)
+        self._admitted, self._arrivals = point.tickets, Arrivals()
+        self.store.masks.last_ticket = point.mask_tickets
+        self._queue_time = QueueTime(self.store.counters["prefix_cache_hits"])
+        self.drafting = drafting
+        self._build_epoch(point.epoch, point.limits, policy)
+        self.epoch.continue_from(point.next_step, unpack(point.generations))
+
     def _void(self) -> None:
         self.queue.clear()
         self._queue_time.reset()
@@ -286,27 +326,36 @@ class EngineCore:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def dispatch(self) -> Iterator[StepMessage]:
+    def dispatch(self) -> Generator[StepMessage, None, None]:
         """Form steps until the queue is full or nothing more can be scheduled. Each message must be sent before the
-        next one is requested from the iterator.
+        next one is requested from the iterator; close the iterator if one cannot be sent.
 
-        While a step waits for its grammar masks, no further step is dispatched (deferred sampling).
+        Masks are sent as soon as they are made. While some of a step are missing, no further step is dispatched, unless
+        the workers leave rows out (deferred sampling).
 
         Raises: StallError
         """
-        observers, queue = self.observers, self.queue
+        observers = self.observers
         if observers.listening:
             observers.emit(DispatchStarted())
-        while (grammar := self._grammar_output()) is not None or queue.unsampled is None:
-            if grammar is not None:
+        try:
+            yield from self._dispatch(observers)
+        except GeneratorExit:
+            observers.emit(DispatchInterrupted())
+            raise
+
+    def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
+        queue = self.queue
+        while True:
+            for grammar in self._grammar_outputs():
                 observers.emit(GrammarSent(grammar))
                 yield grammar
-                continue
-            planned = None if queue.full else self._schedule()
+            deferred = bool(queue.unmasked) and not self.epoch.limits.leaves_rows_out
+            planned = None if queue.full or deferred else self._schedule()
             if planned is None:
                 break
-            step, plan = planned
-            queue.push(step, plan.has_structured_output_requests)
+            step, plan, masked = planned
+            queue.push(step, masked)
             self._queue_time.on_dispatch(self.store.now)
             if observers.listening:
                 observers.emit(self._dispatched(step, plan))
@@ -327,14 +376,14 @@ class EngineCore:
             kv_cache_usage=self.epoch.kv.usage,
         )
 
-    def _grammar_output(self) -> GrammarOutput | None:
-        """Masks of the step that waits for them, as soon as the tokens before it are known."""
-        if self.queue.unsampled is None:
-            return None
-        grammar = self.planner.grammar_output(self.queue.unsampled, self._admission.vocab_size)
-        if grammar is not None:
-            self.queue.unsampled = None
-        return grammar
+    def _grammar_outputs(self) -> Iterator[GrammarOutput]:
+        """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""
+        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+            grammar = self.planner.grammar_output(unmasked, sampled_before, self._mask_words)
+            if not unmasked.rows:
+                self.queue.unmasked.remove(unmasked)
+            if grammar is not None:
+                yield grammar
 
     def _schedule(self) -> PlannedStep | None:
         if not self.has_requests:
@@ -367,16 +416,29 @@ class EngineCore:
             self.observers.emit(StaleResultDropped(message))
             return
         while (ready := self.queue.pop()) is not None:
-            step, result = ready
-            decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
-            applied = self.applier.apply(step, decoded)
-            tokens = int(step.counts.sum())
-            self._measure(step, tokens, applied.ended)
-            self.store.counters["steps_total"] += 1
-            self.store.counters["iteration_tokens_sum"] += tokens
-            self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
-            if self.observers.listening:
-                self.observers.emit(ResultApplied(step, result, *applied))
+            try:
+                self._apply(*ready)
+            except UnknownResult:
+                self.observers.emit(ResultRefused(ready[1].epoch, ready[1].step_id))
+                raise
+        if self.store.masks.late:
+            self._start_masks()
+
+    def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
+        decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
+        applied = self.applier.apply(step, decoded)
+        tokens = int(step.counts.sum())
+        self._measure(step, tokens, applied.ended)
+        self.store.counters["steps_total"] += 1
+        self.store.counters["iteration_tokens_sum"] += tokens
+        self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
+        if self.observers.listening:
+            self.observers.emit(ResultApplied(step, result, *applied))
+
+    def _start_masks(self) -> None:
+        """Start to make the masks that can be made, before the next step is formed: they are more urgent."""
+        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+            self.planner.start_masks(unmasked, sampled_before, self._mask_words)
 
     def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
         """`tokens`: positions of the step. All but one per row, and but drafts, are those of prompts."""

@@ -19,7 +19,7 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import InflightStep, Ledger
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.request import Request
-from services.scheduler.core.slots import SlotColumns, SlotIds
+from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.policies import BatchingPolicy, SchedulerView
 
@@ -39,6 +39,11 @@ class EpochState:
     released: list[int] = field(default_factory=list)
     """Free slots that the workers have not been notified of."""
     next_step: int = 1
+
+    def continue_from(self, next_step: int, generations: Column) -> None:
+        """Number steps and generations as the workers expect them. No step is in flight."""
+        self.next_step = self.ledger.oldest = next_step
+        self.slots.generation[:] = generations
 
     def view(self, waiting: WaitingQueue) -> SchedulerView:
         return SchedulerView(

@@ -7,22 +7,30 @@ first and commits it as a whole, so the cache never refers to a block that no st
 """
 
 from hashlib import sha256
+from itertools import groupby, islice
 
 import numpy as np
 
 from services.scheduler.core.block_pool import BlockPool
+from services.scheduler.core.observer import BlocksCached, BlocksEvicted, Observers
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import Column, SlotColumns, SlotIds
 
 
 class KVCacheManager:
     def __init__(
-        self, slots: SlotColumns, pool: BlockPool, block_size: int, enable_prefix_caching: bool = True
+        self,
+        slots: SlotColumns,
+        pool: BlockPool,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        observers: Observers | None = None,
     ) -> None:
         self.block_size = block_size
         self.pool = pool
         self.enable_prefix_caching = enable_prefix_caching
         self._slots = slots
+        self._observers = Observers() if observers is None else observers
         self.tables: list[list[int]] = [[] for _ in range(slots.num_slots)]
 
     @property
@@ -75,7 +83,10 @@ class KVCacheManager:
     def grow(self, rows: SlotIds, counts: Column) -> list[int]:
         """Append `counts[i]` fresh blocks to the table of `rows[i]`; the caller has checked that they exist. Return the
         blocks, row after row."""
-        blocks = self.pool.take(int(counts.sum()))
+        num_blocks = int(counts.sum())
+        if self._observers.blocks:
+            self._emit_evicted(num_blocks)
+        blocks = self.pool.take(num_blocks)
         self._slots.capacity[rows] += counts * self.block_size
         at = 0
         for slot, count in zip(rows.tolist(), counts.tolist(), strict=True):
@@ -104,7 +115,31 @@ class KVCacheManager:
                 self.extend_hashes(request, self._slots.history[slot], last)
             for index in range(first, last):
                 register(table[index], hashes[index])
+            if self._observers.blocks:
+                self._emit_cached(request, slot, first, last)
             at += width
+
+    def _emit_cached(self, request: Request, slot: int, first: int, last: int) -> None:
+        """Emit those blocks `first` .. `last - 1` of a slot that are cached, run after run; an equal block of another
+        request may have been cached before."""
+        hashes, table, size = request.block_hashes, self.tables[slot], self.block_size
+        cached = [
+            index for index in range(first, last) if self.pool.by_hash.get(hashes[index]) == table[index]
+        ]
+        for _, run in groupby(enumerate(cached), lambda pair: pair[1] - pair[0]):
+            indices = [index for _, index in run]
+            begin, end = indices[0], indices[-1] + 1
+            tokens = self._slots.history[slot, begin * size : end * size].copy()
+            parent = hashes[begin - 1] if begin else None
+            self._observers.emit(
+                BlocksCached(tuple(hashes[begin:end]), parent, tokens, size, request.cache_salt)
+            )
+
+    def _emit_evicted(self, num_blocks: int) -> None:
+        """Emit the blocks that leave the cache if `num_blocks` are taken now."""
+        evicted = islice(self.pool.cached, max(num_blocks - len(self.pool.blank), 0))
+        if hashes := tuple(filter(None, (self.pool.hash_of[block] for block in evicted))):
+            self._observers.emit(BlocksEvicted(hashes))
 
     def commit(self, rows: SlotIds) -> None:
         """Register what results have confirmed, without tokens behind the end of a request."""

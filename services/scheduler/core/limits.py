@@ -25,6 +25,9 @@ class Limits:
     """Positions behind a row at which a drafter writes KV."""
     drafts_in_flight: int = 0
     """Maximum number of drafts of one request in all steps in flight together."""
+    leaves_rows_out: bool = False
+    """True: the workers sample a step without the constrained rows whose masks are missing (left-out row,
+    docs/invariants.md). False: no step is dispatched while the masks of another one are missing."""
 
     @property
     def num_slots(self) -> int:

@@ -21,6 +21,10 @@ from services.scheduler.core.request import RequestKey
 from services.scheduler.core.slots import Column
 
 
+class _Recordable(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An event that a recording contains as it is (services.scheduler.recording): a message with its name as tag."""
+
+
 class ObserverAttached(msgspec.Struct, frozen=True):
     """The first event of each observer: the running requests, which entered their slots before."""
 
@@ -31,27 +35,27 @@ class ObserverAttached(msgspec.Struct, frozen=True):
 # -- inbound events ----------------------------------------------------------------------------------------------
 
 
-class TimeAdvanced(msgspec.Struct, frozen=True):
+class TimeAdvanced(_Recordable, frozen=True):
     now: float
     """The scheduler's monotonic clock, in seconds. It holds until the next `TimeAdvanced`."""
 
 
-class RequestArrived(msgspec.Struct, frozen=True):
+class RequestArrived(_Recordable, frozen=True):
     frontend: int
     message: GenerateRequest
 
 
-class RequestsAborted(msgspec.Struct, frozen=True):
+class RequestsAborted(_Recordable, frozen=True):
     frontend: int
     numbers: tuple[int, ...]
     """As received; unknown and finished numbers are included."""
 
 
-class FrontendLeft(msgspec.Struct, frozen=True):
+class FrontendLeft(_Recordable, frozen=True):
     frontend: int
 
 
-class GrammarReady(msgspec.Struct, frozen=True):
+class GrammarReady(_Recordable, frozen=True):
     ticket: int
     request: RequestKey | None
     """None: the request ended while its grammar was being compiled."""
@@ -59,39 +63,63 @@ class GrammarReady(msgspec.Struct, frozen=True):
     """Empty if the grammar was compiled."""
 
 
-class ResultArrived(msgspec.Struct, frozen=True):
+class MasksReady(_Recordable, frozen=True):
+    ticket: int
+    num_masks: int
+
+
+class ResultArrived(_Recordable, frozen=True):
     result: ModelRunnerOutput
 
 
-class DispatchStarted(msgspec.Struct, frozen=True):
+class DispatchStarted(_Recordable, frozen=True):
     """The shell called `dispatch`. The steps and messages that it yields follow as decisions."""
 
 
-class PrefixCacheReset(msgspec.Struct, frozen=True):
+class DispatchInterrupted(_Recordable, frozen=True):
+    """The shell stopped `dispatch` behind the last message, because a worker is gone."""
+
+
+class PrefixCacheReset(_Recordable, frozen=True):
     reset_running: bool
 
 
-class EpochEnded(msgspec.Struct, frozen=True):
+class EpochEnded(_Recordable, frozen=True):
     epoch: int
     is_fault: bool = False
     """The workers were lost, perhaps because of a request in flight."""
 
 
-class EpochStarted(msgspec.Struct, frozen=True):
+class EpochStarted(_Recordable, frozen=True):
     epoch: int
     limits: Limits
 
 
-class AllRequestsFailed(msgspec.Struct, frozen=True):
+class AllRequestsFailed(_Recordable, frozen=True):
     """The epoch ended and every open request ends with `error`."""
 
     error: str
 
 
+class CoreRestarted(_Recordable, frozen=True):
+    """While no request was open, the core dropped all that earlier requests left. A new core decides the same from here
+    on if it is restarted from these values."""
+
+    epoch: int
+    limits: Limits
+    next_step: int
+    tickets: int
+    """Requests admitted so far."""
+    generations: bytes
+    """int32[slots]"""
+    mask_tickets: int = 0
+    """The last ticket of `RequestMasks`."""
+
+
 # -- decisions ---------------------------------------------------------------------------------------------------
 
 
-class RequestRefused(msgspec.Struct, frozen=True):
+class RequestRefused(_Recordable, frozen=True):
     """The answer to a `RequestArrived` that is not admitted."""
 
     frontend: int
@@ -117,10 +145,27 @@ class GrammarSent(msgspec.Struct, frozen=True):
     message: GrammarOutput
 
 
-class SlotsReleased(msgspec.Struct, frozen=True):
+class SlotsReleased(_Recordable, frozen=True):
     """Slots that are released without a step; other releases are in `StepDispatched.plan.released`."""
 
     message: ReleaseSlots
+
+
+class BlocksCached(msgspec.Struct, frozen=True):
+    """Consecutive full blocks of one request entered the prefix cache. Emitted only with `Observers.blocks`."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    """Hash of the block before the first one; None: the request starts with them."""
+    token_ids: NDArray[np.int32]
+    block_size: int
+    salt: str
+
+
+class BlocksEvicted(msgspec.Struct, frozen=True):
+    """Blocks left the prefix cache, because others are written to their place. Emitted as `BlocksCached` is."""
+
+    hashes: tuple[bytes, ...]
 
 
 class PreemptionCause(enum.Enum):
@@ -134,7 +179,7 @@ class PreemptionCause(enum.Enum):
     """Another request that may be the cause of the workers' deaths runs alone next."""
 
 
-class RequestPreempted(msgspec.Struct, frozen=True):
+class RequestPreempted(_Recordable, frozen=True):
     request: RequestKey
     slot: int
     """The slot that the request leaves."""
@@ -160,7 +205,14 @@ class StaleResultDropped(msgspec.Struct, frozen=True):
     result: ModelRunnerOutput
 
 
-class RequestFinished(msgspec.Struct, frozen=True):
+class ResultRefused(_Recordable, frozen=True):
+    """The rows of a result are not those of its plan; the shell ends the epoch."""
+
+    epoch: int
+    step_id: int
+
+
+class RequestFinished(_Recordable, frozen=True):
     frontend: int
     request_id: str
     finish: Finish
@@ -173,21 +225,27 @@ InboundEvent = (
     | RequestsAborted
     | FrontendLeft
     | GrammarReady
+    | MasksReady
     | ResultArrived
     | DispatchStarted
+    | DispatchInterrupted
     | PrefixCacheReset
     | EpochEnded
     | EpochStarted
     | AllRequestsFailed
+    | CoreRestarted
 )
 Decision = (
     RequestRefused
     | StepDispatched
     | GrammarSent
     | SlotsReleased
+    | BlocksCached
+    | BlocksEvicted
     | RequestPreempted
     | ResultApplied
     | StaleResultDropped
+    | ResultRefused
     | RequestFinished
 )
 Event = ObserverAttached | InboundEvent | Decision
@@ -202,12 +260,14 @@ class Observer(Protocol):
 class Observers:
     """The listeners of one core. Events of every step are built only if `listening` is not empty."""
 
-    __slots__ = ("listening", "rank_times")
+    __slots__ = ("blocks", "listening", "rank_times")
 
     def __init__(self) -> None:
         self.listening: tuple[Observer, ...] = ()
         self.rank_times = False
         """A listener needs the step times of every rank: plans are sent with `report_times`."""
+        self.blocks = False
+        """A listener needs the changes of the prefix cache."""
 
     def add(self, observer: Observer) -> None:
         """Attach a listener; it receives the events from now on. `EngineCore.attach` also emits the first one."""

@@ -39,6 +39,10 @@ class OutputBuffer:
     def __init__(self) -> None:
         self._by_frontend = defaultdict[int, _FrontendOutputs](_FrontendOutputs)
 
+    def __len__(self) -> int:
+        """Frontends with outputs to take."""
+        return len(self._by_frontend)
+
     def tokens(
         self, frontends: Column, numbers: NDArray[np.uint32], indices: Column, token_ids: Column
     ) -> None:

@@ -15,13 +15,15 @@ from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.masks import RequestMasks
+from services.scheduler.core.observer import Observers
 from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotColumns
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.waiting import WaitingQueue
-from services.scheduler.grammar import Compiler
+from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
 from services.scheduler.policies import BatchingPolicy
 
 
@@ -29,6 +31,7 @@ from services.scheduler.policies import BatchingPolicy
 class Parts:
     request: type[Request] = Request
     compiling: type[CompilingRequests] = CompilingRequests
+    masks: type[RequestMasks] = RequestMasks
     waiting: type[WaitingQueue] = WaitingQueue
     outputs: type[OutputBuffer] = OutputBuffer
     store: type[RequestStore] = RequestStore
@@ -42,13 +45,15 @@ class Parts:
     planner: type[StepPlanner] = StepPlanner
     applier: type[ResultApplier] = ResultApplier
 
-    def build_store(self, compiler: Compiler | None) -> RequestStore:
-        return self.store(self.compiling(compiler), self.waiting(), self.outputs())
+    def build_store(self, compiler: Compiler | None, mask_maker: MaskMaker = INLINE_MASKS) -> RequestStore:
+        return self.store(self.compiling(compiler), self.masks(mask_maker), self.waiting(), self.outputs())
 
-    def build_epoch(self, number: int, limits: Limits, policy: BatchingPolicy) -> EpochState:
+    def build_epoch(
+        self, number: int, limits: Limits, policy: BatchingPolicy, observers: Observers | None = None
+    ) -> EpochState:
         slots = self.slots(limits.num_slots, limits.max_model_len)
         pool = self.pool(limits.num_blocks)
-        kv = self.kv(slots, pool, limits.block_size, limits.enable_prefix_caching)
+        kv = self.kv(slots, pool, limits.block_size, limits.enable_prefix_caching, observers)
         return self.epoch(number, limits, policy, slots, self.ledger(slots), kv)
 
 

@@ -21,12 +21,13 @@ NUM_ENDS = 64
 
 @dataclass
 class QueueTime:
+    _cache_hits: int = 0
+    """Prompt tokens found in the prefix cache so far, over all requests."""
     _tokens: float = 0.0
     """Prompt tokens computed, or found in the prefix cache, in `_seconds`; recent ones count more."""
     _seconds: float = 0.0
     _measured_until: float | None = None
     """End of the last measured time; None: no step is in flight. Seconds, as in `RequestStore.now`."""
-    _cache_hits: int = 0
     _seat_seconds: float = 0.0
     """Mean time from the first step of a request to its end."""
     _num_ends: int = 0

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, SamplingParams
-from services.scheduler.grammar import Grammar
+from services.scheduler.grammar import Grammar, Masks
 from services.scheduler.transitions import IllegalTransition
 
 RequestKey = tuple[int, int]
@@ -66,6 +66,10 @@ class Request:
     first_token: float = 0.0
     grammar: Grammar | None = None
     """Constraint on the output. It has accepted exactly the confirmed output tokens."""
+    masks: Masks | None = None
+    """Masks of the next row, once they are made; None again when a token is emitted."""
+    mask_ticket: int = 0
+    """Ticket of the masks that are being made; 0: none are."""
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     stale_rows: int = 0
@@ -96,6 +100,7 @@ class Request:
         """Advance the grammar by new output tokens. Return how many of them, from the first on, match."""
         if self.grammar is None:
             return len(token_ids)
+        self.masks = None
         for index, token in enumerate(token_ids):
             if not self.grammar.accept(token):
                 return index

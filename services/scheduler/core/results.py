@@ -24,7 +24,7 @@ class DecodedResult(NamedTuple):
     """Columns of a result; int32[sampling rows] in plan order unless stated."""
 
     counts: Column
-    """Tokens of the row: accepted drafts and one more; 0 if the runner voided the row."""
+    """Tokens of the row: accepted drafts and one more; 0 if the row was left out, or the runner voided it."""
     token_ids: Column
     """int32[sum(counts)], row after row."""
     drafted: Column

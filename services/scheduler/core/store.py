@@ -12,8 +12,10 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from protocol.requests import Finish, FinishReason, RequestOutputs, RequestTimes
+from protocol.records import RequestTimes
+from protocol.requests import Finish, FinishReason, RequestOutputs
 from services.scheduler.core.compiling import CompilingRequests
+from services.scheduler.core.masks import RequestMasks
 from services.scheduler.core.observer import Observers, RequestFinished
 from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.request import Request, RequestKey, RequestStatus
@@ -22,17 +24,21 @@ from services.scheduler.core.waiting import WaitingQueue
 
 TOTALS = (
     "num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
-    "admission_rejections", "steps_total", "rollbacks_total", "stale_messages_total",
-    "wasted_tokens_total:ignored_row", "wasted_tokens_total:rejected_draft", "wasted_tokens_total:lost_epoch",
+    "admission_rejections", "steps_total", "rollbacks_total", "left_out_rows_total", "stale_messages_total",
+    "wasted_tokens_total:ignored_row", "wasted_tokens_total:rejected_draft", "wasted_tokens_total:left_out_row",
+    "wasted_tokens_total:lost_epoch",
 )  # fmt: skip
 """Counters that are published from the start; those of drafts and step sizes follow with the first ones."""
 
 
 class RequestStore:
-    def __init__(self, compiling: CompilingRequests, waiting: WaitingQueue, outputs: OutputBuffer) -> None:
+    def __init__(
+        self, compiling: CompilingRequests, masks: RequestMasks, waiting: WaitingQueue, outputs: OutputBuffer
+    ) -> None:
         self.requests: dict[RequestKey, Request] = {}
         """Open requests."""
         self.compiling = compiling
+        self.masks = masks
         self.waiting = waiting
         self.outputs = outputs
         self.suspects = Suspects()

@@ -33,6 +33,25 @@ class Grammar(Protocol):
         ...
 
 
+class MaskMaker(Protocol):
+    """Makes the masks of a request's next row."""
+
+    @property
+    def late(self) -> bool:
+        """False: `submit` returns the masks."""
+        ...
+
+    def submit(
+        self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int
+    ) -> NDArray[np.int32] | None:
+        """Return the masks, int32[masks, num_words], if they are made at once: that of the next token, and one for each
+        position that drafts within the grammar lead to. Otherwise return None; `EngineCore.on_masks` receives them.
+
+        The grammar is not used by others until then.
+        """
+        ...
+
+
 class Compiler(Protocol):
     """Compiles grammars outside of the engine's loop. `EngineCore.on_grammar` receives each result."""
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import zmq
+from msgspec.structs import replace
 
 from protocol.codec import Decoder
 from protocol.handshake import Hello
@@ -90,6 +91,10 @@ class FrontendConnections:
             self._server.refuse(peer, "this frontend did not read; its requests were aborted")
             self._lose(frontend, error)
 
+    def send_state(self, frontend: int, state: EngineState) -> None:
+        """Send the state as `send_if_connected` does, with the lease of its number."""
+        self.send_if_connected(frontend, replace(state, lease=frontend + 1))
+
     def send_if_connected(self, frontend: int, message: EngineState | StepRecords | ResetDone) -> None:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
         peer = self._peers.get(frontend)
@@ -105,13 +110,14 @@ class FrontendConnections:
     def send_state_to_all(self, state: EngineState) -> None:
         now = time.monotonic()
         for frontend in list(self._peers):
-            self.send_if_connected(frontend, state)
+            self.send_state(frontend, state)
         if self.sweep_due:
             again = now - self._broke_at < SWEEP_SECONDS
             self._sweep_at = now + SWEEP_SECONDS if again else None
 
     def forget(self, frontend: int, why: str) -> None:
-        """Lose a frontend that is still connected. It gets a new number if it sends something again."""
+        """Lose a frontend that is still connected. If it sends something again, it gets a new number, and is sent that
+        number with the state."""
         if frontend in self._peers:
             self._lose(frontend, PeerGone(why))
 

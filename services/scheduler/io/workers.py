@@ -18,8 +18,9 @@ log = logging.getLogger("runahead.scheduler")
 
 RESULTS = "worker-results"
 """Role of a worker's connection for results."""
-PROBE_SECONDS = 1.0
-"""Seconds for which workers are pinged after a connection broke: libzmq drops a peer a little after it reports it."""
+PROBE_SECONDS, PROBE_INTERVAL = 1.0, 0.05
+"""Seconds for which workers are pinged after a connection broke, and between two pings: libzmq drops a peer a little
+after it reports it. Without an interval, each answer would cause the next ping."""
 
 
 class WorkerConnections:
@@ -40,7 +41,7 @@ class WorkerConnections:
         self._clocks: dict[bytes, ClockOffset] = {}
         """By worker."""
         self._gone: list[bytes] = []
-        self._probe_until = 0.0
+        self._probe_until = self._next_probe = 0.0
         self._sweep = False
         """Return whether the probe has ended and all connections must be tried once."""
 
@@ -140,14 +141,16 @@ class WorkerConnections:
     def take_gone(self) -> list[bytes]:
         """Return the workers that lost a connection, or were expelled, since the last call.
 
-        After any connection broke, workers are pinged with each call. In the end every connection is tried once, also
+        After any connection broke, workers are pinged for a second. In the end every connection is tried once, also
         those for results, which workers read rarely, and those of workers that were refused.
         """
         now = time.monotonic()
         if self._server.take_disconnected():
             self._probe_until, self._sweep = now + PROBE_SECONDS, True
         if now < self._probe_until:
-            self.ping(list(self._by_name.values()))
+            if now >= self._next_probe:
+                self._next_probe = now + PROBE_INTERVAL
+                self.ping(list(self._by_name.values()))
         elif self._sweep:
             self._sweep, ping = False, encode(Ping(now))
             for peer in list(self._server.peers):

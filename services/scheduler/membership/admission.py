@@ -6,16 +6,26 @@ from services.scheduler.capabilities import Combination, refusal
 
 
 def objection(
-    register: Register, model: Register | None, num_others: int | None, config: SchedulerConfig
+    register: Register,
+    model: Register | None,
+    num_others: int | None,
+    config: SchedulerConfig,
+    tokenizer: str = "",
 ) -> str | None:
     """Return why a worker cannot be used, with the values that contradict one another, or None.
 
     Args:
         model: what the other workers registered; None: there are none.
         num_others: workers in the group, for a new worker; None: it is in the group already.
+        tokenizer: digest of the tokenizer.json of the scheduler's model; "": not compared.
     """
     if model is not None and (mismatch := _mismatch(register, model)) is not None:
         return mismatch
+    if tokenizer and register.tokenizer not in ("", tokenizer):
+        return (
+            "tokenizer mismatch: tokenizer.json of this worker's model has the digest "
+            f"{register.tokenizer}, that of the scheduler's {tokenizer}; give both the same --model"
+        )
     if (reason := refusal(Combination.from_config(config, register.backend))) is not None:
         return reason
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size

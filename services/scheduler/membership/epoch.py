@@ -63,7 +63,8 @@ class Epoch:
 
         Raises: GroupError
         """
-        return fit(self._config, self._loaded())
+        leaves_rows_out = all(member.register.leaves_rows_out for member in self._roster.ranks)
+        return fit(self._config, self._loaded(), leaves_rows_out)
 
     def initialize(self, now: float) -> list[Action]:
         """All ranks have loaded: send each the size of its cache."""

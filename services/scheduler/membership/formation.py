@@ -7,6 +7,10 @@ from protocol.membership import Shard
 from services.config import SchedulerConfig
 from services.scheduler.membership.member import Member
 
+RETURN_SECONDS = 3.0
+"""Seconds for which the first group of a scheduler waits for workers that have its weights in memory, if a worker says
+that another scheduler was lost."""
+
 
 class GroupSize(NamedTuple):
     tensor_parallel: int
@@ -25,6 +29,8 @@ class Formation:
         self._settle_seconds = config.settle_seconds
         self._changed_at = 0.0
         """When a worker last came or went."""
+        self._returns_until: float | None = None
+        """Until then other workers of a lost scheduler are expected; None: there was none so far."""
 
     @property
     def is_auto(self) -> bool:
@@ -38,6 +44,22 @@ class Formation:
     def settled(self, now: float) -> bool:
         """Return whether a group may form: under `auto` when no worker has come or gone for some time, else at once."""
         return not self.is_auto or now - self._changed_at >= self._settle_seconds
+
+    def on_return(self, now: float) -> None:
+        """A worker of a lost scheduler has registered."""
+        if self._returns_until is None:
+            self._returns_until = now + RETURN_SECONDS
+
+    def on_formed(self) -> None:
+        """A group has formed: from now on a lost rank is replaced at once."""
+        self._returns_until = 0.0
+
+    def awaits_weights(self, spares: Collection[Member], size: GroupSize, now: float) -> bool:
+        """Return whether to wait for workers that have the weights of some rank in memory."""
+        if self._returns_until is None or now >= self._returns_until:
+            return False
+        ranks = enumerate(assign_ranks(spares, size))
+        return any(member.register.shard != _shard(rank, size) for rank, member in ranks)
 
     def best_size(self, members: Collection[Member]) -> GroupSize | None:
         """Return the size of the group that these workers should form, or None if they are too few."""
@@ -62,14 +84,18 @@ class Formation:
 
 def assign_ranks(spares: Collection[Member], size: GroupSize) -> list[Member]:
     """Return a worker for each rank. A worker that has a rank's weights in memory gets that rank again."""
-    tp, pp = size
     ranks: list[Member | None] = [None] * size.world
     others = []
     for member in spares:
         shard = member.register.shard
-        rank = -1 if shard is None else shard.pp_rank * tp + shard.tp_rank
-        if shard == Shard(rank % tp, tp, rank // tp, pp) and ranks[rank] is None:
+        rank = -1 if shard is None else shard.pp_rank * size.tensor_parallel + shard.tp_rank
+        if shard == _shard(rank, size) and ranks[rank] is None:
             ranks[rank] = member
         else:
             others.append(member)
     return [member or others.pop(0) for member in ranks]
+
+
+def _shard(rank: int, size: GroupSize) -> Shard:
+    tp, pp = size
+    return Shard(rank % tp, tp, rank // tp, pp)

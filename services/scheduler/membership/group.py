@@ -48,8 +48,14 @@ class GroupStatus(NamedTuple):
 
 
 class WorkerGroup:
-    def __init__(self, config: SchedulerConfig, incarnation: int = 0) -> None:
-        self._config = config
+    """
+    Args:
+        tokenizer: digest of the tokenizer.json of the scheduler's model, to compare with that of the workers' models;
+            "": not compared.
+    """
+
+    def __init__(self, config: SchedulerConfig, incarnation: int = 0, tokenizer: str = "") -> None:
+        self._config, self._tokenizer = config, tokenizer
         self.state = GroupState.WAITING
         self.roster = Roster()
         self.losses = Losses()
@@ -208,11 +214,14 @@ class WorkerGroup:
     def _on_register(self, peer: bytes, register: Register, now: float) -> None:
         others = (member.register for member in self.roster if member.peer != peer)
         num_others = None if peer in self.roster else len(self.roster)
-        refusal = objection(register, self._epoch.model or next(others, None), num_others, self._config)
+        model = self._epoch.model or next(others, None)
+        refusal = objection(register, model, num_others, self._config, self._tokenizer)
         if refusal is not None:
             self._member_event(peer, MemberEvent.LOST, "registered as something else", now)
             self._actions.append(Refuse(peer, refusal))
             return
+        if register.returns:
+            self._formation.on_return(now)
         self.roster.add(peer, register, now)
         self._member_event(peer, MemberEvent.REGISTER, reason_of(register), now)
 
@@ -268,7 +277,11 @@ class WorkerGroup:
                 self._group_event(
                     GroupEvent.RESIZE, f"the group is formed anew with {best.world} workers", now
                 )
-        elif settled and best is not None and len(self.roster.spares) >= best.world:
+        elif settled and best is not None and len(spares := self.roster.spares) >= best.world:
+            if self._formation.awaits_weights(spares, best, now):
+                self._detail = "waiting for workers that have the weights in memory"
+                return
+            self._formation.on_formed()
             self._group_event(GroupEvent.FORM, "", now)
         else:
             waits = self._formation.waits_for(len(self.roster))

@@ -1,12 +1,10 @@
 """One registered worker."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.membership import Loaded, LoadProgress, Register
+from services.process import IdleWatch
 from services.scheduler.membership.member_states import IN_EPOCH, MemberState
-
-WORK = 0.1
-"""Seconds of processor time that count as work; heartbeats alone use less within minutes."""
 
 
 @dataclass
@@ -18,10 +16,8 @@ class Member:
     """When it entered its state, or last made progress in it."""
     last_seen: float
     """When its last message arrived."""
-    work: float = 0.0
-    """`Heartbeat.work` when it was last seen to work."""
-    worked_at: float = 0.0
-    """When it was last seen to work, or measured for the first time; 0.0: it was not measured in this state."""
+    idle: IdleWatch = field(default_factory=IdleWatch)
+    """Observes `Heartbeat.work`, which is measured while the worker loads."""
     rank: int = -1
     progress: LoadProgress | None = None
     loaded: Loaded | None = None
@@ -38,10 +34,3 @@ class Member:
     def in_epoch(self) -> bool:
         """Return whether it is a rank of the current epoch."""
         return self.state in IN_EPOCH
-
-    def on_work(self, work: float, now: float) -> None:
-        """A heartbeat has arrived. `work`: its processor time."""
-        if not work:
-            self.worked_at = 0.0
-        elif not self.worked_at or not 0 <= work - self.work < WORK:
-            self.work, self.worked_at = work, now

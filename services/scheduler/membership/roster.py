@@ -87,7 +87,7 @@ class Roster:
                     member.loaded = message
                 case Heartbeat() if event is not None:
                     member.last_step = message.last_step_id
-                    member.on_work(message.work, now)
+                    member.idle.observe(message.work, now)
         return event
 
     def apply(self, peer: bytes, event: MemberEvent, now: float) -> tuple[MemberAction, ...]:

@@ -9,10 +9,13 @@ class GroupError(Exception):
     """The group cannot serve with this configuration; the text says what to change."""
 
 
-def fit(c: SchedulerConfig, loaded: list[Loaded]) -> Limits:
+def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False) -> Limits:
     """Return the engine's sizes for ranks that have loaded.
 
     A context that does not fit the KV cache is lowered, or refused if the user set it.
+
+    Args:
+        leaves_rows_out: all ranks do (`Register.leaves_rows_out`). The shapes of `phased` have no room for it.
 
     Raises: GroupError
     """
@@ -38,4 +41,5 @@ def fit(c: SchedulerConfig, loaded: list[Loaded]) -> Limits:
         stages=c.pipeline_parallel_size,
         lookahead=k if s is not None and s.has_kv_cache else 0,
         drafts_in_flight=k * -(-c.depth // c.pipeline_parallel_size),
+        leaves_rows_out=leaves_rows_out and c.batching_policy != "phased",
     )

@@ -12,6 +12,8 @@ RETURN_TIMEOUT = 15.0
 """Seconds until a worker whose epoch has ended must have registered again."""
 ASSIGN_TIMEOUT = 15.0
 """Seconds until a worker's heartbeats must carry its assigned epoch. One whose heartbeats do not is hung."""
+WAITING = (MemberState.LOADED, MemberState.READY)
+"""States of a rank that waits for the other ranks of a forming epoch. It measures no work."""
 LOAD_STALL = 1800.0
 """Seconds within which at least one rank of a forming epoch must make progress: a rank may hang although its heartbeat
 thread runs."""
@@ -44,8 +46,8 @@ def stalled(ranks: Collection[Member], now: float, idle_timeout: float) -> str |
     since = max(member.since for member in ranks)
     if now - since > LOAD_STALL:
         return f"no rank made progress for {LOAD_STALL:.0f} s"
-    is_measured = all(member.worked_at for member in ranks)
-    worked = max(since, *(member.worked_at for member in ranks))
-    if is_measured and now - worked > idle_timeout:
+    idle = [since if member.state in WAITING else member.idle.since for member in ranks]
+    measured = [began for began in idle if began is not None]
+    if len(measured) == len(ranks) and now - max(since, *measured) > idle_timeout:
         return f"no rank did any work for {idle_timeout:g} s (--load-timeout-seconds)"
     return None

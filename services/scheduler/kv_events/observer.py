@@ -1,0 +1,64 @@
+"""Observer that turns the changes of the prefix cache into vLLM's events."""
+
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    BlocksCached,
+    BlocksEvicted,
+    CoreRestarted,
+    EpochEnded,
+    Event,
+    PrefixCacheReset,
+    ResultApplied,
+    StepDispatched,
+)
+from services.scheduler.kv_events.messages import (
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+from services.scheduler.kv_events.publisher import KVEventPublisher, now
+
+
+class KVEventObserver:
+    """Collects the changes of one step and hands them to the publisher."""
+
+    def __init__(self, publisher: KVEventPublisher) -> None:
+        self._publisher = publisher
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case BlocksCached():
+                self._events.append(_stored(event))
+            case BlocksEvicted(hashes=hashes):
+                self._events.append(BlockRemoved(list(hashes), MEDIUM, 0))
+            case PrefixCacheReset() | EpochEnded() | AllRequestsFailed() | CoreRestarted():
+                self._events.append(AllBlocksCleared())
+                self._flush()
+            case StepDispatched() | ResultApplied():
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._events:
+            self._publisher.publish(KVEventBatch(now(), self._events, 0))
+            self._events = []
+
+
+def _stored(event: BlocksCached) -> BlockStored:
+    salted = event.parent is None and event.salt
+    extra_keys: list[tuple[str] | None] = [None] * len(event.hashes)
+    if salted:
+        extra_keys[0] = (event.salt,)
+    return BlockStored(
+        list(event.hashes),
+        event.parent,
+        event.token_ids.tolist(),
+        event.block_size,
+        None,
+        MEDIUM,
+        None,
+        extra_keys,
+        0,
+    )

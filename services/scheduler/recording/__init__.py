@@ -1,0 +1,28 @@
+"""Recordings: what entered the core and what it decided, in files; and their replay."""
+
+from services.scheduler.recording.describe import describe
+from services.scheduler.recording.recorder import FlightRecorder
+from services.scheduler.recording.records import RecordingHeader
+from services.scheduler.recording.replay import CoreFactory, Difference, ProductionCore, Replay
+from services.scheduler.recording.segments import (
+    EventRecording,
+    RecordingError,
+    SegmentWriter,
+    prepare_directory,
+)
+from services.scheduler.recording.start import start_recording
+
+__all__ = [
+    "CoreFactory",
+    "Difference",
+    "EventRecording",
+    "FlightRecorder",
+    "ProductionCore",
+    "RecordingError",
+    "RecordingHeader",
+    "Replay",
+    "SegmentWriter",
+    "describe",
+    "prepare_directory",
+    "start_recording",
+]

@@ -1,0 +1,115 @@
+"""The flight recorder: an observer that appends events to a log, and a thread that writes them to files."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from services.scheduler.core.observer import CoreRestarted, Event
+from services.scheduler.recording.conversion import Converter, TokenRemover
+from services.scheduler.recording.records import Record, RecordingHeader
+from services.scheduler.recording.segments import SegmentWriter
+
+log = logging.getLogger("runahead.scheduler.recorder")
+
+WRITE_SECONDS = 0.1
+"""Time between two frames."""
+SLICE = 16
+"""Events after which the thread lets others run: the scheduling loop must not wait for the interpreter."""
+MAX_FRAME_RECORDS = 4096
+MAX_WAITING = 1_000_000
+"""Events that wait to be written; the recording ends if the disk is slower than that."""
+
+
+class RecordingTooSlow(Exception):
+    """Events come faster than they can be written."""
+
+
+class FlightRecorder:
+    """An observer. Inside the scheduling loop it only appends to a log.
+
+    A recording without a gap replays, one with a gap does not. So the recording ends at the first problem, with a log
+    line, and the scheduler goes on.
+    """
+
+    def __init__(self, header: RecordingHeader, writer: SegmentWriter) -> None:
+        self._writer = writer
+        self._convert = _converter(header)
+        self._log: deque[Event] = deque(maxlen=MAX_WAITING)
+        self.observe: Callable[[Event], None] = self._log.append
+        """The only work in the scheduling loop: a function of Python here would double it."""
+        self._needs_start = self._has_requested_start = False
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def needs_start(self) -> bool:
+        """Return whether the core must be restarted now, so that a replay can begin there; true once for each start."""
+        if not self._needs_start:
+            return False
+        self._needs_start = False
+        return True
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._ends.set()
+        self._thread.join()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ends.wait(WRITE_SECONDS):
+                self._write_log()
+            self._write_log()
+            return
+        except OSError as error:
+            reason = f"{error.strerror}: {error.filename or 'a segment'}"
+        except RecordingTooSlow as error:
+            reason = str(error)
+        except Exception as error:  # the recorder must not end the service
+            log.exception("recording failed")
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._writer.close()
+        self._needs_start = False
+        log.error("the recording has ended: %s; what is written can be replayed", reason)
+        while not self._ends.wait(WRITE_SECONDS):
+            self._log.clear()
+
+    def _write_log(self) -> None:
+        records: list[Record] = []
+        for count in range(len(self._log)):
+            if len(self._log) == MAX_WAITING:
+                raise RecordingTooSlow("events come faster than they can be written")
+            event = self._log.popleft()
+            if isinstance(event, CoreRestarted) or len(records) >= MAX_FRAME_RECORDS:
+                self._write(records)
+                records = []
+            if isinstance(event, CoreRestarted):
+                self._writer.start()
+                self._has_requested_start = False
+            records += self._convert(event)
+            if count % SLICE == SLICE - 1:
+                time.sleep(0)
+        self._write(records)
+
+    def _write(self, records: list[Record]) -> None:
+        if not records:
+            return
+        self._writer.write(records)
+        if self._writer.is_start_due and not self._has_requested_start:
+            self._needs_start = self._has_requested_start = True
+
+
+def _converter(header: RecordingHeader) -> Callable[[Event], list[Record]]:
+    if not header.has_tokens:
+        return TokenRemover(header.limits, header.vocab_size).records
+    convert = Converter(keeps_tokens=True).record
+
+    def records(event: Event) -> list[Record]:
+        record = convert(event)
+        return [] if record is None else [record]
+
+    return records

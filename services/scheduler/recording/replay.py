@@ -1,0 +1,407 @@
+"""Replay of a recording: its inbound events enter a core, and the decisions of that core are compared with its own."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from msgspec.structs import replace
+
+from protocol.codec import ProtocolError, pack, unpack
+from protocol.requests import FinishReason
+from protocol.steps import ModelRunnerOutput
+from services.config import SchedulerConfig
+from services.scheduler.build import build_core
+from services.scheduler.core.drafting import Drafting, drafting_from_config
+from services.scheduler.core.engine import EngineCore, StallError
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    CoreRestarted,
+    DispatchInterrupted,
+    DispatchStarted,
+    EpochEnded,
+    EpochStarted,
+    Event,
+    FrontendLeft,
+    GrammarReady,
+    InboundEvent,
+    MasksReady,
+    PrefixCacheReset,
+    RequestArrived,
+    RequestFinished,
+    RequestsAborted,
+    ResultArrived,
+    ResultRefused,
+    SlotsReleased,
+    TimeAdvanced,
+)
+from services.scheduler.core.parts import DEFAULT_PARTS, Parts
+from services.scheduler.core.request import RequestKey
+from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.slots import DROP, Column
+from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
+from services.scheduler.policies import BatchingPolicy, make_policy
+from services.scheduler.recording.conversion import Converter
+from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar, RecordedMaskMaker
+from services.scheduler.recording.records import (
+    AppliedRecord,
+    ArrivalRecord,
+    DecisionRecord,
+    InboundRecord,
+    MaskRecord,
+    OutcomeRecord,
+    PlanRecord,
+    Record,
+    RecordingHeader,
+)
+from services.scheduler.recording.segments import EventRecording
+from services.scheduler.recording.surrogates import Surrogates
+
+
+class CoreFactory(Protocol):
+    """Makes the core of a replay."""
+
+    def policy(self, limits: Limits) -> BatchingPolicy:
+        """Return the batching policy of an epoch."""
+        ...
+
+    def drafting(self) -> Drafting | None: ...
+
+    def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore: ...
+
+
+@dataclass(frozen=True)
+class ProductionCore:
+    """Implementation of `CoreFactory` for the settings of a header."""
+
+    header: RecordingHeader
+    parts: Parts = DEFAULT_PARTS
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig.model_validate_json(self.header.config)
+
+    def policy(self, limits: Limits) -> BatchingPolicy:
+        """Raises: ValueError, if the recorded policy cannot be used."""
+        return make_policy(self.config, limits)
+
+    def drafting(self) -> Drafting | None:
+        return drafting_from_config(self.config.speculative_config)
+
+    def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
+        h = self.header
+        policy = self.policy(h.limits)
+        sizes = h.epoch, h.vocab_size, h.hidden_size
+        return build_core(self.config, h.limits, policy, *sizes, compiler, mask_maker, self.parts)
+
+
+@dataclass
+class Turn:
+    """One inbound event and the decisions that it caused."""
+
+    cause: InboundRecord
+    decisions: list[DecisionRecord] = field(default_factory=list)
+    outcomes: dict[tuple[int, int], OutcomeRecord] = field(default_factory=dict)
+    """(epoch, step id) -> what stands in for the tokens of an applied result."""
+    interrupted: bool = False
+    """The dispatch ended behind the last decision."""
+
+
+class Difference(NamedTuple):
+    """The first decision that differs."""
+
+    turn: int
+    """Number of the inbound event, from 0."""
+    now: float
+    """The scheduler's clock, seconds."""
+    cause: InboundRecord
+    recorded: DecisionRecord | None
+    """None: the recorded core made no further decision."""
+    replayed: DecisionRecord | str | None
+    """A text: the core raised this error."""
+
+
+def turns_of(records: Iterable[Record]) -> Iterator[Turn]:
+    """Group records by the inbound event that caused them. A turn that the end of the recording may have cut is left
+    out."""
+    turn: Turn | None = None
+    for record in records:
+        match record:
+            case DispatchInterrupted() if turn is not None:
+                turn.interrupted = True
+            case OutcomeRecord() if turn is not None:
+                applied = turn.decisions[-1]
+                assert isinstance(applied, AppliedRecord)
+                turn.outcomes[applied.epoch, applied.step_id] = record
+            case _ if isinstance(record, InboundRecord):
+                if turn is not None:
+                    yield turn
+                turn = Turn(record)
+            case _ if isinstance(record, DecisionRecord) and turn is not None:
+                turn.decisions.append(record)
+
+
+class _Lookahead:
+    """Iterator over turns that can look at those to come."""
+
+    def __init__(self, turns: Iterator[Turn]) -> None:
+        self._turns = turns
+        self._buffer: deque[Turn] = deque()
+
+    def __iter__(self) -> Iterator[Turn]:
+        return self
+
+    def __next__(self) -> Turn:
+        return self._buffer.popleft() if self._buffer else next(self._turns)
+
+    def ahead(self) -> Iterator[Turn]:
+        """Iterate over the next turns, up to the end of the epoch; they are returned again afterwards."""
+        index = 0
+        while True:
+            if index == len(self._buffer):
+                if (turn := next(self._turns, None)) is None:
+                    return
+                self._buffer.append(turn)
+            turn = self._buffer[index]
+            if isinstance(turn.cause, (EpochEnded, AllRequestsFailed)):
+                return
+            yield turn
+            index += 1
+
+
+class Replay:
+    """One replay. `core` is the production core with the recorded settings."""
+
+    def __init__(self, recording: EventRecording, factory: CoreFactory | None = None) -> None:
+        """
+        Args:
+            factory: None: the production core with the recorded settings.
+
+        Raises:
+            RecordingError: also if there is no start to replay from.
+            ValueError: the recorded policy cannot be used.
+        """
+        header = recording.header
+        self._recording, self._header = recording, header
+        self._factory = factory or ProductionCore(header)
+        self._converter = Converter(header.has_tokens)
+        self._decisions: list[DecisionRecord] = []
+        self._surrogates: Surrogates | None = None
+        """None: the recording has tokens."""
+        if not header.has_tokens:
+            self._surrogates = Surrogates(header)
+            self._surrogates.read(recording.records_from_start())
+        self._num_arrivals = 0
+        self._tokens: dict[RequestKey, Column] = {}
+        """Surrogates of open requests, all that they will have."""
+        self.num_plans = self.num_events = 0
+        self.core = self._factory.core(
+            RecordedCompiler() if header.compiles else None,
+            RecordedMaskMaker() if header.late_masks else INLINE_MASKS,
+        )
+        self.core.observers.add(self)
+
+    def observe(self, event: Event) -> None:
+        if not isinstance(event, (InboundEvent, DispatchInterrupted)):
+            record = self._converter.record(event)
+            if isinstance(record, DecisionRecord):
+                self._decisions.append(record)
+        if isinstance(event, RequestFinished):
+            self._tokens.pop((event.frontend, event.finish.number), None)
+
+    # -- turns ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Difference | None:
+        """Replay everything from the first start. Return the first difference, or None."""
+        turns = _Lookahead(turns_of(self._recording.records_from_start()))
+        for number, turn in enumerate(turns):
+            error = self._replay(turn, turns)
+            self.num_events += 1
+            self.num_plans += sum(isinstance(record, PlanRecord) for record in turn.decisions)
+            pairs = [*zip_longest(turn.decisions, self._decisions)]
+            for recorded, replayed in pairs if error is None else [*pairs, (None, error)]:
+                if recorded != replayed:
+                    return Difference(number, self.core.store.now, turn.cause, recorded, replayed)
+        return None
+
+    def _replay(self, turn: Turn, turns: "_Lookahead") -> str | None:
+        """Let the event of the turn enter the core. Return the error that it raised, if the recorded core cannot have
+        raised it."""
+        self._decisions = []
+        try:
+            self._enter(turn, turns)
+        except (ProtocolError, StallError, UnknownResult):  # the shell goes on after these
+            return None
+        except ValueError as error:
+            return None if isinstance(turn.cause, (RequestArrived, ArrivalRecord)) else _text(error)
+        except Exception as error:
+            return _text(error)
+        return None
+
+    def _enter(self, turn: Turn, turns: "_Lookahead") -> None:
+        core = self.core
+        match turn.cause:
+            case TimeAdvanced(now=now):
+                core.take_outputs()
+                core.advance(now)
+            case RequestArrived(frontend=frontend, message=message):
+                core.add(frontend, message)
+            case ArrivalRecord():
+                self._arrive(turn.cause)
+            case RequestsAborted(frontend=frontend, numbers=numbers):
+                core.abort(frontend, list(numbers))
+            case FrontendLeft(frontend=frontend):
+                core.drop_frontend(frontend)
+            case GrammarReady():
+                self._grammar(turn.cause, turn.decisions)
+            case MasksReady(ticket=ticket, num_masks=num_masks):
+                words = -(-self._header.vocab_size // 32)
+                core.on_masks(ticket, np.full((num_masks, words), -1, np.int32))
+            case ResultArrived(result=result):
+                self._set_matches(turn)
+                core.on_result(self._complete(result, turn, turns))
+            case DispatchStarted():
+                self._dispatch(turn)
+            case PrefixCacheReset(reset_running=reset_running):
+                core.reset_prefix_cache(reset_running)
+            case EpochEnded(is_fault=is_fault):
+                core.end_epoch(is_fault)
+            case EpochStarted(epoch=epoch, limits=limits):
+                core.start_epoch(limits, self._factory.policy(limits), epoch)
+            case AllRequestsFailed(error=error):
+                core.fail_all(error)
+            case CoreRestarted(limits=limits):
+                core.take_outputs()
+                core.restart(turn.cause, self._factory.policy(limits), self._factory.drafting())
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, record: ArrivalRecord) -> None:
+        assert self._surrogates is not None
+        message, key = record.message, (record.frontend, record.message.number)
+        tokens = self._surrogates.tokens_of(self._num_arrivals, record.num_tokens)
+        self._num_arrivals += 1
+        if len(message.token_ids) % 4 == 0:
+            prompt = tokens[: record.num_tokens].copy()
+            prompt[: len(message.token_ids) // 4] = unpack(message.token_ids)
+            message = replace(message, token_ids=pack(prompt))
+        if key not in self.core.requests:
+            self._tokens[key] = tokens
+        self.core.add(record.frontend, message)
+
+    def _grammar(self, event: GrammarReady, decisions: Iterable[DecisionRecord]) -> None:
+        if event.error:
+            self.core.on_grammar(event.ticket, event.error)
+            return
+        ends = [record.finish for record in decisions if isinstance(record, RequestFinished)]
+        mismatch = any(finish.reason is FinishReason.INVALID for finish in ends)
+        grammar = RecordedGrammar(0 if mismatch else self._header.limits.max_model_len)
+        self.core.on_grammar(event.ticket, grammar)
+        grammar.num_matching = 0
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, turn: Turn) -> None:
+        messages = self.core.dispatch()
+        for record in turn.decisions:
+            if isinstance(record, (PlanRecord, MaskRecord, SlotsReleased)):
+                self._prepare(record)
+                if next(messages, None) is None:
+                    return
+        if turn.interrupted:
+            messages.close()
+        else:
+            for _ in messages:
+                pass
+
+    def _prepare(self, record: PlanRecord | MaskRecord | SlotsReleased) -> None:
+        """Set what the message depends on beside the state of the core: subscriptions, and grammars."""
+        match record:
+            case PlanRecord(plan=plan):
+                self.core.observers.rank_times = plan.report_times
+            case MaskRecord(slots=slots, counts=counts) if counts:
+                for slot, count in zip(unpack(slots).tolist(), unpack(counts).tolist(), strict=True):
+                    if (grammar := self._grammar_of(slot)) is not None:
+                        grammar.num_masks = count
+
+    def _grammar_of(self, slot: int) -> RecordedGrammar | None:
+        owner = self.core.epoch.slots.owner[slot]
+        return owner.grammar if owner is not None and isinstance(owner.grammar, RecordedGrammar) else None
+
+    def _step(self, epoch: int, step_id: int) -> InflightStep | None:
+        """Return a step in flight."""
+        if epoch != self.core.epoch.number:
+            return None
+        return next((step for step in self.core.queue.steps if step.step_id == step_id), None)
+
+    def _set_matches(self, turn: Turn) -> None:
+        """Let grammars match as many tokens as were appended."""
+        for record in turn.decisions:
+            if (
+                not isinstance(record, AppliedRecord)
+                or (step := self._step(record.epoch, record.step_id)) is None
+            ):
+                continue
+            rows, counts = step.slots[step.samples], unpack(record.counts)
+            for row in np.flatnonzero(self.core.epoch.slots.constrained.take(rows)).tolist():
+                if (grammar := self._grammar_of(int(rows[row]))) is not None:
+                    grammar.num_matching += int(counts[row])
+
+    def _complete(self, result: ModelRunnerOutput, turn: Turn, turns: "_Lookahead") -> ModelRunnerOutput:
+        """Return the result with what was not recorded of it."""
+        step = self._step(result.epoch, result.step_id)
+        if step is None:
+            return result
+        refused, applied, outcome = _fate(result, chain([turn], turns.ahead()))
+        if refused:
+            return replace(result, slots=b"")  # which is refused again
+        if slots := result.embedding_slots:
+            result = replace(result, embeddings=bytes(len(slots) * self._header.hidden_size))
+        if self._surrogates is None or applied is None or outcome is None:
+            tokens = (
+                bytes(4 * int(unpack(result.counts).sum()))
+                if self._surrogates is not None
+                else result.token_ids
+            )
+            return replace(result, token_ids=tokens)
+        rows, counts, totals = (
+            unpack(column).tolist() for column in (outcome.slots, result.counts, outcome.totals)
+        )
+        states = np.frombuffer(applied.states, np.int8)
+        parts = [
+            np.zeros(count, np.int32) if state == DROP else self._tokens_at(slot, total, count)
+            for slot, count, total, state in zip(rows, counts, totals, states, strict=True)
+        ]
+        return replace(result, token_ids=b"".join(map(pack, parts)))
+
+    def _tokens_at(self, slot: int, position: int, count: int) -> Column:
+        owner = self.core.epoch.slots.owner[slot]
+        known = self._tokens.get(owner.key) if owner is not None else None
+        tokens = np.full(count, self._surrogates.filler if self._surrogates else 0, np.int32)
+        if known is not None:
+            part = known[position : position + count]
+            tokens[: len(part)] = part
+        return tokens
+
+
+def _fate(
+    result: ModelRunnerOutput, turns: Iterable[Turn]
+) -> tuple[bool, AppliedRecord | None, OutcomeRecord | None]:
+    """Return whether the result was refused, and what was applied of it. It waits if it came before that of an older
+    step."""
+    key = (result.epoch, result.step_id)
+    for turn in turns:
+        for record in turn.decisions:
+            if isinstance(record, (AppliedRecord, ResultRefused)) and (record.epoch, record.step_id) == key:
+                if isinstance(record, ResultRefused):
+                    return True, None, None
+                return False, record, turn.outcomes.get(key)
+    return False, None, None
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

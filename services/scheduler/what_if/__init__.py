@@ -1,0 +1,19 @@
+"""Prediction for a recorded load under other settings: the production core and a fitted cost model."""
+
+from services.scheduler.what_if.cost import FEATURES, StepCost
+from services.scheduler.what_if.history import History
+from services.scheduler.what_if.measurements import Figure, Measurements, RequestMeasurement
+from services.scheduler.what_if.settings import limits_for
+from services.scheduler.what_if.simulation import ModelledDevice, WhatIf
+
+__all__ = [
+    "FEATURES",
+    "Figure",
+    "History",
+    "Measurements",
+    "ModelledDevice",
+    "RequestMeasurement",
+    "StepCost",
+    "WhatIf",
+    "limits_for",
+]

@@ -1,0 +1,263 @@
+"""Recorded arrivals through the production core, with a modelled device instead of workers.
+
+The clock is virtual. A request has its recorded prompt, and ends behind its recorded number of tokens in the recorded
+way. Masks take no time, and a step waits for all of its masks. Losses of workers, resets of the prefix cache and
+refused requests are left out.
+"""
+
+import heapq
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from protocol.codec import pack, unpack
+from protocol.requests import Finish, FinishReason
+from protocol.sampling import Pooling, StructuredOutputParams
+from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
+from services.config import SchedulerConfig
+from services.scheduler.build import build_core
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Event, RequestFinished, StepDispatched
+from services.scheduler.core.request import RequestKey
+from services.scheduler.core.slots import LIVE, Column, SlotIds
+from services.scheduler.policies import make_policy
+from services.scheduler.recording.grammar import RecordedCompiler, RecordedGrammar
+from services.scheduler.recording.records import RecordingHeader
+from services.scheduler.what_if.cost import StepCost
+from services.scheduler.what_if.history import History, RecordedRequest
+from services.scheduler.what_if.measurements import Measurements, RequestMeasurement
+
+_SEED = 0
+"""Seed of the draws of accepted drafts."""
+_ALL_MATCH = 1 << 30
+
+
+class ModelledDevice(NamedTuple):
+    """Modelled times of the workers."""
+
+    cost: StepCost
+    gap: float
+    """Seconds between two steps if the second plan is there."""
+    latency: float
+    """Seconds on the way to the workers and back, and in the scheduler."""
+    acceptance: float | None
+    """Chance of a draft to be accepted; None: as recorded."""
+
+
+class WaitingStep(NamedTuple):
+    """A step whose sampling waits for masks."""
+
+    plan: SchedulerOutput
+    end: float
+    """End of its forward pass."""
+    missing: set[int]
+    """Slots without masks."""
+
+
+class _Tickets(RecordedCompiler):
+    """A compiler that keeps the last ticket."""
+
+    last = 0
+
+    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+        self.last = ticket
+
+
+class WhatIf:
+    def __init__(
+        self,
+        header: RecordingHeader,
+        config: SchedulerConfig,
+        limits: Limits,
+        history: History,
+        device: ModelledDevice,
+    ) -> None:
+        """
+        Args:
+            config, limits: the settings to try.
+
+        Raises: ValueError, if the policy cannot be used.
+        """
+        self._history, self._device, self._hidden_size = history, device, header.hidden_size
+        policy = make_policy(config, limits)
+        self._compiler = _Tickets()
+        sizes = (header.epoch, header.vocab_size, header.hidden_size)
+        self.core = build_core(config, limits, policy, *sizes, self._compiler)
+        self.core.observers.add(self)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._free = [0.0] * limits.stages
+        """Time at which each pipeline stage is free."""
+        self._steps: dict[int, InflightStep] = {}
+        self._waiting: dict[int, WaitingStep] = {}
+        self._open: dict[RequestKey, RecordedRequest] = {}
+        self._to_abort: list[RequestKey] = []
+        self._rng = Random(_SEED)  # noqa: S311  no secret
+        self.measurements = Measurements()
+        self._filler = np.zeros(1, np.int32)
+
+    def run(self) -> Measurements:
+        """Serve all requests."""
+        for request in self._history.requests:
+            if request.is_refused or request.length <= 0:
+                continue
+            self._at(request.arrived, self._arrival(request))
+        while self._events:
+            now = self._events[0][0]
+            self.core.take_outputs()
+            self.core.advance(now)
+            while self._events and self._events[0][0] <= now:
+                heapq.heappop(self._events)[2]()
+            self._abort_due()
+            for message in self.core.dispatch():
+                if isinstance(message, SchedulerOutput):
+                    self._execute(message, now)
+                elif isinstance(message, GrammarOutput):
+                    self._sample(message, now)
+        self.measurements.num_preemptions = self.core.store.counters["num_preemptions"]
+        return self.measurements
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case StepDispatched(step=step):
+                self._steps[step.step_id] = step
+            case RequestFinished(frontend=frontend, finish=finish):
+                self._finished((frontend, finish.number), finish)
+            case _:
+                pass
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, action))
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _arrival(self, request: RecordedRequest) -> Callable[[], None]:
+        def arrive() -> None:
+            key = (request.frontend, request.message.number)
+            if key in self._open:  # still open here: the frontend uses the number for two requests
+                self._at(self.core.store.now + self._device.latency + 1e-3, arrive)
+                return
+            self._open[key] = request
+            self.core.add(request.frontend, request.message)
+            if key not in self.core.requests:
+                del self._open[key]
+                self.measurements.num_refused += 1
+                return
+            if request.message.structured is not None:
+                ticket = self._compiler.last
+                self._at(
+                    self.core.store.now + (request.grammar_seconds or 0.0),
+                    lambda: self.core.on_grammar(ticket, RecordedGrammar(_ALL_MATCH)),
+                )
+            if not request.num_outputs and request.message.pooling is Pooling.NONE:
+                delay = max(request.ended - request.arrived, 0.0)
+                self._at(self.core.store.now + delay, lambda: self.core.abort(key[0], [key[1]]))
+
+        return arrive
+
+    def _finished(self, key: RequestKey, finish: Finish) -> None:
+        request = self._open.pop(key, None)
+        if request is None or finish.times is None or finish.reason is FinishReason.REJECTED:
+            return
+        times = finish.times
+        self.measurements.add(
+            RequestMeasurement(times.queued, times.first_token, times.ended, request.num_outputs)
+        )
+
+    def _abort_due(self) -> None:
+        """Abort the requests that had all tokens that they got before they were aborted."""
+        due, self._to_abort = self._to_abort, []
+        for frontend, number in due:
+            self.core.abort(frontend, [number])
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _execute(self, plan: SchedulerOutput, now: float) -> None:
+        seconds, d = self._device.cost.of(plan), self._device
+        end = now + d.latency / 2
+        for stage, free in enumerate(self._free):
+            end = max(end, free + d.gap) + seconds
+            self._free[stage] = end
+        if plan.has_structured_output_requests:
+            self._waiting[plan.step_id] = WaitingStep(plan, end, set(unpack(plan.masked).tolist()))
+        else:
+            self._return(plan, end, seconds)
+
+    def _sample(self, message: GrammarOutput, now: float) -> None:
+        plan, end, missing = self._waiting[message.step_id]
+        missing.difference_update(unpack(message.slots).tolist())
+        if missing:
+            return
+        del self._waiting[message.step_id]
+        end = max(end, now + self._device.latency / 2)
+        self._free[-1] = max(self._free[-1], end)
+        self._return(plan, end, self._device.cost.of(plan))
+
+    def _return(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
+        self._at(end + self._device.latency / 2, lambda: self._deliver(plan, end, seconds))
+
+    def _deliver(self, plan: SchedulerOutput, end: float, seconds: float) -> None:
+        step, slots = self._steps.pop(plan.step_id), self.core.epoch.slots
+        rows, drafts = step.slots[step.samples], step.drafts[step.samples]
+        drafted, accepted = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.int32)
+        for row in np.flatnonzero(drafts).tolist():
+            drafted[row], accepted[row] = self._draft(int(drafts[row]))
+        counts = accepted + 1
+        parts = [
+            self._tokens(slot, count) for slot, count in zip(rows.tolist(), counts.tolist(), strict=True)
+        ]
+        pooling = rows[slots.pooling.take(rows)]
+        self.core.on_result(
+            ModelRunnerOutput(
+                plan.epoch,
+                plan.step_id,
+                pack(rows.astype(np.int32)),
+                pack(step.generations[step.samples]),
+                pack(counts),
+                b"".join(map(pack, parts)),
+                StepTimes(forward_began=end - seconds, forward_ended=end, sampled=end),
+                embedding_slots=pack(pooling.astype(np.int32)),
+                embeddings=bytes(4 * len(pooling) * self._hidden_size),
+                drafted=pack(drafted) if drafts.any() else b"",
+                draft_token_ids=bytes(4 * len(rows) * step.proposes)
+                if plan.has_structured_output_requests
+                else b"",
+            )
+        )
+        self._find_due(rows)
+
+    def _draft(self, planned: int) -> tuple[int, int]:
+        """Return how many drafts of a row are verified, and how many of them are accepted."""
+        chance, recorded = self._device.acceptance, self._history.drafted
+        if chance is None:
+            drawn = self._rng.choice(recorded)
+            return min(drawn.verified, planned), min(drawn.accepted, planned)
+        accepted = 0
+        while accepted < planned and self._rng.random() < chance:
+            accepted += 1
+        return planned, accepted
+
+    def _tokens(self, slot: int, count: int) -> Column:
+        """Return the next tokens of the request in a slot."""
+        slots, tokens = self.core.epoch.slots, np.resize(self._filler, count)
+        owner = slots.owner[slot]
+        request = self._open.get(owner.key) if owner is not None else None
+        if request is not None:
+            first = int(slots.tokens[slot])
+            part = request.tokens[first : first + count]
+            tokens[: len(part)] = part
+        return tokens
+
+    def _find_due(self, rows: SlotIds) -> None:
+        slots = self.core.epoch.slots
+        for slot in rows.tolist():
+            owner = slots.owner[slot]
+            if owner is None or owner.finished or slots.state[slot] != LIVE:
+                continue
+            request = self._open.get(owner.key)
+            if request is not None and slots.tokens[slot] >= request.length:
+                self._to_abort.append(owner.key)
