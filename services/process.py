@@ -49,6 +49,30 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+WORK = 0.1
+"""Seconds of processor time that count as work; heartbeats alone use less within minutes."""
+
+
+class IdleWatch:
+    """Idleness of a process that loads: a hung one uses no processor time. Without a clock of its own."""
+
+    def __init__(self) -> None:
+        self._work = 0.0
+        self.since: float | None = None
+        """When the last work was seen, or the first time was measured; None: nothing is measured."""
+
+    def observe(self, work: float, now: float) -> None:
+        """`work`: seconds of processor time so far; 0.0: not measured."""
+        if not work:
+            self.since = None
+        elif self.since is None or not 0 <= work - self._work < WORK:
+            self._work, self.since = work, now
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds since the last work; 0.0 if nothing is measured."""
+        return 0.0 if self.since is None else now - self.since
+
+
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent has ended, even if the parent was killed.
 

@@ -17,6 +17,7 @@ from services.config import (
     WITHOUT_SERVER,
     BenchConfig,
     ConvertConfig,
+    ReplayConfig,
     RunBatchConfig,
     ServeConfig,
     ServiceConfig,
@@ -88,6 +89,12 @@ def _convert(settings: Settings[ConvertConfig]) -> int:
     return convert(settings.config)
 
 
+def _replay(settings: Settings[ReplayConfig]) -> int:
+    from services.cli.replay import replay
+
+    return replay(settings.config)
+
+
 app.command("serve", cls=GroupedCommand, help="Serve MODEL with all services on this machine.")(
     command(ServeConfig, _serve, omitted=OMITTED, positional="model")
 )
@@ -99,6 +106,11 @@ app.command("run-batch", cls=GroupedCommand, help="Answer a batch file in OpenAI
 app.command(
     "convert", cls=GroupedCommand, help="Write the GGUF file MODEL as a checkpoint in Hugging Face format."
 )(command(ConvertConfig, _convert, positional="model"))
+app.command(
+    "replay",
+    cls=GroupedCommand,
+    help="Replay the recording in DIR and compare every decision of the scheduler.",
+)(command(ReplayConfig, _replay, positional="recording"))
 app.command("bench", cls=GroupedCommand, help="Measure the speed of an OpenAI-compatible API.")(
     command(BenchConfig, _bench)
 )
@@ -149,6 +161,27 @@ def _status(
     from services.cli.status import status
 
     raise typer.Exit(status(url, api_key, as_json))
+
+
+@app.command("trace")
+def _trace(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="FILE")],
+    url: Annotated[str, typer.Option("--url", help="URL of the server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str, typer.Option("--api-key", help="API key.", envvar="RUNAHEAD_API_KEY", show_envvar=False)
+    ] = "",
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", min=0, help="Record this long from now on. 0: what the server has kept."),
+    ] = 0.0,
+) -> None:
+    """Write the last steps of a running server as a trace.
+
+    https://ui.perfetto.dev opens the file, as does chrome://tracing. Exits with status 0 if it was written, else 1.
+    """
+    from services.cli.trace import trace
+
+    raise typer.Exit(trace(url, api_key, output, seconds))
 
 
 @app.command("keys")

@@ -13,7 +13,7 @@ from services.config.worker import BackendConfig
 
 COMMON = (
     "model", "input_file", "output_file", "url", "base_url", "host", "port", "api_key", "served_model_name", "backend",
-    "dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size",
+    "device", "dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "tensor_parallel_size",
     "speculative_config", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser",
 )  # fmt: skip
 """Settings that most users need first, in the order of the help."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from services.checkpoint import DEMO_MODEL
 from services.checkpoint.default_model import packaged_model
 from services.cli.preflight import free_port
+from services.cli.serving_memory import CPU_BUILD, torch_version
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 from services.units import size_text
@@ -28,7 +29,7 @@ def doctor() -> int:
     if versions["torch"] is None or versions["numba"] is None:
         print("The native backend needs the extra `native`: pip install 'runahead-engine[native]'.")
         return 1
-    remarks = [*_processor(), *_memory(), *_server()]
+    remarks = [*_processor(), *_memory(), *_gpus(), *_server()]
     if versions["vllm"] is None:
         remarks.append("vLLM is not installed: --backend vllm is refused. docs/vllm.md has the installation.")
     for remark in remarks:
@@ -77,6 +78,19 @@ def _memory() -> Iterator[str]:
         yield f"{size_text(free)} of memory are free: use a small model, or set --kv-cache-memory-bytes."
     if not any(compiled.glob("**/*.nbc")):
         yield "No kernels are compiled for this processor: the first start takes up to a minute longer."
+
+
+def _gpus() -> Iterator[str]:
+    """Print the GPUs; yield remarks."""
+    from services.worker.gpus import gpus
+
+    found, version = gpus(), torch_version()
+    for gpu in found:
+        print(f"GPU         {gpu.name}: {size_text(gpu.free)} of {size_text(gpu.total)} free")
+    if found and version.endswith(CPU_BUILD):
+        yield f"torch {version} is a build for CPUs, so no GPU is used: install a CUDA build of torch."
+    if len(found) > 1:
+        yield "A group computes on one GPU so far: start a server for each, with CUDA_VISIBLE_DEVICES."
 
 
 def _server() -> Iterator[str]:

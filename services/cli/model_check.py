@@ -4,12 +4,14 @@ import importlib.util
 from pathlib import Path
 
 from protocol.membership import Shard
-from services.checkpoint import CheckpointError, is_local, resolve
+from services.checkpoint import CheckpointError, is_gguf, is_local, resolve, weight_shards
 from services.checkpoint.default_model import packaged_model
+from services.cli.serving_memory import ServingMemory, serving_memory
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
 from services.units import size_text
-from services.worker import machine
+from services.worker.backends.kv_blocks import affordable_blocks
+from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import RankMemory, rank_memory
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
@@ -22,8 +24,6 @@ REMEDY = {
     "sim": "install the extra: pip install 'runahead-engine[native]'",
     "vllm": "docs/vllm.md has the installation; --backend native needs no vLLM",
 }
-GROUP = 32
-"""Inputs that int8 and int4 weights share a scale for."""
 
 
 def check_sizes(config: ServeConfig) -> None:
@@ -39,38 +39,76 @@ def check_sizes(config: ServeConfig) -> None:
         raise ConfigurationError(
             f"--backend {config.backend} needs {' and '.join(missing)}; {REMEDY[config.backend]}"
         )
-    if config.backend != "native" or not is_local(config.model):
+    if config.backend != "native":
+        return
+    serving = serving_memory(config)
+    if not is_local(config.model):
         return
     try:
         path = resolve(config.model)
         if path == packaged_model() and not config.model_fields_set & CHECKED:
             return
-        check_native(config, path)
+        check_native(config, path, serving)
     except (CheckpointError, LoadError) as error:
         raise ConfigurationError(str(error)) from None
 
 
 CHECKED = {
-    "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_memory_bytes", "quantization"
+    "max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_memory_bytes", "quantization",
+    "gpu_memory_utilization",
 }  # fmt: skip
 """Settings that may not fit the model."""
 
 
-def check_native(config: ServeConfig, path: Path) -> None:
+def check_native(config: ServeConfig, path: Path, serving: ServingMemory) -> None:
     """Raises: ConfigurationError, CheckpointError, LoadError"""
     model = ModelConfig.from_checkpoint(path)
+    context = context_length(config, model)
+    memory = [rank_memory(config, path, part, config.block_size) for part in parts(config, model)]
+    _check_memory(config, memory, context, serving)
+    for rank in memory if config.kv_cache_memory_bytes else ():
+        affordable_blocks(config.kv_cache_memory_bytes, rank.kv_block)
+    if not is_gguf(path):
+        weight_shards(path)
+
+
+def check_drafter(config: ServeConfig) -> None:
+    """Check that the drafter's checkpoint exists, if it is on this machine. Raises: ConfigurationError"""
+    speculation = config.speculative_config
+    if speculation is None or not speculation.model or not is_local(speculation.model):
+        return
+    try:
+        resolve(speculation.model)
+    except CheckpointError as error:
+        raise ConfigurationError(f"--speculative-config: {error}") from None
+
+
+def check_tokenizer(config: ServeConfig) -> None:
+    """Check that the tokenizer exists, if it is on this machine. Raises: ConfigurationError"""
+    source = config.tokenizer or config.model
+    if not is_local(source):
+        return
+    try:
+        path = resolve(source)
+    except CheckpointError as error:
+        raise ConfigurationError(f"--tokenizer: {error}" if config.tokenizer else str(error)) from None
+    if not is_gguf(path) and not (path / "tokenizer.json").is_file():
+        raise ConfigurationError(f"{path} has no tokenizer.json; name another tokenizer with --tokenizer")
+
+
+def context_length(config: ServeConfig, model: ModelConfig) -> int:
+    """Return the tokens of the longest sequence. Raises: ConfigurationError, if the model has fewer positions"""
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ConfigurationError(
             f"--max-model-len {config.max_model_len} is more than the {model.max_position} positions of the model; "
             f"use --max-model-len {model.max_position}"
         )
-    memory = [rank_memory(config, path, part, config.block_size) for part in parts(config, model)]
-    _check_memory(config, memory, config.max_model_len or model.max_position)
+    return config.max_model_len or model.max_position
 
 
 def parts(config: ServeConfig, model: ModelConfig) -> list[ModelPart]:
     """Return the part of each rank on this machine. Raises: LoadError, if the model cannot be divided like this"""
-    group = GROUP if config.quantization in ("int8", "int4") else 1
+    group = inputs_kept_together(config.quantization)
     tensor_parallel_sizes(model, group)
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     size = 1 if tp == "auto" else tp
@@ -81,25 +119,27 @@ def parts(config: ServeConfig, model: ModelConfig) -> list[ModelPart]:
     ]
 
 
-def cache_bytes(config: ServeConfig, memory: RankMemory, context: int) -> int:
+def cache_bytes(config: ServeConfig, memory: RankMemory, context: int, serving: ServingMemory) -> int:
     """Return the bytes of the largest KV cache that a rank allocates."""
     useful = 2 * config.max_num_seqs * -(-context // config.block_size) * memory.kv_block
-    return min(machine.cache_budget(config.kv_cache_memory_bytes), useful)
+    return min(serving.cache_budget(config.kv_cache_memory_bytes, memory.weights), useful)
 
 
-def _check_memory(config: ServeConfig, memory: list[RankMemory], context: int) -> None:
+def _check_memory(
+    config: ServeConfig, memory: list[RankMemory], context: int, serving: ServingMemory
+) -> None:
     """Raises: ConfigurationError"""
-    free, weights = machine.free_memory(), sum(rank.weights for rank in memory)
-    caches = sum(cache_bytes(config, rank, context) for rank in memory) if config.kv_cache_memory_bytes else 0
+    free, weights, caches = serving.free, sum(rank.weights for rank in memory), 0
+    if config.kv_cache_memory_bytes:
+        caches = sum(cache_bytes(config, rank, context, serving) for rank in memory)
     if weights > free:
         raise ConfigurationError(
-            f"the weights take {size_text(weights)} of memory, but {size_text(free)} are free; use a smaller model, "
-            "--quantization int4, or another machine"
+            f"the weights take {size_text(weights)}, but {size_text(free)} {serving.words}; use a smaller model, "
+            "--quantization int4 on a CPU, or another machine"
         )
     if weights + caches > free:
         each = max(0, free - weights) // len(memory)
         raise ConfigurationError(
             f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: {size_text(weights)} of weights and "
-            f"{size_text(caches)} of KV cache are more than the {size_text(free)} of memory that are free; use at "
-            f"most {each}"
+            f"{size_text(caches)} of KV cache do not fit: {size_text(free)} {serving.words}; use at most {each}"
         )

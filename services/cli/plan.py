@@ -4,16 +4,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.checkpoint import CheckpointError, model_name, resolve
-from services.cli.model_check import GROUP, cache_bytes, parts
+from services.cli.model_check import cache_bytes, context_length, parts
+from services.cli.serving_memory import ServingMemory, serving_memory
 from services.cli.settings import ConfigurationError
 from services.config import ServeConfig
+from services.scheduler.recording import EventRecording, RecordingError
+from services.scheduler.what_if import History
 from services.units import size_text
-from services.worker import machine
+from services.worker.backends.native.layout import inputs_kept_together
 from services.worker.backends.native.memory import rank_memory, served_dtype
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.partition import tensor_parallel_sizes
 from services.worker.runner import LoadError
 
+EXAMPLE_CONTEXT = 512
+"""Tokens of the requests whose speed is predicted."""
 MOST_RANKS = 64
 """Largest tensor-parallel size that is listed."""
 COLUMNS = "{:>10}  {:>14}  {:>14}  {:>9}  {:>10}  {:>9}  {}"
@@ -31,37 +36,58 @@ def plan(config: ServeConfig) -> int:
     try:
         path = resolve(config.model, config.revision)
         model = ModelConfig.from_checkpoint(path)
-        rows = [*_rows(config, path, model)]
+        serving = serving_memory(config)
+        rows = [*_rows(config, path, model, serving)]
     except (CheckpointError, LoadError) as error:
         raise ConfigurationError(str(error)) from None
-    context = config.max_model_len or model.max_position
+    context = context_length(config, model)
     print(
         f"{model_name(path)}: {model.num_layers} layers, {model.num_heads} heads, {model.num_kv_heads} KV heads, "
         f"{model.max_position} positions; {served_dtype(config, model)}"
     )
-    print(f"{size_text(machine.free_memory())} of memory are free; all ranks are on this machine")
+    print(f"{size_text(serving.free)} {serving.words}; all ranks are on this machine")
     names = "TP size", "weights a rank", "KV cache a rank", "KV blocks", "tokens", "sequences", ""
     print(COLUMNS.format(*names))
     for *columns, _ in rows:
         print(COLUMNS.format(*columns))
     print(f"sequences: of {context} tokens at the same time; --max-num-seqs is {config.max_num_seqs}")
+    if config.record is not None:
+        print("\n".join(_speeds(config, Path(config.record).expanduser(), context)))
     return 0 if any(fits for *_, fits in rows) else 1
 
 
-def _rows(config: ServeConfig, path: Path, model: ModelConfig) -> Iterator[tuple[object, ...]]:
-    """Yield the columns of each tensor-parallel size, and whether it fits. Raises: CheckpointError, LoadError"""
-    context, free = config.max_model_len or model.max_position, machine.free_memory()
-    if context > model.max_position:
-        raise LoadError(
-            f"--max-model-len {context} is more than the {model.max_position} positions of the model"
-        )
-    group = GROUP if config.quantization in ("int8", "int4") else 1
-    for size in tensor_parallel_sizes(model, group):
-        if size > MOST_RANKS:
+def _speeds(config: ServeConfig, directory: Path, context: int) -> Iterator[str]:
+    """Yield the speeds that the cost model of a recording gives; one line with the reason if there is none."""
+    try:
+        recording = EventRecording(directory)
+        cost = History.read(recording).cost()
+    except (RecordingError, ValueError) as error:
+        yield f"no speeds are predicted: {error}"
+        return
+    length, chunk = min(context, EXAMPLE_CONTEXT), min(config.max_num_batched_tokens, context)
+    yield f"speeds by recording {recording.incarnation} ({cost.num_steps:,} steps, error {100 * cost.error:.0f} %):"
+    seconds = cost.of_prefill(chunk)
+    yield f"  prefill of {chunk} tokens: {1e3 * seconds:.1f} ms, {chunk / seconds:,.0f} tokens/s"
+    for rows in sorted({1, *(n for n in (4, 16, 64) if n < config.max_num_seqs), config.max_num_seqs}):
+        seconds = cost.of_decodes(rows, length)
+        speed = f"{1e3 * seconds:.1f} ms a step, {rows / seconds:,.0f} tokens/s"
+        yield f"  {rows} decodes with {length} tokens each: {speed}"
+
+
+def _rows(
+    config: ServeConfig, path: Path, model: ModelConfig, serving: ServingMemory
+) -> Iterator[tuple[object, ...]]:
+    """Yield the columns of each tensor-parallel size, and whether it fits.
+
+    Raises: ConfigurationError, CheckpointError, LoadError
+    """
+    context, free = context_length(config, model), serving.free
+    for size in tensor_parallel_sizes(model, inputs_kept_together(config.quantization)):
+        if size > (1 if serving.is_gpu else MOST_RANKS):
             return
         layout = config.model_copy(update={"tensor_parallel_size": size})
         ranks = [rank_memory(config, path, part, config.block_size) for part in parts(layout, model)]
-        caches = [cache_bytes(config, rank, context) for rank in ranks]
+        caches = [cache_bytes(config, rank, context, serving) for rank in ranks]
         blocks = min(cache // rank.kv_block for cache, rank in zip(caches, ranks, strict=True))
         needed, tokens = sum(rank.weights for rank in ranks) + sum(caches), blocks * config.block_size
         fits = needed <= free and blocks > 0

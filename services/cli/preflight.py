@@ -2,32 +2,38 @@
 
 import importlib.util
 import ipaddress
-import os
+import re
 import socket
 import ssl
 from pathlib import Path
 
 from services.checkpoint import CheckpointError, is_gguf, is_local, read_json, resolve
 from services.checkpoint.default_model import packaged_model
-from services.cli.settings import ConfigurationError
-from services.config import FrontendConfig, HttpConfig, ServeConfig
+from services.cli.settings import ConfigurationError, flag
+from services.config import FrontendConfig, HttpConfig, SchedulerConfig, ServeConfig
+from services.config.traces import GRPC, HTTP, TRACES_PROTOCOL, traces_protocol
 
-TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?(:[\w.-]+)?", re.ASCII)
+"""A repository, or one of its GGUF files."""
 EXPORTERS = {
-    "grpc": ("opentelemetry.exporter.otlp.proto.grpc", "grpc"),
-    "http/protobuf": ("opentelemetry.exporter.otlp.proto.http", "requests"),
+    GRPC: ("opentelemetry.exporter.otlp.proto.grpc", "grpc"),
+    HTTP: ("opentelemetry.exporter.otlp.proto.http", "requests"),
 }
 """Modules that each protocol needs."""
 
 
 def check_model(model: str) -> None:
     """Check that a model directory or file exists, and that a GGUF file is complete and supported. The services check
-    everything else, and names on the hub.
+    everything else, and whether the hub has a name.
 
     Raises:
-        ConfigurationError: there is no such directory or file, a directory has several GGUF files, or the file cannot
-            be served.
+        ConfigurationError: there is no such directory or file, a directory has several GGUF files, the file cannot
+            be served, or the hub cannot have such a name.
     """
+    if not is_local(model) and not HUB_NAME.fullmatch(model):
+        raise ConfigurationError(
+            f"model {model}: no such directory, and not a name on the hub, which is ORGANISATION/NAME"
+        )
     if is_local(model):
         try:
             path = resolve(model)
@@ -38,12 +44,18 @@ def check_model(model: str) -> None:
 
 
 def check_files(config: ServeConfig) -> None:
-    """Check that files that the frontend reads exist, and that no name is a model.
+    """Check that files that are read exist, those that are written can be, and that no name is a model.
 
     Raises: ConfigurationError
     """
-    if config.chat_template is not None and not Path(config.chat_template).expanduser().is_file():
-        raise ConfigurationError(f"--chat-template: cannot read {config.chat_template}: no such file")
+    if config.chat_template is not None:
+        _check_template(config.chat_template)
+    if config.uds is not None and Path(config.uds).is_file():
+        raise ConfigurationError(f"--uds: {config.uds} is a file; give a path that a socket can have")
+    for name in ("uds", "step_trace", "sim_trace"):
+        value = getattr(config, name)
+        if value and (Path(value).is_dir() or not Path(value).absolute().parent.is_dir()):
+            raise ConfigurationError(f"{flag(name)}: {value} is no path of a file in an existing directory")
     names = config.served_model_name
     if (
         not config.model
@@ -53,6 +65,64 @@ def check_files(config: ServeConfig) -> None:
         raise ConfigurationError(
             f"{names[-1]} is taken for a name of the model; put MODEL before --served-model-name"
         )
+
+
+def _check_template(name: str) -> None:
+    """Raises: ConfigurationError, if the file cannot be read, or is no Jinja template"""
+    from jinja2 import TemplateSyntaxError
+
+    from services.frontend.templates.sandbox import Sandbox
+
+    try:
+        Sandbox().parse(Path(name).expanduser().read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"--chat-template: cannot read {name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"--chat-template: cannot read {name}: {reason}") from None
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(f"--chat-template: {name}, line {error.lineno}: {error.message}") from None
+
+
+def check_policy(config: SchedulerConfig) -> None:
+    """Raises: ConfigurationError, if the batching policy does not exist"""
+    from services.scheduler.policies import PolicyError, find_policy
+
+    try:
+        find_policy(config.policy)
+    except PolicyError as error:
+        raise ConfigurationError(str(error)) from None
+
+
+def check_kv_events(config: SchedulerConfig) -> None:
+    """Check that KV events stay on this machine, unless they may leave it unencrypted.
+
+    Raises: ConfigurationError
+    """
+    if config.kv_events_config is None or not config.kv_events_config.is_active:
+        return
+    from protocol.transport import check_publisher
+
+    try:
+        for endpoint in config.kv_events_config.endpoints:
+            check_publisher(endpoint, config.security)
+    except ValueError as error:
+        raise ConfigurationError(f"--kv-events-config: {error}") from None
+
+
+def check_record(config: SchedulerConfig) -> None:
+    """Make the directory of recordings.
+
+    Raises: ConfigurationError, if it cannot be written, or others can read it.
+    """
+    if config.record is None:
+        return
+    from services.scheduler.recording import prepare_directory
+
+    try:
+        prepare_directory(config.record)
+    except OSError as error:
+        raise ConfigurationError(error.strerror or str(error)) from None
 
 
 def free_port(host: str, port: int) -> int:
@@ -105,7 +175,7 @@ def check_traces(config: FrontendConfig | ServeConfig) -> None:
     """
     if config.otlp_traces_endpoint is None:
         return
-    protocol = os.environ.get(TRACES_PROTOCOL, "grpc")
+    protocol = traces_protocol()
     if protocol not in EXPORTERS:
         raise ConfigurationError(f"{TRACES_PROTOCOL} is {protocol!r}; use {' or '.join(EXPORTERS)}")
     missing = [name for name in ("opentelemetry.sdk", *EXPORTERS[protocol]) if not _is_installed(name)]

@@ -11,10 +11,13 @@ from pathlib import Path
 from services.cli.display import display
 from services.cli.keys import with_keys
 from services.cli.logs import json_line
-from services.cli.model_check import check_sizes
+from services.cli.model_check import check_drafter, check_sizes, check_tokenizer
 from services.cli.preflight import (
     check_files,
+    check_kv_events,
     check_model,
+    check_policy,
+    check_record,
     check_tls,
     check_traces,
     free_port,
@@ -54,7 +57,12 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
     check_tls(config)
     check_files(config)
     check_sizes(config)
+    check_tokenizer(config)
+    check_drafter(config)
+    check_policy(config)
     check_traces(config)
+    check_kv_events(config)
+    check_record(config)
     if config.uds is None:
         config = config.model_copy(update={"port": free_port(config.host, config.port)})
     screen = display(config.log_format)
@@ -81,7 +89,7 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         if on_ready is not None:
             on_ready(supervisor.stop)
             return None
-        print(_welcome(probe, bool(config.api_key), time.monotonic() - started), flush=True)
+        print(_welcome(probe, config, time.monotonic() - started), flush=True)
         return None
 
     try:
@@ -151,10 +159,11 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in settings}
 
 
-def _welcome(probe: FrontendProbe, needs_key: bool, seconds: float) -> str:
-    """Return one line with the model, its URL, the start-up time and an example request."""
+def _welcome(probe: FrontendProbe, config: ServeConfig, seconds: float) -> str:
+    """Return one line with the model, its URL, the start-up time, the page and an example request."""
     model = probe.model()
-    key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if needs_key else ""
+    key = ' -H "Authorization: Bearer $RUNAHEAD_API_KEY"' if config.api_key else ""
+    page = f" Page: {probe.url}/ ." if config.ui and config.uds is None else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     example = f"{probe.curl()}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s. Try: {example}"
+    return f"Serving {model} at {probe.url}/v1 after {seconds:.1f} s.{page} Try: {example}"

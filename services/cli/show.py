@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from services.checkpoint import CheckpointError, is_local, model_name, resolve
+from services.cli.serving_memory import serving_memory
 from services.cli.settings import Settings
 from services.config import BaseConfig, ServeConfig
 from services.worker import machine
@@ -39,6 +40,8 @@ def _of_engine(config: ServeConfig) -> Iterator[tuple[str, object]]:
     yield "batch_queue_depth", config.depth
     if config.backend != "sim":
         yield "threads", max(1, machine.cores() // config.num_workers)
+    on_host = config.device != "cuda" if config.backend == "vllm" else not serving_memory(config).is_gpu
+    if config.backend != "sim" and on_host:
         yield "kv_cache_memory_bytes", machine.cache_budget(config.kv_cache_memory_bytes)
 
 

@@ -8,6 +8,7 @@ from protocol.transport import HandshakeRefused, HandshakeTimeout, check_endpoin
 from services.checkpoint import CheckpointError
 from services.cli import logs
 from services.cli.keys import with_keys
+from services.cli.preflight import check_kv_events, check_policy, check_record
 from services.cli.settings import ConfigurationError, flag
 from services.config import ENDPOINTS, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from services.process import collection_paused
@@ -51,13 +52,9 @@ def _entry_point(config: ServiceConfig) -> Callable[[], int]:
             with_key_file = with_keys(config)
             return lambda: run_frontend(with_key_file)
         case SchedulerConfig():
-            from services.scheduler.policies import PolicyError, find_policy
             from services.scheduler.service import run as run_scheduler
 
-            try:
-                find_policy(config.policy)
-            except PolicyError as error:
-                raise ConfigurationError(str(error)) from None
+            check_policy(config)
             return lambda: run_scheduler(config)
         case WorkerConfig():
             from services.worker.service import run as run_worker
@@ -81,3 +78,6 @@ def check_endpoints(config: ServiceConfig) -> None:
             check_endpoint(getattr(config, name), config.security)
         except ValueError as error:
             raise ConfigurationError(f"{flag(name)}: {error}") from None
+    if isinstance(config, SchedulerConfig):
+        check_kv_events(config)
+        check_record(config)

@@ -1,33 +1,24 @@
 """`runahead status`: state, ranks and load of a running server, from its HTTP API."""
 
-import http.client
 import json
 import re
-import ssl
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
-from services.cli.healthcheck import own_tls
+from services.cli.ask import NoAnswer, ask, ask_object, base_url
 
-TIMEOUT = 5.0
-"""Seconds to wait for an answer."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Hosts whose certificate is not checked: this machine, which has another name in it."""
 _SAMPLE = re.compile(r"^runahead:(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
-
-class NoAnswer(Exception):
-    """The reason, in one line."""
+_SHOWN = (
+    "phase", "detail", "served_model_names", "features", "max_model_len", "num_blocks", "block_size", "version",
+)  # fmt: skip
 
 
 def status(url: str, api_key: str, as_json: bool) -> int:
     """Print the status. Return the exit status: 0 if requests are served, 1 if not or without an answer."""
     try:
-        found = collect(url.rstrip("/").removesuffix("/v1"), api_key)
+        found = collect(base_url(url), api_key)
     except NoAnswer as error:
         print(f"runahead: {error}", file=sys.stderr)
         return 1
@@ -40,9 +31,9 @@ def collect(url: str, api_key: str) -> dict[str, Any]:
 
     Raises: NoAnswer
     """
-    info: dict[str, Any] = json.loads(_get(f"{url}/server_info", api_key))
+    info = ask_object(f"{url}/server_info", api_key, *_SHOWN)
     metrics: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(_get(f"{url}/metrics", api_key).decode()):
+    for name, value in _SAMPLE.findall(ask(f"{url}/metrics", api_key).decode()):
         metrics[name] = metrics.get(name, 0.0) + float(value)
     return {**info, "metrics": metrics}
 
@@ -76,22 +67,3 @@ def lines(url: str, found: dict[str, Any]) -> Iterator[str]:
 def _counted(metrics: dict[str, float], **words: str) -> str:
     """Return the metrics that exist, such as "3 running, 0 waiting"."""
     return ", ".join(f"{metrics[name]:,.0f} {word}" for name, word in words.items() if name in metrics)
-
-
-def _get(url: str, api_key: str) -> bytes:
-    """Raises: NoAnswer"""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https"):
-        raise NoAnswer(f"{url}: is no URL of a server; give one such as http://127.0.0.1:8000")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    context = own_tls() if parts.hostname in LOOPBACK else ssl.create_default_context()
-    try:
-        request = urllib.request.Request(url, headers=headers)  # noqa: S310  the scheme is checked above
-        with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:  # noqa: S310
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
-        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else ""
-        raise NoAnswer(f"{url}: status {error.code}{hint}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise NoAnswer(f"{url}: no answer: {reason}") from None

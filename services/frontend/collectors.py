@@ -61,6 +61,15 @@ class ValueHistogram(Collector):
         yield histogram_family(self._name, self._text, bounds, counts, self._sum, self._labels)
 
 
+class Count:
+    """Value of one combination of labels; add to `value`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
 class Total(Collector):
     """Counter with labels beside those of every metric."""
 
@@ -69,15 +78,14 @@ class Total(Collector):
         self._text = text
         self._label_names = (*LABELS, *more_labels)
         self._labels = labels
-        self._values: dict[tuple[str, ...], float] = {}
-        if not more_labels:
-            self.add(0)
+        self._counts: dict[tuple[str, ...], Count] = {}
 
-    def add(self, amount: float, *labels: str) -> None:
-        self._values[labels] = self._values.get(labels, 0.0) + amount
+    def count(self, *labels: str) -> Count:
+        """Return the count of these labels, which the caller keeps, as searching takes longer than adding."""
+        return self._counts.setdefault(labels, Count())
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._label_names)
-        for labels, value in self._values.items():
-            family.add_metric((*self._labels, *labels), value)
+        for labels, count in self._counts.items():
+            family.add_metric((*self._labels, *labels), count.value)
         yield family

@@ -1,10 +1,11 @@
 """Errors for clients, with OpenAI's body; below /v1/messages with Anthropic's."""
 
 import math
-from typing import Any
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 _TYPES = {
     401: "authentication_error",
@@ -29,6 +30,30 @@ GONE = 499
 """Status of a request whose client left; only metrics and logs show it."""
 
 
+class Error(TypedDict):
+    message: str
+    """The problem, and what would work."""
+    type: str
+    param: str | None
+    """The field of the body that is wrong."""
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    error: Error
+
+
+class AnthropicError(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(TypedDict):
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
+
+
 class APIError(Exception):
     """Ends one request with a status and a message for the client."""
 
@@ -48,7 +73,7 @@ class APIError(Exception):
         self.code = code
         self._retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorResponse:
         kind = _TYPES.get(
             self.status, "internal_server_error" if self.status >= 500 else "invalid_request_error"
         )
@@ -67,7 +92,7 @@ class APIError(Exception):
         return Response(self.encoded(), self.status, self.headers, "application/json")
 
 
-def anthropic_body(error: APIError, request_id: str) -> dict[str, Any]:
+def anthropic_body(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """Return the error in the form of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from protocol.requests import ITERATION_TOKENS, Finish
-from services.frontend.collectors import LABELS, Total, ValueHistogram, histogram_family
+from services.frontend.collectors import LABELS, Count, Total, ValueHistogram, histogram_family
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
 
@@ -218,18 +218,22 @@ class Metrics:
         def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> ValueHistogram:
             return histogram(f"{name}_seconds", text, buckets)
 
-        self._success = counter("request_success", "answers that completed", "finished_reason")
-        for reason in ("stop", "length", "abort", "error"):
-            self._success.add(0, reason)
+        success = counter("request_success", "answers that completed", "finished_reason")
+        self._finished = {reason: success.count(reason) for reason in ("stop", "length", "abort", "error")}
         self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
+        self._by_status: dict[int, Count] = {}
         self._duplicates = counter(
             "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
+        ).count()
+        by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
+        self._computed_total = by_source.count("local_compute")
+        self._cached = (
+            counter("prompt_tokens_cached", "prompt tokens that the prefix cache held").count(),
+            counter("prompt_tokens_cached_by_source", "the same by source", "source").count(
+                "local_cache_hit"
+            ),
+            by_source.count("local_cache_hit"),
         )
-        self._cached = counter("prompt_tokens_cached", "prompt tokens that the prefix cache held")
-        self._cached_by = counter("prompt_tokens_cached_by_source", "the same by source", "source")
-        self._by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
-        for source in ("local_compute", "local_cache_hit"):
-            self._by_source.add(0, source)
         first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
@@ -253,10 +257,9 @@ class Metrics:
 
     def on_answer(self, record: AnswerRecord) -> None:
         """Count a choice that ended by itself."""
-        self._success.add(1, record.finish)
+        self._finished[record.finish].value += 1
         self._e2e.observe(record.seconds)
-        if record.duplicates:
-            self._duplicates.add(record.duplicates)
+        self._duplicates.value += record.duplicates
         self._prompt.observe(record.prompt_tokens)
         self._output.observe(record.output_tokens)
         self._most.observe(record.output_tokens)
@@ -271,10 +274,9 @@ class Metrics:
         """Count what only the engine knows."""
         cached = end.num_cached_tokens
         computed = max(prompt_tokens - cached, 0)
-        self._cached.add(cached)
-        self._cached_by.add(cached, "local_cache_hit")
-        self._by_source.add(cached, "local_cache_hit")
-        self._by_source.add(computed, "local_compute")
+        for count in self._cached:
+            count.value += cached
+        self._computed_total.value += computed
         self._computed.observe(computed)
         self._preemptions.observe(end.num_preemptions)
         times = end.times
@@ -288,7 +290,10 @@ class Metrics:
 
     def on_request(self, status: int) -> None:
         """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
-        self._requests.add(1, outcome_of(status), str(status))
+        count = self._by_status.get(status)
+        if count is None:
+            count = self._by_status[status] = self._requests.count(outcome_of(status), str(status))
+        count.value += 1
 
     def fold(self) -> None:
         """Sort observed values into buckets. Call it regularly: until then they are kept."""

@@ -25,6 +25,9 @@ from services.frontend.http.listener import listen, tls_options
 from services.frontend.load_log import log_load
 from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
+from services.frontend.page.files import PageFiles
+from services.frontend.request_log import EndedRequestLog
+from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
 
 log = logging.getLogger("runahead.frontend")
@@ -64,12 +67,16 @@ class FrontendService:
             config.request_timeout,
             config.security,
             model.tokenizer.digest,
+            StepRing(config.step_ring) if config.step_ring else None,
         )
         self._metrics = Metrics(self.engine, model.names[0])
         endpoint, name = config.otlp_traces_endpoint, model.names[0]
         self._traces = TraceExporter(endpoint, name, self.engine) if endpoint else None
-        app = build(config, model, self.engine, self._metrics, self._traces)
-        guarded = with_cors(Guards(app, config, config.max_body_bytes), config)
+        page = PageFiles.load() if config.ui else None
+        self._request_log = EndedRequestLog()
+        app = build(config, model, self.engine, self._metrics, self._request_log, self._traces, page)
+        public = frozenset[str]() if page is None else page.paths
+        guarded = with_cors(Guards(app, config, config.max_body_bytes, public), config)
         self.server = _Server(
             uvicorn.Config(
                 guarded,
@@ -97,6 +104,7 @@ class FrontendService:
         load = asyncio.create_task(log_load(self.engine, self._metrics))
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
+        self.engine.drain()
         self.server.should_exit = True
         try:
             await serving
@@ -109,6 +117,7 @@ class FrontendService:
             connection.cancel()
             load.cancel()
             await asyncio.wait({connection, load})
+            self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()
         return 0
@@ -117,7 +126,7 @@ class FrontendService:
         """Drain on the first signal: open requests finish, new ones are refused. Stop on the second."""
         if self._drain is None:
             log.info("draining: %d open requests finish, new ones are refused", self.engine.num_open)
-            self.engine.draining = True
+            self.engine.drain()
             self._drain = asyncio.get_running_loop().create_task(self._exit_when_drained())
             return
         log.info("stopping now")

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request as HTTPRequest
 
-from services.frontend.engine.client import EngineClient, Recovery
+from services.config.traces import GRPC, traces_protocol
+from services.frontend.engine.availability import Recovery
+from services.frontend.engine.client import EngineClient
 from services.frontend.request_summary import ChoiceTimes, RequestSummary
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-"""Environment variable with the transport: grpc (as with vLLM) or http/protobuf."""
 EXPORT_SECONDS = 5
 """Time limit of an export. Spans that cannot be exported are dropped with a log line."""
 _OPERATIONS = {
@@ -191,7 +191,7 @@ def _add_events(span: "Span", recoveries: Iterable[Recovery], clock: _WallClock)
 
 
 def _span_exporter(endpoint: str) -> "SpanExporter":
-    if os.environ.get(PROTOCOL, "grpc") == "grpc":
+    if traces_protocol() == GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint, insecure=not endpoint.startswith("https:"), timeout=EXPORT_SECONDS)

@@ -10,6 +10,7 @@ import aiohttp
 import numpy as np
 import uvloop
 
+from services.cli.ask import base_url
 from services.config import BenchConfig
 
 
@@ -58,7 +59,7 @@ def prompts(config: BenchConfig, count: int, seed: int) -> list[list[int]]:
 async def _run(config: BenchConfig) -> LoadResult:
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     async with aiohttp.ClientSession(
-        config.base_url,
+        base_url(config.base_url),
         headers=headers,
         # A connection for each request: a server may close one that it has kept open when the next request arrives.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from services.config import BenchConfig
 
 if TYPE_CHECKING:
-    from services.cli.bench.load import LoadResult
+    from services.cli.bench.load import LoadResult, SentRequest
 
 
 def summarize(config: BenchConfig, load: "LoadResult") -> dict[str, object]:
@@ -41,6 +41,7 @@ def summarize(config: BenchConfig, load: "LoadResult") -> dict[str, object]:
         "total_output_tokens": outputs,
         "request_throughput": len(done) / load.duration,
         "output_throughput": outputs / load.duration,
+        "max_output_tokens_per_s": _peak(streamed),
         "total_token_throughput": (inputs + outputs) / load.duration,
     }
     tpot = [(r.arrivals[-1] - r.arrivals[0]) / (r.output_tokens - 1) for r in streamed if r.output_tokens > 1]
@@ -52,6 +53,15 @@ def summarize(config: BenchConfig, load: "LoadResult") -> dict[str, object]:
     }.items():
         result |= _distribution(name, np.array(seconds or [0.0]) * 1e3)
     return result
+
+
+def _peak(requests: "list[SentRequest]") -> float:
+    """Return the most chunks that arrived in one second, counted from the first request on."""
+    if not requests:
+        return 0.0
+    start = min(request.started for request in requests)
+    seconds = np.array([time - start for request in requests for time in request.arrivals]).astype(int)
+    return float(np.bincount(seconds).max())
 
 
 def _distribution(name: str, values: NDArray[np.float64]) -> dict[str, float]:

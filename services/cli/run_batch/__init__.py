@@ -1,5 +1,6 @@
 """`runahead run-batch`: answers an OpenAI batch file, with services of its own or those of a running server."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import NamedTuple
 
 from services.cli.keys import with_keys
 from services.cli.run_batch.batch import Batch, BatchCounts
-from services.cli.run_batch.requests import RequestSender, Target, reach
+from services.cli.run_batch.connection import Target
+from services.cli.run_batch.requests import reach
 from services.cli.serve import serve
 from services.cli.settings import ConfigurationError, flag
 from services.config import RunBatchConfig, ServeConfig
@@ -35,8 +37,8 @@ def run_batch(config: RunBatchConfig) -> int:
     started = time.monotonic()
     if config.url:
         target = Target.from_url(config.url, with_keys(config).api_key)
-        reach(target)
-        batch.run(RequestSender(target))
+        asyncio.run(reach(target))
+        asyncio.run(batch.run(target))
         status = 0
     else:
         status = _run_with_services(config, batch)
@@ -71,7 +73,7 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
         fields.pop(name, None)
     with private_directory(short_base(DIRECTORY_PREFIX, "http"), DIRECTORY_PREFIX) as directory:
         socket = str(directory / "http")
-        sender = RequestSender(Target.from_socket(socket))
+        target = Target.from_socket(socket)
         own = ServeConfig.model_validate(fields | {"uds": socket})
         thread: threading.Thread | None = None
 
@@ -80,7 +82,7 @@ def _run_with_services(config: RunBatchConfig, batch: Batch) -> int:
 
             def work() -> None:
                 try:
-                    batch.run(sender)
+                    asyncio.run(batch.run(target))
                 finally:
                     stop()
 

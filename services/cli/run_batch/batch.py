@@ -1,15 +1,15 @@
 """A batch file from its first line to its last."""
 
+import asyncio
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from services.cli.run_batch.connection import Target
 from services.cli.run_batch.lines import BatchRefusal, BatchRequest, answer_line, parse, refusal_line
 from services.cli.run_batch.requests import RequestSender, ServerGone
 
@@ -47,33 +47,38 @@ class Batch:
         self._source = source
         self._target = target
         self._concurrency = concurrency
-        self._stopped = threading.Event()
         self._reported = 0.0
 
-    def run(self, sender: RequestSender) -> None:
+    async def run(self, target: Target) -> None:
         """Answer all lines, or stop at the first one that gets no answer: `error` has the reason."""
         self._reported = time.monotonic()
-        pool = ThreadPoolExecutor(self._concurrency)
+        sender = RequestSender(target, self._concurrency)
+        pending: deque[asyncio.Task[_Result]] = deque()
         try:
             with self._target.open("w", encoding="utf-8") as output:
-                self._run(sender, pool, output)
+                await self._run(sender, pending, output)
             self.counts.ended = True
         except (OSError, UnicodeDecodeError, ServerGone) as error:
             self.error = str(error)
         finally:
-            self._stopped.set()
-            pool.shutdown(cancel_futures=True)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
             sender.close()
 
-    def _run(self, sender: RequestSender, pool: ThreadPoolExecutor, output: TextIO) -> None:
+    async def _run(
+        self, sender: RequestSender, pending: "deque[asyncio.Task[_Result]]", output: TextIO
+    ) -> None:
         """Raises: OSError, UnicodeDecodeError, ServerGone"""
-        pending: deque[Future[_Result]] = deque()
         for line in self._lines():
-            pending.append(pool.submit(self._answer, sender, line))
+            pending.append(asyncio.create_task(_answer(sender, line)))
+            await asyncio.sleep(0)
             while pending and (len(pending) >= WINDOW * self._concurrency or pending[0].done()):
-                self._write(output, pending.popleft().result())
-        for future in pending:
-            self._write(output, future.result())
+                self._write(output, await pending[0])
+                pending.popleft()
+        while pending:
+            self._write(output, await pending[0])
+            pending.popleft()
 
     def _lines(self) -> Iterator[BatchRequest | BatchRefusal]:
         used: dict[str, int] = {}
@@ -81,15 +86,6 @@ class Batch:
             for number, text in enumerate(file, 1):
                 if text.strip():
                     yield parse(text, used, number)
-
-    def _answer(self, sender: RequestSender, line: BatchRequest | BatchRefusal) -> _Result:
-        """Raises: ServerGone"""
-        if isinstance(line, BatchRefusal):
-            return _Result(refusal_line(line), True)
-        if self._stopped.is_set():
-            raise ServerGone("stopped")
-        answer = sender.send(line)
-        return _Result(answer_line(line.custom_id, *answer), answer.status != 200)
 
     def _write(self, output: TextIO, result: _Result) -> None:
         output.write(result.line)
@@ -99,3 +95,11 @@ class Batch:
             self._reported = time.monotonic()
             output.flush()
             print(f"{self.counts.written} lines answered", file=sys.stderr, flush=True)
+
+
+async def _answer(sender: RequestSender, line: BatchRequest | BatchRefusal) -> _Result:
+    """Raises: ServerGone"""
+    if isinstance(line, BatchRefusal):
+        return _Result(refusal_line(line), True)
+    answer = await sender.send(line)
+    return _Result(answer_line(line.custom_id, *answer), answer.status != 200)

@@ -1,15 +1,12 @@
-"""HTTP requests of a batch, one connection per thread."""
+"""HTTP requests of a batch."""
 
-import http.client
+import asyncio
+import email.utils
 import json
-import ssl
-import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from services.cli.readiness import UnixConnection
+from services.cli.run_batch.connection import HttpAnswer, HttpConnection, Target
 from services.cli.run_batch.lines import BatchRequest
 from services.cli.settings import ConfigurationError
 
@@ -17,8 +14,10 @@ ANSWER_SECONDS = 3600.0
 """Seconds to wait for a whole answer; the server ends requests without progress much earlier."""
 CONNECT_SECONDS = 5.0
 OVERLOADED = (429, 503)
-PAUSE_SECONDS, MOST_PAUSES = 1.0, 600
-"""Pause before a refused request is sent again, and the number of times."""
+PAUSE_SECONDS = 1.0
+"""Pause before a request is sent again, unless the server's `Retry-After` says another one."""
+MOST_SECONDS = 600.0
+"""Maximum sum of a request's pauses, and of a single one."""
 ATTEMPTS = 3
 """Number of connections to a server that does not answer."""
 
@@ -33,52 +32,15 @@ class BatchAnswer(NamedTuple):
     body: Any
 
 
-@dataclass(frozen=True)
-class Target:
-    """Address of the server: a Unix socket, or host and port."""
-
-    host: str
-    port: int | None = None
-    socket: str = ""
-    is_tls: bool = False
-    root: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_socket(cls, path: str) -> "Target":
-        return cls("localhost", socket=path)
-
-    @classmethod
-    def from_url(cls, url: str, api_keys: list[str]) -> "Target":
-        """Raises: ConfigurationError"""
-        parts = urlsplit(url)
-        try:
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host, port = None, None
-        if not host:
-            raise ConfigurationError(f"--url: {url} names no host; give one such as http://127.0.0.1:8000")
-        headers = {"Authorization": f"Bearer {api_keys[0]}"} if api_keys else {}
-        root = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(host, port, is_tls=parts.scheme == "https", root=root, headers=headers)
-
-    def connect(self, seconds: float) -> http.client.HTTPConnection:
-        if self.socket:
-            return UnixConnection(self.socket, seconds)
-        if self.is_tls:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self.host, self.port, timeout=seconds, context=context)
-        return http.client.HTTPConnection(self.host, self.port, timeout=seconds)
-
-
-def reach(target: Target) -> None:
+async def reach(target: Target) -> None:
     """Raises: ConfigurationError, if the server does not list its models"""
-    connection = target.connect(CONNECT_SECONDS)
+    connection = HttpConnection(target)
     try:
-        connection.request("GET", f"{target.root}/v1/models", headers=target.headers)
-        status = connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        raise ConfigurationError(f"--url: no answer from {target.host}: {error}") from None
+        async with asyncio.timeout(CONNECT_SECONDS):
+            status = (await connection.request("GET", "/v1/models")).status
+    except OSError as error:  # also a time limit
+        reason = str(error) or f"no answer within {CONNECT_SECONDS:g} s"
+        raise ConfigurationError(f"--url: no answer from {target.host}: {reason}") from None
     finally:
         connection.close()
     if status != 200:
@@ -87,56 +49,60 @@ def reach(target: Target) -> None:
 
 
 class RequestSender:
-    """Sends requests; each thread has a connection of its own, which stays open."""
+    """Sends up to `concurrency` requests at a time, each on a connection of its own that later ones use again."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, concurrency: int) -> None:
         self._target = target
-        self._threads = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []
+        self._slots = asyncio.Semaphore(concurrency)
+        self._idle: list[HttpConnection] = []
 
-    def send(self, request: BatchRequest) -> BatchAnswer:
-        """Return the answer; a refusal for load is repeated.
+    async def send(self, request: BatchRequest) -> BatchAnswer:
+        """Return the answer; a refusal for load is repeated when the server says so.
 
         Raises: ServerGone
         """
-        answer, pauses = self._send(request), 0
-        while answer.status in OVERLOADED and pauses < MOST_PAUSES:
-            time.sleep(PAUSE_SECONDS)
-            answer, pauses = self._send(request), pauses + 1
-        return answer
-
-    def _send(self, request: BatchRequest) -> BatchAnswer:
-        headers = {**self._target.headers, "Content-Type": "application/json"}
-        reason: Exception | None = None
-        for attempt in range(ATTEMPTS):
-            connection = self._connection()
+        async with self._slots:
+            connection = self._idle.pop() if self._idle else HttpConnection(self._target)
             try:
-                connection.request("POST", self._target.root + request.url, request.body, headers)
-                response = connection.getresponse()
-                content = response.read()
-            except (
-                OSError,
-                http.client.HTTPException,
-            ) as error:  # such as a connection that was closed when idle
-                connection.close()
-                reason = error
-                time.sleep(PAUSE_SECONDS if attempt else 0)
-                continue
-            return BatchAnswer(response.status, response.headers.get("x-request-id", ""), _decoded(content))
-        raise ServerGone(f"the server is gone: {reason}") from reason
-
-    def _connection(self) -> http.client.HTTPConnection:
-        """Return this thread's connection; it connects again after it was closed."""
-        known: dict[str, http.client.HTTPConnection] = self._threads.__dict__
-        if "connection" not in known:
-            known["connection"] = self._target.connect(ANSWER_SECONDS)
-            self._connections.append(known["connection"])
-        return known["connection"]
+                answer, waited = await _attempt(connection, request), 0.0
+                while answer.status in OVERLOADED and waited < MOST_SECONDS:
+                    pause = pause_of(answer)
+                    await asyncio.sleep(pause)
+                    answer, waited = await _attempt(connection, request), waited + pause
+            finally:
+                self._idle.append(connection)
+        return BatchAnswer(answer.status, answer.headers.get("x-request-id", ""), _decoded(answer.body))
 
     def close(self) -> None:
         """Close all connections. No request may be open."""
-        for connection in self._connections:
+        for connection in self._idle:
             connection.close()
+
+
+async def _attempt(connection: HttpConnection, request: BatchRequest) -> HttpAnswer:
+    """Raises: ServerGone"""
+    reason: Exception | None = None
+    for attempt in range(ATTEMPTS):
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await connection.request("POST", request.url, request.body)
+        except OSError as error:  # such as a connection that was closed when idle
+            reason = error
+            await asyncio.sleep(PAUSE_SECONDS if attempt else 0)
+    raise ServerGone(f"the server is gone: {reason}") from reason
+
+
+def pause_of(answer: HttpAnswer) -> float:
+    """Return the seconds of `Retry-After`, which is a number or a date."""
+    given = answer.headers.get("retry-after", "")
+    try:
+        seconds = float(given)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(given).timestamp() - time.time()
+        except ValueError:
+            seconds = PAUSE_SECONDS
+    return min(max(seconds, 0.0), MOST_SECONDS) if seconds == seconds else PAUSE_SECONDS
 
 
 def _decoded(content: bytes) -> Any:

@@ -1,9 +1,17 @@
 """Answers in the form of the Messages API, whole and as events."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from services.frontend.anthropic.responses import (
+    AnthropicUsage,
+    MessageEnding,
+    MessageHead,
+    MessageResponse,
+    StopReason,
+)
 from services.frontend.errors import APIError, anthropic_body
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.events import one_line
@@ -12,10 +20,10 @@ from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 
 JSON = dict[str, Any]
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens"}
 
 
-def stop_reason(chunk: Chunk, num_calls: int) -> JSON:
+def stop_reason(chunk: Chunk, num_calls: int) -> MessageEnding:
     """Return the fields that say why an answer ended."""
     if isinstance(chunk.stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop}
@@ -26,9 +34,8 @@ def stop_reason(chunk: Chunk, num_calls: int) -> JSON:
     }
 
 
-def usage_json(usage: UsageCounter) -> JSON:
-    counted = usage.to_json()
-    cached = (counted["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+def usage_json(usage: UsageCounter) -> AnthropicUsage:
+    counted, cached = usage.to_json(), usage.num_cached or 0
     return {
         "input_tokens": counted["prompt_tokens"] - cached,
         "output_tokens": counted["completion_tokens"],
@@ -37,12 +44,9 @@ def usage_json(usage: UsageCounter) -> JSON:
     }
 
 
-def message_json(head: JSON, whole: Chunk, parser: AnswerParser, usage: UsageCounter) -> JSON:
-    """Return a whole answer.
-
-    Args:
-        head: id, model and the constant fields.
-    """
+def message_json(
+    head: MessageHead, whole: Chunk, parser: AnswerParser, usage: UsageCounter
+) -> MessageResponse:
     blocks: list[JSON] = []
     for event in parser.push(whole.text, is_last=True):
         match event:
@@ -71,14 +75,14 @@ def _arguments(text: str) -> JSON:
         return {}
 
 
-def event(content: JSON) -> bytes:
+def event(content: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), one_line(msgspec.json.encode(content)))
 
 
 class MessageEvents:
     """Writes the events of one streamed message, which has one choice."""
 
-    def __init__(self, head: JSON, parser: AnswerParser, usage: UsageCounter, request_id: str) -> None:
+    def __init__(self, head: MessageHead, parser: AnswerParser, usage: UsageCounter, request_id: str) -> None:
         self._head = head
         self._parser = parser
         self._usage = usage
@@ -87,7 +91,7 @@ class MessageEvents:
         """Index of the open content block."""
         self._open: str | None = None
         """Type of the open content block."""
-        self._ending: JSON = {}
+        self._ending: MessageEnding = {"stop_reason": "end_turn", "stop_sequence": None}
 
     def next_choice(self) -> "MessageEvents":
         return self

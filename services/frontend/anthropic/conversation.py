@@ -7,6 +7,7 @@ from services.frontend.anthropic.schemas import (
     AnthropicToolChoice,
     CountTokensRequest,
     MessagesRequest,
+    OutputConfig,
     RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
@@ -30,6 +31,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     if body.system:
         messages.insert(0, {"role": "system", "content": _text(body.system)})
     fields: dict[str, Any] = {"messages": messages, "chat_template_kwargs": _variables(body)}
+    fields |= _output(body)
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
@@ -64,6 +66,21 @@ def _variables(body: CountTokensRequest) -> dict[str, Any]:
     if body.thinking is None:
         return given
     return {"enable_thinking": body.thinking.type != "disabled", **given}
+
+
+def _output(body: CountTokensRequest) -> dict[str, Any]:
+    """Raises: APIError"""
+    config = body.output_config or OutputConfig()
+    if config.format is not None and body.output_format is not None:
+        raise invalid("output_format is an older name of output_config.format; leave it out", "output_format")
+    format = config.format or body.output_format
+    fields: dict[str, Any] = {}
+    if config.effort is not None:
+        fields["reasoning_effort"] = config.effort
+    if format is not None:
+        schema = {"name": "schema", "schema": format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
 
 
 def _tool_choice(given: AnthropicToolChoice | None) -> dict[str, Any]:

@@ -1,26 +1,15 @@
-"""Response bodies of the Messages API as described in /openapi.json. Responses may have more fields."""
+"""Response bodies of the Messages API: types of what is sent and of what /openapi.json describes."""
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from services.frontend.openai.schemas.responses import Natural
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class AnthropicError(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: AnthropicError
-    request_id: str
-
-
-class AnthropicUsage(BaseModel):
+class AnthropicUsage(TypedDict):
     input_tokens: Natural
     """Tokens of the prompt that the prefix cache did not hold."""
     output_tokens: Natural
@@ -28,24 +17,30 @@ class AnthropicUsage(BaseModel):
     cache_read_input_tokens: Natural
 
 
-class MessageResponse(BaseModel):
+class MessageHead(TypedDict):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[dict[str, Any]]
-    """Blocks of the types text, thinking and tool_use."""
+
+
+class MessageEnding(TypedDict):
     stop_reason: StopReason
     stop_sequence: str | None
+
+
+class MessageResponse(MessageHead, MessageEnding):
+    content: list[dict[str, Any]]
+    """Blocks of the types text, thinking and tool_use."""
     usage: AnthropicUsage
 
 
-class MessageEvent(BaseModel):
+class MessageEvent(TypedDict):
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
         "message_stop",
     ]  # fmt: skip
 
 
-class CountTokensResponse(BaseModel):
+class CountTokensResponse(TypedDict):
     input_tokens: Natural

@@ -1,6 +1,6 @@
 """Request bodies of Anthropic's Messages API. Every field has a bound; unserved fields are refused by name."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,30 +10,27 @@ from services.frontend.openai.schemas.requests import (
     MAX_STOPS,
     NEUTRAL,
     Neutral,
+    OpenObject,
     Stop,
     Text,
 )
 
 
-class _Part(BaseModel):
+class TextBlock(OpenObject):
     """More fields, such as `cache_control` and `citations`, are ignored with a notice."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class TextBlock(_Part):
     type: Literal["text"]
     text: Text
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(OpenObject):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
     name: str = Field(max_length=128)
     input: JSON
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(OpenObject):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
     content: Text | Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)] | None = None
@@ -41,14 +38,14 @@ class ToolResultBlock(_Part):
     """Not used; the content describes the error."""
 
 
-class ThinkingBlock(_Part):
+class ThinkingBlock(OpenObject):
     type: Literal["thinking"]
     thinking: Text
     signature: Text = ""
     """Not used; answers have an empty one."""
 
 
-class RedactedThinkingBlock(_Part):
+class RedactedThinkingBlock(OpenObject):
     """Not used; answers never have one."""
 
     type: Literal["redacted_thinking"]
@@ -62,27 +59,25 @@ Block = Annotated[
 ]
 
 
-class AnthropicMessage(_Part):
+class AnthropicMessage(OpenObject):
     role: Literal["user", "assistant"]
     content: Text | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
 
 
-class AnthropicTool(_Part):
+class AnthropicTool(OpenObject):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: Text | None = None
     input_schema: JSON
 
 
-class AnthropicToolChoice(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class AnthropicToolChoice(OpenObject):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, max_length=128)
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Thinking(OpenObject):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1024, lt=2**31)
     """Not used: reasoning and answer share `max_tokens`."""
@@ -90,22 +85,33 @@ class Thinking(BaseModel):
     """Not used."""
 
 
-class CountTokensRequest(BaseModel):
-    """A conversation. Only its prompt is computed."""
+class AnthropicFormat(BaseModel):
+    """Form of the answer's text."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-    unserved: ClassVar[Neutral] = {
-        **{
-            name: NEUTRAL[name]
-            for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking")
-        },
-        "container": (),
-        "mcp_servers": ([],),
-        "context_management": (),
-        "output_config": ({},),
-        "output_format": (),
-    }
-    """Known fields that are not served, with the values that change nothing."""
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["json_schema"]
+    schema_: JSON = Field(alias="schema")
+
+
+class OutputConfig(OpenObject):
+    format: AnthropicFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Variable of the chat template, as `reasoning_effort` of a chat."""
+
+
+_UNSERVED: Neutral = {
+    **{
+        name: NEUTRAL[name]
+        for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking")
+    },
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+}
+
+
+class CountTokensRequest(OpenObject):
+    """A conversation. Only its prompt is computed."""
 
     model: str | None = Field(None, max_length=512)
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -114,8 +120,15 @@ class CountTokensRequest(BaseModel):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     """Sets `enable_thinking` for the chat template."""
+    output_config: OutputConfig | None = None
+    output_format: AnthropicFormat | None = None
+    """Older name of `output_config.format`."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
     """vLLM's addition."""
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return _UNSERVED
 
 
 class MessagesRequest(CountTokensRequest):

@@ -8,17 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
 
 from protocol.codec import Decoder, ProtocolError, encode, pack
 from protocol.logprobs import Logprobs
+from protocol.records import StepRecords, Subscribe
 from protocol.requests import (
     AbortRequest,
     EngineMessage,
-    EnginePhase,
     EngineState,
     Finish,
     FinishReason,
@@ -31,32 +29,24 @@ from protocol.requests import (
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
+from protocol.silence import SilenceWatch
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
+from services.frontend.engine.availability import Availability, Recovery
+from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
 from services.frontend.errors import APIError
+from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
 
-NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
-RESET_TIMEOUT = 10.0
-"""Seconds to wait for the answer to a reset of the prefix cache."""
-
 TICK = 1.0
 """Seconds between two signs of life, and between two checks for those of the scheduler."""
-SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
-"""Phases of an engine that takes requests."""
-STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
-SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
-"""Fields of `EngineState` that requests are checked against."""
-
-MAX_RECOVERIES = 64
-"""Losses and returns of the engine that are kept for traces."""
 MAX_SHEDDING = 1.0
 """Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
 
@@ -92,15 +82,6 @@ class RequestContext:
     pooling: Pooling = Pooling.NONE
 
 
-class Recovery(NamedTuple):
-    """Loss of workers or of the scheduler, or the end of the pause that followed."""
-
-    at: float
-    """Monotonic seconds."""
-    name: str
-    reason: str
-
-
 class EngineClient:
     """Sends requests to the scheduler and groups the rows of its messages by request.
 
@@ -109,6 +90,7 @@ class EngineClient:
         patience: seconds that open requests wait for another scheduler.
         request_timeout: seconds without progress after which a request ends.
         tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
+        steps: receives the step records; None: they are not subscribed to.
     """
 
     def __init__(
@@ -120,62 +102,59 @@ class EngineClient:
         request_timeout: float,
         security: Security = LOCAL,
         tokenizer: str = "",
+        steps: StepRing | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._security = security
         self._tokenizer = tokenizer
+        self.steps = steps
+        self._is_subscribed = False
         self._max_open = max_open_requests
-        self._silence = silence
-        self._patience = patience
+        self._max_silence = silence
+        self._silence = SilenceWatch(silence)
         self._request_timeout = request_timeout
         self._client: AsyncClient | None = None
         self._reading: asyncio.Task[None] | None = None
         self.ledger = RequestLedger()
         self._numbers = itertools.count(1)
-        self._resets: dict[int, asyncio.Future[bool]] = {}
-        """Resets of the prefix cache without an answer."""
-        self._reset_numbers = itertools.count(1)
-        self._decoder: Decoder[RequestOutputs | EngineState | ResetDone] = Decoder(EngineMessage)
-        self._last_frame = 0.0
-        """When the scheduler was last heard: seconds on the loop's clock, measured once a tick."""
-        self._heard = False
-        """A message has arrived since the last tick."""
-        self._takes_requests = False
-        """The scheduler that is connected executes requests, or will when it has its workers again."""
-        self._lost_at: float | None = None
-        """When an engine that served was lost, until another one serves; monotonic seconds."""
+        self._resets = CacheResets()
+        self._availability = Availability(patience)
+        self._decoder: Decoder[RequestOutputs | EngineState | StepRecords | ResetDone] = Decoder(
+            EngineMessage
+        )
+        self._has_signs = True
+        """The scheduler sends signs of life. One without an incarnation does not."""
+        self._lease = 0
+        """Lease that the scheduler has given this connection; 0: unknown."""
         self._overloaded_until = 0.0
         """Until then the scheduler refuses new requests for load; monotonic seconds."""
         self.num_shed = 0
         """Requests that were refused for load before they were read."""
         self.flush_queue = FlushQueue()
-        self._state = NOT_CONNECTED
-        self.draining = False
-        self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
-        """The latest ones, in order."""
 
     @property
     def state(self) -> EngineState:
-        return self._state
+        return self._availability.state
 
-    @state.setter
-    def state(self, state: EngineState) -> None:
-        was_lost, is_lost = (s.phase is EnginePhase.RECOVERING for s in (self._state, state))
-        if is_lost and not was_lost:
-            self.recoveries.append(Recovery(time.monotonic(), "engine lost", state.detail))
-        elif was_lost and state.phase is EnginePhase.READY:
-            self.recoveries.append(Recovery(time.monotonic(), "engine recovered", ""))
-        self._state = state
+    @property
+    def recoveries(self) -> deque[Recovery]:
+        """Losses and returns of the engine, the latest ones in order."""
+        return self._availability.recoveries
 
     @property
     def ready(self) -> bool:
         """True if requests are executed now."""
-        return self._accepts_requests and self._takes_requests and self.state.phase is EnginePhase.READY
+        return self._availability.ready
 
     @property
-    def _accepts_requests(self) -> bool:
-        """New requests may queue while lost workers, or a lost scheduler, are replaced."""
-        return self.state.phase in SERVING and not self.draining
+    def draining(self) -> bool:
+        return self._availability.draining
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; open ones finish."""
+        self._availability.draining = True
+        if self.steps is not None:
+            self.steps.wake_viewers()
 
     @property
     def num_open(self) -> int:
@@ -183,11 +162,7 @@ class EngineClient:
 
     def check_ready(self) -> None:
         """Raises: APIError, with the reason"""
-        if self.draining:
-            raise APIError(503, "the server is stopping; no new requests are taken")
-        if not self._accepts_requests:
-            reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
-            raise APIError(503, f"the engine is not ready: {reason}")
+        self._availability.check()
 
     def check_load(self) -> None:
         """Refuse a request before it is read, if the scheduler would certainly refuse it for load.
@@ -213,7 +188,10 @@ class EngineClient:
                 client = AsyncClient(self._endpoint, self._security)
                 try:
                     await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
-                    self._client = client
+                    self._client, self._lease, self._has_signs = client, 0, True
+                    self._is_subscribed = False
+                    self._silence = SilenceWatch(self._max_silence)
+                    self._silence.heard()
                     await self._read_until_dropped(client)
                 except HandshakeTimeout:
                     continue
@@ -241,9 +219,14 @@ class EngineClient:
                 await asyncio.wait({reading})
 
     async def _read(self, client: AsyncClient) -> None:
-        """Raises: PeerGone, HandshakeRefused"""
+        """Raises: PeerGone; HandshakeRefused, if the scheduler does not fit this frontend"""
         for count in itertools.count(1):
-            self._on_frame(await client.receive())
+            try:
+                frame = await client.receive()
+            except HandshakeRefused as error:  # this frontend was accepted: one of its messages was bad
+                self.ledger.expelled()
+                raise PeerGone(f"the scheduler ended the connection: {error}; connecting again") from None
+            self._on_frame(frame)
             if not count % MAX_FRAMES:
                 await asyncio.sleep(0)  # `receive` does not yield while there is something to read
 
@@ -251,49 +234,30 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Send signs of life, and notice silence and the end of patience."""
-        last = time.monotonic()
         while True:
             await asyncio.sleep(TICK)
             now = time.monotonic()
-            # Half of a lease: the scheduler may have noticed the pause earlier than this process.
-            was_stopped, last = now - last > max(self._silence / 2, 1.5 * TICK), now
-            if self._heard or self._client is None or not self.state.incarnation:
-                self._last_frame = now
-            self._heard = False
-            if self._client is not None and self.state.incarnation:
+            if self._client is not None and self._has_signs:
                 self._send_quietly(FrontendAlive())
-                if was_stopped or now - self._last_frame > self._silence:
-                    why = "this frontend was stopped" if was_stopped else "the scheduler is silent"
-                    self._drop_connection(f"{why}; connecting again")
+                if self._silence.check(now) is not None:
+                    self._drop_connection("the scheduler is silent; connecting again")
             if stuck := self.ledger.stuck(now, self._request_timeout):
                 why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
                 self._fail(stuck, APIError(504, why))
-            if self._lost_at is not None and now - self._lost_at > self._patience:
-                self._lost_at, self.state = None, NOT_CONNECTED if self._client is None else self.state
+            if self._availability.gives_up(now, is_connected=self._client is not None):
                 self.fail_all(APIError(503, "the engine is gone; the request was not completed"))
 
     def _drop_connection(self, why: str) -> None:
         log.warning("%s", why)
-        self._last_frame = time.monotonic()
         self._on_lost()
         if self._reading is not None:
             self._reading.cancel()
 
     def _on_lost(self) -> None:
         """Open requests wait for the next scheduler, and so do new ones if this one served."""
-        self._client, self._takes_requests = None, False
+        self._client = None
         self.ledger.disconnected()
-        if self.state.phase is EnginePhase.FAILED:
-            return
-        if self.state.phase in (*SERVING, EnginePhase.DRAINING):
-            self._lost_at = self._lost_at or time.monotonic()
-            self.state = replace(
-                self.state,
-                phase=EnginePhase.RECOVERING,
-                detail="the scheduler is lost; waiting for another one",
-            )
-        elif self._lost_at is None:
-            self.state = NOT_CONNECTED
+        self._availability.on_lost(time.monotonic())
 
     def fail_all(self, error: APIError) -> None:
         """End every open request with `error`."""
@@ -318,19 +282,25 @@ class EngineClient:
 
     def _on_state(self, state: EngineState) -> None:
         self._check_tokenizer(state)
-        self._takes_requests = state.phase in SERVING
-        if self._takes_requests:
-            self._lost_at = None
-        elif self._lost_at is not None and state.phase in STARTING:
-            # The sizes of the last engine hold, so that new requests can be checked; `phase` shows the recovery.
-            sizes = {name: getattr(self.state, name) for name in SIZES}
-            state = replace(state, phase=EnginePhase.RECOVERING, **sizes)
-        self.state = state
+        if self._lease not in (0, state.lease):
+            self._drop_connection("the scheduler has ended the requests of this frontend; connecting again")
+            return
+        self._lease, self._has_signs = state.lease, state.incarnation > 0
+        self._availability.on_state(state, time.monotonic())
+        self._subscribe()
         self._submit_open()
+
+    def _subscribe(self) -> None:
+        """Subscribe to step records, once per connection."""
+        if self.steps is None or self._is_subscribed or not self.state.incarnation:
+            return
+        self._is_subscribed = True
+        self.steps.on_connected()
+        self._send_quietly(Subscribe())
 
     def _submit_open(self) -> None:
         """Send what the scheduler does not have yet."""
-        if self._client is None or not self._takes_requests:
+        if self._client is None or not self._availability.executes:
             return
         before = self.ledger.resubmitted
         for message in self.ledger.submissions(self.state.incarnation, time.monotonic()):
@@ -343,23 +313,26 @@ class EngineClient:
             log.info("%d open requests were submitted again", count)
 
     def _on_frame(self, frame: bytes) -> None:
-        self._heard = True
+        self._silence.heard()
         try:
             message = self._decoder.decode(frame)
             if isinstance(message, EngineState):
                 self._on_state(message)
                 return
+            if isinstance(message, StepRecords):
+                if self.steps is not None:
+                    self.steps.add(message, time.monotonic())
+                return
             if isinstance(message, ResetDone):
-                if (answer := self._resets.get(message.number)) is not None and not answer.done():
-                    answer.set_result(message.complete)
+                self._resets.on_done(message)
                 return
             if message.incarnation != self.state.incarnation:
                 log.warning("a message of another scheduler was dropped")
                 return
             rows = OutputRows.from_message(message)
             self._group_logprobs(message.logprobs)
-        except ProtocolError as error:
-            log.warning("bad message from the scheduler: %s", error)
+        except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
+            self._drop_connection(f"bad message from the scheduler: {error}; connecting again")
             return
         tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
         self.ledger.deliver(rows.numbers.tolist(), tokens)
@@ -438,17 +411,9 @@ class EngineClient:
         Raises: APIError, if the scheduler does not answer
         """
         self.check_ready()
-        number = next(self._reset_numbers) & 0xFFFFFFFF
-        answer = self._resets[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._send_quietly(ResetPrefixCache(number, reset_running))
-            return await asyncio.wait_for(answer, RESET_TIMEOUT)
-        except TimeoutError:
-            raise APIError(503, "the scheduler did not answer; try again later") from None
-        finally:
-            del self._resets[number]
+        return await self._resets.request(reset_running, self._send_quietly)
 
-    def _send_quietly(self, message: AbortRequest | FrontendAlive | ResetPrefixCache) -> None:
+    def _send_quietly(self, message: AbortRequest | FrontendAlive | ResetPrefixCache | Subscribe) -> None:
         """Send what the next scheduler does not need."""
         if self._client is None:
             return

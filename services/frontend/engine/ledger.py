@@ -6,7 +6,8 @@ Rules (docs/invariants.md):
   that a scheduler or a connection may be lost at any moment.
 - Next index: a token is delivered if its index is the next one. So each arrives exactly once, whatever is sent twice.
 - Suspects: a request that was open when several schedulers in a row died, without progress in between, is submitted
-  alone among its like. If the scheduler dies again, the request is refused.
+  alone among its like. If the scheduler dies again, the request is refused. An expulsion of this frontend for a message
+  that the scheduler could not read counts like a death, for requests without an output since they were sent.
 """
 
 import sys
@@ -26,8 +27,8 @@ PROGRESS = 16
 """Output tokens since the last submission that clear a request: a scheduler that dies afterwards dies of another cause,
 or of another token."""
 GUILTY = (
-    f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, the last time without any other suspect; "
-    "it is refused"
+    f"the scheduler died {SUSPECT_AFTER + 1} times while it had this request, or could not read it, "
+    "the last time without any other suspect; it is refused"
 )
 
 
@@ -41,7 +42,7 @@ class LedgerEntry:
     holder: int = 0
     """Incarnation of the scheduler that had it last and is not known to be dead; 0: none."""
     attempts: int = 0
-    """Number of schedulers that have died since the request made progress."""
+    """Number of schedulers that have died, and of expulsions, since the request made progress."""
     sent_length: int = 0
     """Output tokens when it was sent last."""
     seen_length: int = 0
@@ -153,6 +154,12 @@ class RequestLedger:
             elif now - entry.progress > seconds:
                 found.append(entry.stream)
         return found
+
+    def expelled(self) -> None:
+        """The scheduler has ended the connection for a bad message. Call it before `disconnected`."""
+        for number, entry in self._entries.items():
+            if number not in self._unsent and entry.holder and len(entry.stream.output) == entry.sent_length:
+                entry.attempts, entry.holder = entry.attempts + 1, 0
 
     def disconnected(self) -> None:
         """The connection is lost: no scheduler has a request."""

@@ -29,8 +29,15 @@ def _digest(text: bytes) -> bytes:
 class Guards:
     """Sets `state.request_id`, and `state.tenant`: a digest of the API key, "" if no keys are configured."""
 
-    def __init__(self, app: ASGIApp, config: HttpConfig, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, config: HttpConfig, max_body_bytes: int, public: frozenset[str] = frozenset()
+    ) -> None:
+        """
+        Args:
+            public: paths of files without data, which need no key. Their header Host is checked.
+        """
         self._app = app
+        self._public = public
         self._keys = [_digest(key.encode()) for key in config.api_key]
         self._hosts = tuple(host.lower() for host in config.allowed_hosts)
         self._root = config.root_path
@@ -76,7 +83,7 @@ class Guards:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
         if scope["path"] not in OPEN_PATHS and not self._is_allowed(headers.get(b"host", b"")):
             return APIError(400, "the header Host names no host of this server (--allowed-hosts)")
-        if tenant is None and scope["path"] not in OPEN_PATHS:
+        if tenant is None and scope["path"] not in OPEN_PATHS | self._public:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body):

@@ -1,11 +1,9 @@
 """The work that all routes for answers share: checks, sampling parameters, submission, the response, its record."""
 
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Coroutine, Iterator
-from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HTTPRequest
@@ -15,7 +13,7 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.errors import APIError
 from services.frontend.http.disconnect import watch_disconnect
-from services.frontend.metrics import Metrics, outcome_of
+from services.frontend.metrics import Metrics
 from services.frontend.model import ServedModel
 from services.frontend.openai.answers.event_stream import EventStream, StreamEncoder
 from services.frontend.openai.answers.generation import Generation
@@ -27,11 +25,11 @@ from services.frontend.openai.parameters.sampling import sampling_params
 from services.frontend.openai.prompts.encoder import PromptEncoder
 from services.frontend.openai.prompts.prompt import Prompt
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, CompletionRequest
+from services.frontend.openai.schemas.responses import AnswerHead
+from services.frontend.request_log import EndedRequest, EndedRequestLog
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
 from services.frontend.traces import TraceExporter
-
-log = logging.getLogger("runahead.frontend")
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
@@ -52,12 +50,14 @@ class Answering:
         engine: EngineClient,
         model: ServedModel,
         metrics: Metrics,
+        request_log: EndedRequestLog,
         traces: TraceExporter | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
         self.metrics = metrics
         self._traces = traces
+        self._log = request_log
         self.prompts = PromptEncoder(model)
         self._texts = TokenTexts(model.tokenizer)
 
@@ -94,17 +94,19 @@ class Answering:
 
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500
+        reason, state, ended = "" if error is None else str(error), http.state, time.monotonic()
         self.metrics.on_request(status)
-        if log.isEnabledFor(logging.INFO):
-            log.handle(EndRecord(http, status, "" if error is None else f": {error}"))
+        self._log.add(
+            EndedRequest(
+                state.request_id, http.scope["path"], status, reason, state.summary, time.time(), ended
+            )
+        )
         if self._traces is not None:
-            self._traces.export(http, status, "" if error is None else str(error), time.monotonic())
+            self._traces.export(http, status, reason, ended)
 
-    def head(self, body: BaseRequest, prefix: str, object: str) -> dict[str, Any]:
-        """Return the fields that begin every response body and every event."""
+    def head(self, body: BaseRequest, prefix: str) -> AnswerHead:
         return {
             "id": f"{prefix}-{body.request_id or uuid.uuid4().hex}",
-            "object": object,
             "created": int(time.time()),
             "model": body.model or self.model.names[0],
         }
@@ -180,36 +182,3 @@ class Answering:
             self.record_end(http, error)
 
         return EventStream(generation.response, first, encoder, on_end)
-
-
-class EndRecord(logging.LogRecord):
-    """Log record about the end of a request.
-
-    `log.info` would search for its caller and look up thread and process, which takes longer than everything else; a
-    record of this class has none of them.
-    """
-
-    levelno = logging.INFO
-    levelname = "INFO"
-    args = exc_info = exc_text = stack_info = taskName = threadName = processName = thread = process = None  # noqa: N815
-    pathname, filename, module, funcName, lineno = __file__, "answering.py", __name__, "record_end", 0  # noqa: N815
-    relativeCreated = 0.0  # noqa: N815
-
-    def __init__(self, http: HTTPRequest, status: int, reason: str) -> None:
-        self.name = log.name
-        self.created = now = time.time()
-        self.msecs = now % 1 * 1000
-        request_id, route, outcome = http.state.request_id, http.scope["path"], outcome_of(status)
-        summary: RequestSummary = http.state.summary
-        ended = time.monotonic()
-        request = f"request_id={request_id} status={status} route={route}"
-        self.msg = f"request {outcome}: {request} {summary.text(ended)}{reason}"
-        self.fields = partial(_fields, outcome, request_id, status, route, summary, ended)
-        """Returns the members of the line in JSON."""
-
-
-def _fields(
-    outcome: str, request_id: str, status: int, route: str, summary: RequestSummary, ended: float
-) -> dict[str, object]:
-    request = {"outcome": outcome, "request_id": request_id, "status": status, "route": route}
-    return {**request, **summary.fields(ended)}

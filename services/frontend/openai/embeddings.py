@@ -1,19 +1,23 @@
 """/v1/embeddings: each input is an engine request that ends with an embedding."""
 
 import base64
+import contextlib
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from starlette.requests import Request as HTTPRequest
 
 from protocol.requests import Finish
 from protocol.sampling import SamplingParams
+from services.frontend.context import AppContext
 from services.frontend.engine.client import EngineClient, RequestContext, failure
 from services.frontend.engine.streams import RawLogprobs, RequestStream, ResponseStream, Token
 from services.frontend.errors import APIError, invalid
+from services.frontend.http.disconnect import watch_disconnect
 from services.frontend.metrics import AnswerRecord, Metrics
 from services.frontend.openai.parameters.sampling import too_long
 from services.frontend.openai.prompts.encoder import (
@@ -23,6 +27,7 @@ from services.frontend.openai.prompts.encoder import (
     separate_prompts,
 )
 from services.frontend.openai.schemas.requests import EmbeddingRequest
+from services.frontend.openai.schemas.responses import AnswerHead, EmbeddingEntry, EmbeddingUsage
 from services.frontend.text.tokenizer import Tokenizer
 
 MAX_OPEN = 64
@@ -57,7 +62,8 @@ class EmbeddingFormat:
 
         Raises: APIError
         """
-        return msgspec.json.encode({"object": "embedding", "index": index, "embedding": self.value(values)})
+        entry: EmbeddingEntry = {"object": "embedding", "index": index, "embedding": self.value(values)}
+        return msgspec.json.encode(entry)
 
     def value(self, values: NDArray[np.float32]) -> str | list[float]:
         """Return the embedding in the client's form. Raises: APIError"""
@@ -197,6 +203,26 @@ class Embedder:
             self._submit_next()
 
 
-def embeddings_json(head: dict[str, Any], entries: list[bytes], prompt_tokens: int) -> bytes:
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    return msgspec.json.encode({**head, "data": [*map(msgspec.Raw, entries)], "usage": usage})
+async def embed(
+    http: HTTPRequest, context: AppContext, body: EmbeddingRequest, format: EntryFormat
+) -> tuple[list[bytes], int]:
+    """Return the encoded embedding of each input, and the number of tokens. Raises: APIError"""
+    state, answering = context.engine.state, context.answering
+    EmbeddingFormat.from_body(body, state.hidden_size)  # refuses backends without embeddings
+    sizes = state.vocab_size, state.max_model_len
+    prompts = await token_ids(body, answering.prompts, context.model.tokenizer, *sizes)
+    request = answering.context(http, body, pooling=context.model.pooling)
+    http.state.summary.prompt_tokens = sum(map(len, prompts))
+    embedder = Embedder(context.engine, context.metrics, format, request, prompts)
+    with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
+        return await embedder.run(), sum(map(len, prompts))
+
+
+def embedding_usage(num_tokens: int) -> EmbeddingUsage:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def embeddings_json(head: AnswerHead, entries: list[bytes], num_tokens: int) -> bytes:
+    """Return the JSON of an answer whose entries are encoded."""
+    data = [*map(msgspec.Raw, entries)]
+    return msgspec.json.encode({"object": "list", **head, "data": data, "usage": embedding_usage(num_tokens)})

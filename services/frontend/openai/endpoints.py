@@ -1,25 +1,21 @@
-"""The endpoints that generate, embed or tokenize."""
+"""Routes that generate, embed or tokenize, in OpenAI's and vLLM's form."""
 
 import asyncio
-import contextlib
-import logging
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 from protocol.sampling import StructuredOutputParams
-from services.frontend.engine.client import RequestContext
-from services.frontend.http.disconnect import watch_disconnect
-from services.frontend.openai.answering import Answering, Submission
+from services.frontend.context import AppContext, Context
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.dialects import CompletionDialect, Dialect
 from services.frontend.openai.answers.events import EventEncoder
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
-from services.frontend.openai.embeddings import Embedder, EmbeddingFormat, embeddings_json, token_ids
-from services.frontend.openai.parameters.body import BodyParser, parse_object
+from services.frontend.openai.embeddings import EmbeddingFormat, embed, embeddings_json
+from services.frontend.openai.parameters.body import parse_object
 from services.frontend.openai.parameters.structured import structured_params
 from services.frontend.openai.prompts.encoder import answer_role
 from services.frontend.openai.prompts.prompt import Prompt
@@ -29,146 +25,139 @@ from services.frontend.openai.schemas.requests import (
     EmbeddingRequest,
     StreamOptions,
 )
+from services.frontend.openai.schemas.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionChunk,
+    CompletionResponse,
+    EmbeddingResponse,
+)
 from services.frontend.openai.tokenize import (
     DetokenizeRequest,
+    DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
+    TokenizeResponse,
     detokenize,
     tokenize,
 )
+from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
-log = logging.getLogger("runahead.frontend")
+router = APIRouter(responses=errors(*WITH_BODY))
 
 
-class Endpoints:
-    """Handlers of the endpoints."""
+@router.post(
+    "/v1/chat/completions",
+    summary="Continues a conversation",
+    response_model=ChatResponse,
+    openapi_extra=read_by_handler(ChatRequest, event=ChatChunk),
+)
+async def chat(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _chat(http, context))
 
-    def __init__(self, answering: Answering, bodies: BodyParser) -> None:
-        self._answering = answering
-        self._bodies = bodies
-        self._engine = answering.engine
-        self._model = answering.model
-        self._prompts = answering.prompts
 
-    def add_to(self, app: FastAPI) -> None:
-        for path, handler in (
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat),
-            ("/v1/embeddings", self.embeddings),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
-        ):
-            app.post(path)(handler)
+@router.post(
+    "/v1/completions",
+    summary="Continues one or several texts",
+    response_model=CompletionResponse,
+    openapi_extra=read_by_handler(CompletionRequest, event=CompletionChunk),
+)
+async def completions(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _complete(http, context))
 
-    async def completions(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._complete(http))
 
-    async def chat(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._chat(http))
+@router.post(
+    "/v1/embeddings",
+    summary="Computes normalised embeddings of texts",
+    response_model=EmbeddingResponse,
+    openapi_extra=read_by_handler(EmbeddingRequest),
+)
+async def embeddings(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _embed(http, context))
 
-    async def embeddings(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._embed(http))
 
-    async def tokenize(self, http: HTTPRequest) -> Response:
-        given = await parse_object(http)
-        kind: type[TokenizeCompletionRequest] | type[TokenizeChatRequest]
-        kind = TokenizeChatRequest if "messages" in given else TokenizeCompletionRequest
-        body = self._bodies.checked(http, given, kind)
-        self._answering.check_model(body.model)
-        length = self._engine.state.max_model_len
-        content = await tokenize(body, self._prompts, self._model.tokenizer, length)
-        return Response(content, media_type="application/json")
+@router.post(
+    "/tokenize",
+    summary="Text or a conversation to token ids",
+    response_model=TokenizeResponse,
+    openapi_extra=read_by_handler(TokenizeCompletionRequest, TokenizeChatRequest),
+)
+async def to_tokens(http: HTTPRequest, context: Context) -> Response:
+    given = await parse_object(http)
+    kind: type[TokenizeCompletionRequest] | type[TokenizeChatRequest]
+    kind = TokenizeChatRequest if "messages" in given else TokenizeCompletionRequest
+    body = context.bodies.checked(http, given, kind)
+    context.answering.check_model(body.model)
+    length = context.engine.state.max_model_len
+    content = await tokenize(body, context.answering.prompts, context.model.tokenizer, length)
+    return Response(content, media_type="application/json")
 
-    async def detokenize(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, DetokenizeRequest)
-        self._answering.check_model(body.model)
-        content = await detokenize(body, self._prompts, self._engine.state.vocab_size)
-        return Response(content, media_type="application/json")
 
-    async def _complete(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, CompletionRequest)
-        self._answering.check(body.model)
-        state = self._engine.state
-        prompts = await self._prompts.for_completion(body, state.vocab_size, state.max_model_len)
-        return await self._answer(http, body, prompts, CompletionDialect(), structured_params(body))
+@router.post(
+    "/detokenize",
+    summary="Token ids to text",
+    response_model=DetokenizeResponse,
+    openapi_extra=read_by_handler(DetokenizeRequest),
+)
+async def to_text(http: HTTPRequest, context: Context) -> Response:
+    body = await context.bodies.parse(http, DetokenizeRequest)
+    context.answering.check_model(body.model)
+    content = await detokenize(body, context.answering.prompts, context.engine.state.vocab_size)
+    return Response(content, media_type="application/json")
 
-    async def _chat(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, ChatRequest)
-        self._answering.check(body.model)
-        state, output = self._engine.state, ChatOutput.from_body(body, self._model.formats)
-        prompt = await self._prompts.for_chat(body, state.vocab_size, state.max_model_len)
-        start = output.reasoning_start(prompt.token_ids, self._model.tokenizer)
-        dialect = output.dialect(start, *answer_role(body))
-        return await self._answer(
-            http, body, [prompt], dialect, output.grammar(structured_params(body), start)
-        )
 
-    async def _embed(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, EmbeddingRequest)
-        self._answering.check(body.model)
-        state = self._engine.state
-        format = EmbeddingFormat.from_body(body, state.hidden_size)
-        sizes = state.vocab_size, state.max_model_len
-        prompts = await token_ids(body, self._prompts, self._model.tokenizer, *sizes)
-        request = self._answering.context(http, body, pooling=self._model.pooling)
-        http.state.summary.prompt_tokens = sum(map(len, prompts))
-        embedder = Embedder(self._engine, self._answering.metrics, format, request, prompts)
-        with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
-            entries = await embedder.run()
-        content = embeddings_json(self._answering.head(body, "embd", "list"), entries, sum(map(len, prompts)))
-        return Response(content, media_type="application/json")
+async def _complete(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, CompletionRequest)
+    answering, state = context.answering, context.engine.state
+    answering.check(body.model)
+    prompts = await answering.prompts.for_completion(body, state.vocab_size, state.max_model_len)
+    return await _answer(http, context, body, prompts, CompletionDialect(), structured_params(body))
 
-    async def _answer(
-        self,
-        http: HTTPRequest,
-        body: CompletionRequest | ChatRequest,
-        prompts: list[Prompt],
-        dialect: Dialect,
-        structured: StructuredOutputParams | None,
-    ) -> Response:
-        """Raises: APIError"""
-        submissions = await self._answering.submissions(body, prompts)
-        request = self._answering.context(http, body, structured)
-        if body.stream:
-            return await self._streamed(http, body, request, submissions, dialect)
-        return await self._whole(http, body, request, submissions, dialect)
 
-    async def _streamed(
-        self,
-        http: HTTPRequest,
-        body: CompletionRequest | ChatRequest,
-        request: RequestContext,
-        submissions: list[Submission],
-        dialect: Dialect,
-    ) -> Response:
-        """Return the response when the first outputs have decided its status. Raises: APIError"""
-        head, usage = self._answering.head(body, dialect.prefix, dialect.chunk_object), UsageCounter()
-        first_fields = {"prompt_token_ids": submissions[0][0].token_ids} if body.return_token_ids else {}
-        encoder = EventEncoder(dialect, head, body.stream_options or StreamOptions(), usage, first_fields)
-        return await self._answering.streamed(http, body, request, submissions, usage, encoder)
+async def _chat(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, ChatRequest)
+    answering, model, state = context.answering, context.model, context.engine.state
+    answering.check(body.model)
+    output = ChatOutput.from_body(body, model.formats)
+    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
+    start = output.reasoning_start(prompt.token_ids, model.tokenizer)
+    dialect = output.dialect(start, *answer_role(body))
+    grammar = output.grammar(structured_params(body), start)
+    return await _answer(http, context, body, [prompt], dialect, grammar)
 
-    async def _whole(
-        self,
-        http: HTTPRequest,
-        body: CompletionRequest | ChatRequest,
-        request: RequestContext,
-        submissions: list[Submission],
-        dialect: Dialect,
-    ) -> Response:
-        """Raises: APIError"""
-        usage, collector = UsageCounter(), AnswerCollector()
-        with self._answering.generation(http, body, request, submissions, usage, collector) as generation:
-            await generation.response.last()
-        choices = [dialect.choice(index, chunk) for index, chunk in enumerate(collector.answers())]
-        answer = {
-            **self._answering.head(body, dialect.prefix, dialect.object),
-            "choices": choices,
-            "usage": usage.to_json(),
-        }
-        if isinstance(body, ChatRequest) and body.return_token_ids:
-            answer["prompt_token_ids"] = submissions[0][0].token_ids
-        if body.prompt_logprobs is not None:
-            written = await asyncio.to_thread(generation.prompt_logprobs)  # a long prompt has many
-            for entry, of_completion in zip(written, choices, strict=True):
-                (answer if isinstance(body, ChatRequest) else of_completion)["prompt_logprobs"] = entry
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+async def _embed(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, EmbeddingRequest)
+    context.answering.check(body.model)
+    format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)
+    entries, count = await embed(http, context, body, format)
+    content = embeddings_json(context.answering.head(body, "embd"), entries, count)
+    return Response(content, media_type="application/json")
+
+
+async def _answer(
+    http: HTTPRequest,
+    context: AppContext,
+    body: CompletionRequest | ChatRequest,
+    prompts: list[Prompt],
+    dialect: Dialect,
+    structured: StructuredOutputParams | None,
+) -> Response:
+    """Return the response; that of a stream when the first outputs have decided its status. Raises: APIError"""
+    answering = context.answering
+    submissions = await answering.submissions(body, prompts)
+    request = answering.context(http, body, structured)
+    head, usage = answering.head(body, dialect.prefix), UsageCounter()
+    if body.stream:
+        first_fields = {"prompt_token_ids": prompts[0].token_ids} if body.return_token_ids else {}
+        options = body.stream_options or StreamOptions()
+        encoder = EventEncoder(dialect, head, options, usage, first_fields)
+        return await answering.streamed(http, body, request, submissions, usage, encoder)
+    collector = AnswerCollector()
+    with answering.generation(http, body, request, submissions, usage, collector) as generation:
+        await generation.response.last()
+    scored = None
+    if body.prompt_logprobs is not None:
+        scored = await asyncio.to_thread(generation.prompt_logprobs)  # a long prompt has many
+    answer = dialect.answer(head, collector.answers(), usage.to_json(), scored)
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,23 +1,40 @@
 """/score, /rerank and /pooling: vLLM's routes, from the embeddings of the model."""
 
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from fastapi import FastAPI
+from fastapi import APIRouter
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from services.frontend.errors import invalid
-from services.frontend.http.disconnect import watch_disconnect
-from services.frontend.openai.answering import Answering
-from services.frontend.openai.embeddings import Embedder, EmbeddingFormat, normalised, token_ids
-from services.frontend.openai.parameters.body import BodyParser
-from services.frontend.openai.schemas.requests import MAX_INPUTS, BaseRequest, EmbeddingRequest, Text
+from services.frontend.context import AppContext, Context
+from services.frontend.errors import ErrorResponse, invalid
+from services.frontend.openai.embeddings import (
+    EmbeddingFormat,
+    embed,
+    embedding_usage,
+    embeddings_json,
+    normalised,
+)
+from services.frontend.openai.schemas.requests import (
+    MAX_INPUTS,
+    BaseRequest,
+    EmbeddingRequest,
+    OpenObject,
+    Text,
+)
+from services.frontend.openai.schemas.responses import (
+    PoolingEntry,
+    PoolingResponse,
+    RerankResponse,
+    RerankResult,
+    ScoreResponse,
+)
+from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2, fail_fast=True)]
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
@@ -65,8 +82,7 @@ class ScoreRequest(_Scored):
         return first, second
 
 
-class RerankDocument(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class RerankDocument(OpenObject):
     text: Text
 
 
@@ -93,91 +109,104 @@ class _Vectors:
 
 
 @dataclass(frozen=True)
-class _PoolingEntry:
+class _PoolingFormat:
     format: EmbeddingFormat
 
     def encode(self, index: int, values: NDArray[np.float32]) -> bytes:
-        return msgspec.json.encode({"object": "pooling", "index": index, "data": self.format.value(values)})
+        entry: PoolingEntry = {"object": "pooling", "index": index, "data": self.format.value(values)}
+        return msgspec.json.encode(entry)
 
 
-class ScoreEndpoints:
-    """Handlers of the endpoints."""
+router = APIRouter(responses=errors(*WITH_BODY))
+_SCORED: Any = {
+    "summary": "Compares texts by the cosine of their embeddings",
+    "response_model": ScoreResponse,
+    "openapi_extra": read_by_handler(ScoreRequest),
+}
+_RERANKED: Any = {
+    "summary": "Orders documents by the cosine of their embeddings and that of a query",
+    "response_model": RerankResponse,
+    "openapi_extra": read_by_handler(RerankRequest),
+}
 
-    def __init__(self, answering: Answering, bodies: BodyParser) -> None:
-        self._answering = answering
-        self._bodies = bodies
 
-    def add_to(self, app: FastAPI) -> None:
-        for path in ("/score", "/v1/score"):
-            app.post(path)(self.score)
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            app.post(path)(self.rerank)
-        app.post("/pooling")(self.pooling)
-        app.post("/classify")(self.classify)
+@router.post("/score", **_SCORED)
+@router.post("/v1/score", **_SCORED)
+async def score(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _score(http, context))
 
-    async def score(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._score(http))
 
-    async def rerank(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._rerank(http))
+@router.post("/rerank", **_RERANKED)
+@router.post("/v1/rerank", **_RERANKED)
+@router.post("/v2/rerank", **_RERANKED)
+async def rerank(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _rerank(http, context))
 
-    async def pooling(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._pool(http))
 
-    async def classify(self, http: HTTPRequest) -> Response:
-        raise invalid(
-            "this server does not classify; /score compares texts, and a chat can choose among words"
-        )
+@router.post(
+    "/pooling",
+    summary="Computes normalised embeddings of texts",
+    response_model=PoolingResponse,
+    openapi_extra=read_by_handler(EmbeddingRequest),
+)
+async def pooling(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _pool(http, context))
 
-    async def _score(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, ScoreRequest)
-        self._answering.check(body.model)
-        first, second = body.pairs()
-        vectors, count = await self._embedded(http, body.embedding_request([*first, *second]), _Vectors())
-        scores = cosines(vectors[: len(first)], vectors[len(first) :])
-        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-        return _response(
-            {**self._answering.head(body, "score", "list"), "data": data, "usage": _usage(count)}
-        )
 
-    async def _rerank(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, RerankRequest)
-        self._answering.check(body.model)
-        texts = [given if isinstance(given, str) else given.text for given in body.documents]
-        vectors, count = await self._embedded(http, body.embedding_request([body.query, *texts]), _Vectors())
-        scores = cosines(vectors[:1], vectors[1:])
-        order = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
-        shown = body.return_documents is not False
-        results = [
-            {"index": i, "relevance_score": scores[i], **({"document": {"text": texts[i]}} if shown else {})}
-            for i in order
-        ]
-        head = self._answering.head(body, "rerank", "list")
-        return _response(
-            {"id": head["id"], "model": head["model"], "usage": _usage(count), "results": results}
-        )
+@router.post(
+    "/classify",
+    summary="Refused: served models have no classes",
+    status_code=400,
+    response_model=ErrorResponse,
+)
+async def classify() -> None:
+    raise invalid("this server does not classify; /score compares texts, and a chat can choose among words")
 
-    async def _pool(self, http: HTTPRequest) -> Response:
-        body = await self._bodies.parse(http, EmbeddingRequest)
-        self._answering.check(body.model)
-        format = EmbeddingFormat.from_body(body, self._answering.engine.state.hidden_size)
-        entries, count = await self._embedded(http, body, _PoolingEntry(format))
-        head = self._answering.head(body, "pool", "list")
-        return _response({**head, "data": [*map(msgspec.Raw, entries)], "usage": _usage(count)})
 
-    async def _embedded(
-        self, http: HTTPRequest, body: EmbeddingRequest, format: "_Vectors | _PoolingEntry"
-    ) -> tuple[list[bytes], int]:
-        """Return the encoded embedding of each input, and the number of tokens. Raises: APIError"""
-        answering, state = self._answering, self._answering.engine.state
-        EmbeddingFormat.from_body(body, state.hidden_size)  # refuses backends without embeddings
-        sizes = state.vocab_size, state.max_model_len
-        prompts = await token_ids(body, answering.prompts, answering.model.tokenizer, *sizes)
-        request = answering.context(http, body, pooling=answering.model.pooling)
-        http.state.summary.prompt_tokens = sum(map(len, prompts))
-        embedder = Embedder(answering.engine, answering.metrics, format, request, prompts)
-        with contextlib.closing(embedder), watch_disconnect(http.receive, embedder.response.fail):
-            return await embedder.run(), sum(map(len, prompts))
+async def _score(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, ScoreRequest)
+    context.answering.check(body.model)
+    first, second = body.pairs()
+    given = body.embedding_request([*first, *second])
+    vectors, count = await embed(http, context, given, _Vectors())
+    scores = cosines(vectors[: len(first)], vectors[len(first) :])
+    answer: ScoreResponse = {
+        "object": "list",
+        **context.answering.head(body, "score"),
+        "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
+        "usage": embedding_usage(count),
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _rerank(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, RerankRequest)
+    context.answering.check(body.model)
+    texts = [given if isinstance(given, str) else given.text for given in body.documents]
+    vectors, count = await embed(http, context, body.embedding_request([body.query, *texts]), _Vectors())
+    scores = cosines(vectors[:1], vectors[1:])
+    results: list[RerankResult] = []
+    for i in sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]:
+        results.append({"index": i, "relevance_score": scores[i]})
+        if body.return_documents is not False:
+            results[-1]["document"] = {"text": texts[i]}
+    head = context.answering.head(body, "rerank")
+    answer: RerankResponse = {
+        "id": head["id"],
+        "model": head["model"],
+        "usage": embedding_usage(count),
+        "results": results,
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def _pool(http: HTTPRequest, context: AppContext) -> Response:
+    body = await context.bodies.parse(http, EmbeddingRequest)
+    context.answering.check(body.model)
+    format = EmbeddingFormat.from_body(body, context.engine.state.hidden_size)
+    entries, count = await embed(http, context, body, _PoolingFormat(format))
+    content = embeddings_json(context.answering.head(body, "pool"), entries, count)
+    return Response(content, media_type="application/json")
 
 
 def cosines(first: list[bytes], second: list[bytes]) -> list[float]:
@@ -186,11 +215,3 @@ def cosines(first: list[bytes], second: list[bytes]) -> list[float]:
         np.array([np.frombuffer(v, np.float32) for v in side], np.float64) for side in (first, second)
     )
     return [float(value) for value in np.clip((left * right).sum(axis=1), -1.0, 1.0)]
-
-
-def _usage(num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _response(content: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")

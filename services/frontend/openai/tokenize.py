@@ -4,9 +4,11 @@ from typing import Annotated
 
 import msgspec
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
 from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, Text, TokenId
+from services.frontend.openai.schemas.responses import Natural
 from services.frontend.text.tokenizer import Tokenizer
 
 MAX_IDS = 262_144
@@ -32,6 +34,17 @@ class DetokenizeRequest(BaseRequest):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
+class TokenizeResponse(TypedDict):
+    count: Natural
+    max_model_len: Natural | None
+    tokens: list[Natural]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
 async def tokenize(
     body: TokenizeCompletionRequest | TokenizeChatRequest,
     encoder: PromptEncoder,
@@ -53,7 +66,7 @@ async def tokenize(
 
     def content() -> bytes:
         names = [tokenizer.name(token) for token in ids] if body.return_token_strs else None
-        answer = {
+        answer: TokenizeResponse = {
             "count": len(ids),
             "max_model_len": max_model_len or None,
             "tokens": ids,
@@ -74,4 +87,5 @@ async def detokenize(body: DetokenizeRequest, encoder: PromptEncoder, vocab_size
     """
     if vocab_size:
         checked_ids(body.tokens, vocab_size, "tokens")
-    return msgspec.json.encode({"prompt": await encoder.decode(body.tokens, show_special=True)})
+    answer: DetokenizeResponse = {"prompt": await encoder.decode(body.tokens, show_special=True)}
+    return msgspec.json.encode(answer)

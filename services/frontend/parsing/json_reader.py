@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, read_whole
 
 MAX_DEPTH = 128
 MAX_NUMBER = 1024
@@ -90,6 +90,11 @@ def _read_number(buffer: TextBuffer) -> Parsing[None]:
             raise ParseError
     if _NUMBER.fullmatch(text) is None:
         raise ParseError
+
+
+def check_value(text: str) -> None:
+    """Raises: ParseError, if the text is not exactly one JSON value"""
+    read_whole(text, read_value)
 
 
 def read_value(buffer: TextBuffer) -> Parsing[None]:

@@ -2,10 +2,9 @@
 
 import json
 import re
-from typing import Any
 
 from services.frontend.parsing.json_reader import MAX_DEPTH, MAX_NUMBER
-from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
+from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer, read_whole
 
 _WORD = re.compile("[a-zA-Z]*")
 _NUMERAL = re.compile(r"[-+.0-9eE_]*")
@@ -136,16 +135,6 @@ def _escape(buffer: TextBuffer) -> Parsing[str]:
     return chr(int(digits, 16))
 
 
-def literal_json(text: str) -> Any:
+def literal_json(text: str) -> str:
     """Return a whole literal as JSON. Raises: ParseError"""
-    buffer = TextBuffer()
-    buffer.push(text)
-    buffer.close()
-    parsing = read_literal(buffer)
-    while True:
-        try:
-            next(parsing)
-        except StopIteration as end:
-            if buffer.rest().strip():
-                raise ParseError from None
-            return end.value
+    return read_whole(text.strip(), read_literal)

@@ -5,7 +5,7 @@ bounded number of times.
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -113,3 +113,20 @@ class TextBuffer:
 
     def since(self, position: int) -> str:
         return self._text[position : self._at]
+
+
+def read_whole(text: str, reader: Callable[[TextBuffer], Parsing[T]]) -> T:
+    """Return what `reader` reads in a complete text. Raises: ParseError, also if it leaves a rest"""
+    buffer = TextBuffer()
+    buffer.push(text)
+    buffer.close()
+    values: list[T] = []
+
+    def read() -> Parsing[None]:
+        values.append((yield from reader(buffer)))
+
+    for _ in read():
+        pass  # it never yields, as the buffer is closed
+    if buffer.rest():
+        raise ParseError
+    return values[0]

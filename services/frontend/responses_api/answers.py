@@ -13,6 +13,12 @@ from services.frontend.openai.answers.events import one_line
 from services.frontend.openai.answers.tool_dialect import AnswerParser
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.responses_api.items import OutputItems
+from services.frontend.responses_api.responses import (
+    ResponseHead,
+    ResponseObject,
+    ResponseStatus,
+    ResponsesUsage,
+)
 from services.frontend.responses_api.schemas import ResponsesRequest
 
 JSON = dict[str, Any]
@@ -20,7 +26,7 @@ _OPENING = ("response.created", "response.in_progress")
 """Types of the first events of a stream."""
 
 
-def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, metadata: JSON) -> JSON:
+def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, metadata: JSON) -> ResponseHead:
     """Return the fields of a response that its request decides. Raises: APIError"""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
     effort = body.reasoning.effort if body.reasoning is not None else None
@@ -62,7 +68,7 @@ def head_json(body: ResponsesRequest, id: str, model: str, is_stored: bool, meta
     }
 
 
-def _raw(value: Any) -> msgspec.Raw:
+def _raw(value: Any) -> Any:
     """Encode a client's value, in which integers may have any size. Raises: APIError"""
     try:
         return msgspec.Raw(json_text(value).encode())
@@ -79,7 +85,11 @@ class ResponseInProgress:
     """
 
     def __init__(
-        self, head: JSON, parser: AnswerParser, usage: UsageCounter, count_tokens: Callable[[str], int]
+        self,
+        head: ResponseHead,
+        parser: AnswerParser,
+        usage: UsageCounter,
+        count_tokens: Callable[[str], int],
     ) -> None:
         self._head, self._parser, self._usage, self._count_tokens = head, parser, usage, count_tokens
         self._items = OutputItems()
@@ -94,27 +104,26 @@ class ResponseInProgress:
             events += self._items.end("incomplete" if chunk.finish == "length" else "completed")
         return events
 
-    def to_json(self, error: APIError | None = None) -> JSON:
+    def to_json(self, error: APIError | None = None) -> ResponseObject:
         """Return the response as it is now."""
         is_ended = self._finish is not None
-        status = "incomplete" if self._finish == "length" else "completed" if is_ended else "in_progress"
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        is_incomplete = self._finish == "length"
+        status: ResponseStatus = "incomplete" if is_incomplete else "completed" if is_ended else "in_progress"
         return {
             **self._head,
             "status": "failed" if error is not None else status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": {"code": "server_error", "message": error.message} if error is not None else None,
-            "incomplete_details": reason,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "output": [*self._items.items],
             "usage": self._usage_json() if is_ended else None,
         }
 
-    def _usage_json(self) -> JSON:
+    def _usage_json(self) -> ResponsesUsage:
         counted, reasoning = self._usage.to_json(), self._items.reasoning
-        cached = (counted["prompt_tokens_details"] or {}).get("cached_tokens", 0)
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._usage.num_cached or 0, "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(reasoning) if reasoning else 0},
             "total_tokens": counted["total_tokens"],
@@ -128,7 +137,7 @@ class ResponseEvents:
         on_complete: called with the whole response before its last event.
     """
 
-    def __init__(self, answer: ResponseInProgress, on_complete: Callable[[JSON], None]) -> None:
+    def __init__(self, answer: ResponseInProgress, on_complete: Callable[[ResponseObject], None]) -> None:
         self._answer, self._on_complete = answer, on_complete
         self._initial = answer.to_json()
         self._number = len(_OPENING)  # the first items are encoded before `opening`

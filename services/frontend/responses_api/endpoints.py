@@ -1,119 +1,142 @@
 """/v1/responses: OpenAI's Responses API."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, Path
 from pydantic import TypeAdapter
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from services.frontend.context import AppContext, Context
 from services.frontend.errors import APIError
-from services.frontend.openai.answering import Answering
 from services.frontend.openai.answers.chat_output import ChatOutput
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerCollector
-from services.frontend.openai.parameters.body import BodyParser
 from services.frontend.openai.parameters.structured import structured_params
+from services.frontend.openapi import GUARDED, WITH_BODY, errors, read_by_handler
 from services.frontend.responses_api.answers import ResponseEvents, ResponseInProgress, head_json
 from services.frontend.responses_api.conversation import chat_request, input_items
 from services.frontend.responses_api.items import new_id
+from services.frontend.responses_api.responses import (
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+    ResponseStreamEvent,
+)
 from services.frontend.responses_api.schemas import Item, ResponsesRequest
 from services.frontend.responses_api.store import ResponseStore
 
-PATH = "/v1/responses"
+router = APIRouter(prefix="/v1/responses")
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_STORED = errors(*GUARDED, 400, 404)
+ResponseId = Annotated[str, Path(max_length=512)]
 
 
-class ResponsesEndpoints:
-    """Handlers of the endpoints.
+@router.post(
+    "",
+    summary="Continues a conversation, in the form of items",
+    response_model=ResponseObject,
+    responses=errors(*WITH_BODY),
+    openapi_extra=read_by_handler(ResponsesRequest, event=ResponseStreamEvent),
+)
+async def create(http: HTTPRequest, context: Context) -> Response:
+    return await context.answering.recorded(http, _create(http, context))
+
+
+@router.get(
+    "/{id}",
+    summary="A stored response",
+    response_model=ResponseObject,
+    responses=_STORED,
+    operation_id="get_v1_responses_id",
+)
+async def retrieve(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
+    found = _required(context.responses).get(http.state.tenant, id)
+    return Response(msgspec.json.encode(found.response), media_type="application/json")
+
+
+@router.delete(
+    "/{id}", summary="Deletes a stored response", responses=_STORED, operation_id="delete_v1_responses_id"
+)
+async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> DeletedResponse:
+    _required(context.responses).delete(http.state.tenant, id)
+    return {"id": id, "object": "response", "deleted": True}
+
+
+@router.get("/{id}/input_items", summary="Items of the request of a stored response", responses=_STORED)
+async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) -> InputItemList:
+    items = _required(context.responses).get(http.state.tenant, id).input
+    data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(items)]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"],
+        "last_id": data[-1]["id"],
+        "has_more": False,
+    }
+
+
+def _required(store: ResponseStore | None, param: str | None = None) -> ResponseStore:
+    """Raises: APIError"""
+    if store is None:
+        code = "previous_response_not_found" if param else "response_not_found"
+        raise APIError(404, "this server keeps no responses (--no-response-store)", param, code)
+    return store
+
+
+async def _create(http: HTTPRequest, context: AppContext) -> Response:
+    given = await context.bodies.parse(http, ResponsesRequest)
+    answering, model, state = context.answering, context.model, context.engine.state
+    answering.check(given.model)
+    history = _history(http, context, given)
+    body = chat_request(given, history)
+    output = ChatOutput.from_body(body, model.formats)
+    prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
+    start = output.reasoning_start(prompt.token_ids, model.tokenizer)
+    request = answering.context(http, body, output.grammar(structured_params(body), start))
+    submissions = await answering.submissions(body, [prompt])
+    store = context.responses if given.store is not False else None
+    name = given.model or model.names[0]
+    head = head_json(given, new_id("resp"), name, store is not None, given.metadata or {})
+    usage = UsageCounter()
+    parser = output.parser(start, eager=bool(given.stream))
+    answer = ResponseInProgress(head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text)))
+    keep = _keeper(store, http.state.tenant, history, input_items(given))
+    if given.stream:
+        encoder = ResponseEvents(answer, keep)
+        return await answering.streamed(http, body, request, submissions, usage, encoder)
+    collector = AnswerCollector()
+    with answering.generation(http, body, request, submissions, usage, collector) as generation:
+        await generation.response.last()
+    (whole,) = collector.answers()
+    answer.push(whole)
+    content = answer.to_json()
+    keep(content)
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) -> Sequence[Item]:
+    """Return the items of the earlier turns. Raises: APIError"""
+    if given.previous_response_id is None:
+        return ()
+    param = "previous_response_id"
+    return _required(context.responses, param).get(http.state.tenant, given.previous_response_id, param).items
+
+
+def _keeper(
+    store: ResponseStore | None, tenant: str, history: Sequence[Item], given: Sequence[Item]
+) -> Callable[[ResponseObject], None]:
+    """Return a function that stores a whole response.
 
     Args:
-        store: None, if answers are not kept.
+        store: None, if the response is not kept.
     """
 
-    def __init__(self, answering: Answering, bodies: BodyParser, store: ResponseStore | None) -> None:
-        self._answering, self._bodies, self._store = answering, bodies, store
+    def keep(response: ResponseObject) -> None:
+        if store is not None:
+            answered = _ITEMS.validate_python(response["output"])
+            store.add(tenant, response, (*history, *given, *answered), given)
 
-    def add_to(self, app: FastAPI) -> None:
-        app.post(PATH)(self.create)
-        app.get(PATH + "/{id}")(self.retrieve)
-        app.delete(PATH + "/{id}")(self.delete)
-        app.get(PATH + "/{id}/input_items")(self.input_items)
-
-    async def create(self, http: HTTPRequest) -> Response:
-        return await self._answering.recorded(http, self._create(http))
-
-    async def retrieve(self, http: HTTPRequest, id: str) -> Response:
-        found = self._required_store().get(http.state.tenant, id)
-        return Response(msgspec.json.encode(found.response), media_type="application/json")
-
-    async def delete(self, http: HTTPRequest, id: str) -> Response:
-        self._required_store().delete(http.state.tenant, id)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
-
-    async def input_items(self, http: HTTPRequest, id: str) -> Response:
-        items = self._required_store().get(http.state.tenant, id).input
-        data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(items)]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-        return JSONResponse({"object": "list", "data": data, **ends, "has_more": False})
-
-    def _required_store(self, param: str | None = None) -> ResponseStore:
-        """Raises: APIError"""
-        if self._store is None:
-            code = "previous_response_not_found" if param else "response_not_found"
-            raise APIError(404, "this server keeps no responses (--no-response-store)", param, code)
-        return self._store
-
-    async def _create(self, http: HTTPRequest) -> Response:
-        given = await self._bodies.parse(http, ResponsesRequest)
-        answering = self._answering
-        answering.check(given.model)
-        history = self._history(http, given)
-        body, model, state = chat_request(given, history), answering.model, answering.engine.state
-        output = ChatOutput.from_body(body, model.formats)
-        prompt = await answering.prompts.for_chat(body, state.vocab_size, state.max_model_len)
-        start = output.reasoning_start(prompt.token_ids, model.tokenizer)
-        request = answering.context(http, body, output.grammar(structured_params(body), start))
-        submissions = await answering.submissions(body, [prompt])
-        is_stored = self._store is not None and given.store is not False
-        head = head_json(
-            given, new_id("resp"), given.model or model.names[0], is_stored, given.metadata or {}
-        )
-        usage = UsageCounter()
-        parser = output.parser(start, eager=bool(given.stream))
-        answer = ResponseInProgress(
-            head, parser, usage, lambda text: len(model.tokenizer.encode_rendered(text))
-        )
-        keep = self._keeper(http.state.tenant, history, input_items(given), is_stored)
-        if given.stream:
-            encoder = ResponseEvents(answer, keep)
-            return await answering.streamed(http, body, request, submissions, usage, encoder)
-        collector = AnswerCollector()
-        with answering.generation(http, body, request, submissions, usage, collector) as generation:
-            await generation.response.last()
-        (whole,) = collector.answers()
-        answer.push(whole)
-        content = answer.to_json()
-        keep(content)
-        return Response(msgspec.json.encode(content), media_type="application/json")
-
-    def _history(self, http: HTTPRequest, given: ResponsesRequest) -> Sequence[Item]:
-        """Return the items of the earlier turns. Raises: APIError"""
-        if given.previous_response_id is None:
-            return ()
-        param = "previous_response_id"
-        return self._required_store(param).get(http.state.tenant, given.previous_response_id, param).items
-
-    def _keeper(
-        self, tenant: str, history: Sequence[Item], given: Sequence[Item], is_stored: bool
-    ) -> Callable[[dict[str, Any]], None]:
-        """Return a function that stores a whole response, if the request wants that."""
-
-        def keep(response: dict[str, Any]) -> None:
-            if self._store is not None and is_stored:
-                answered = _ITEMS.validate_python(response["output"])
-                self._store.add(tenant, response, (*history, *given, *answered), given)
-
-        return keep
+    return keep

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's Responses API. Every field has a bound; unserved fields are refused by name."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
@@ -13,6 +13,7 @@ from services.frontend.openai.schemas.requests import (
     NEUTRAL,
     BaseRequest,
     Neutral,
+    OpenObject,
     Stop,
     Text,
 )
@@ -20,13 +21,7 @@ from services.frontend.openai.schemas.requests import (
 MAX_PARTS = 1024
 
 
-class _OpenObject(BaseModel):
-    """More fields, such as `id`, `status` and `annotations`, are ignored with a notice."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class InputText(_OpenObject):
+class InputText(OpenObject):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
@@ -35,7 +30,7 @@ class InputText(_OpenObject):
     """Not used."""
 
 
-class RefusalPart(_OpenObject):
+class RefusalPart(OpenObject):
     type: Literal["refusal"]
     refusal: Text
 
@@ -45,7 +40,7 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _InputItem(_OpenObject):
+class _InputItem(OpenObject):
     id: str | None = Field(None, max_length=256)
     """Not used."""
     status: Status | None = None
@@ -73,7 +68,7 @@ class FunctionCallOutput(_InputItem):
     output: Text | Parts
 
 
-class ReasoningText(_OpenObject):
+class ReasoningText(OpenObject):
     type: Literal["reasoning_text", "summary_text"]
     text: Text
 
@@ -83,7 +78,7 @@ Reasonings = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fas
 
 class ReasoningItem(_InputItem):
     type: Literal["reasoning"]
-    summary: Reasonings = []
+    summary: Reasonings = Field([])
     content: Reasonings | None = None
     encrypted_content: Text | None = None
     """Not used; answers never have one."""
@@ -111,7 +106,7 @@ Item = Annotated[
 ]
 
 
-class ResponsesTool(_OpenObject):
+class ResponsesTool(OpenObject):
     type: Literal["function"]
     """Tools that the server itself would run are not served."""
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
@@ -120,8 +115,7 @@ class ResponsesTool(_OpenObject):
     strict: bool | None = None
 
 
-class ResponsesToolName(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class ResponsesToolName(OpenObject):
     type: Literal["function"]
     name: str = Field(max_length=128)
 
@@ -135,15 +129,13 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class TextOptions(OpenObject):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Not used."""
 
 
-class ReasoningOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class ReasoningOptions(OpenObject):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Variable of the chat template."""
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -152,8 +144,7 @@ class ReasoningOptions(BaseModel):
     """Older name of `summary`."""
 
 
-class ResponsesStreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class ResponsesStreamOptions(OpenObject):
     include_obfuscation: bool | None = False
     """Not used; events have no padding."""
 
@@ -166,24 +157,24 @@ Include = Literal[
 """Parts of answers that this server never has, so that they change nothing."""
 
 
-class ResponsesRequest(BaseRequest):
-    unserved: ClassVar[Neutral] = {
-        **{name: NEUTRAL[name] for name in ("kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")},
-        "background": (False,),
-        "conversation": (),
-        "prompt": (),
-        "max_tool_calls": (),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
-        "context_management": ([],),
-        "access_programs": ({},),
-        "image": ({},),
-        "moderation": (),
-        "previous_input_messages": ([],),
-        "enable_response_messages": (False,),
-    }
-    """Known fields that are not served, with the values that change nothing."""
+_UNSERVED: Neutral = {
+    **{name: NEUTRAL[name] for name in ("kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")},
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    "access_programs": ({},),
+    "image": ({},),
+    "moderation": (),
+    "previous_input_messages": ([],),
+    "enable_response_messages": (False,),
+}
 
+
+class ResponsesRequest(BaseRequest):
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     previous_response_id: str | None = Field(None, max_length=256)
@@ -211,3 +202,7 @@ class ResponsesRequest(BaseRequest):
     priority: int | None = Field(0, ge=-(2**20), le=2**20)
     cache_salt: str | None = Field(None, max_length=256)
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return _UNSERVED

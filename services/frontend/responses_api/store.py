@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from services.frontend.errors import APIError
+from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 
 MAX_BYTES = 64 << 20
@@ -21,7 +22,7 @@ MAX_SECONDS = 3600.0
 class StoredResponse:
     tenant: str
     """Digest of the API key that made it; no other key sees it."""
-    response: dict[str, Any]
+    response: ResponseObject
     items: Sequence[Item]
     """The conversation up to and with the answer."""
     input: list[dict[str, Any]]
@@ -41,7 +42,7 @@ class ResponseStore:
         self._bytes = 0
 
     def add(
-        self, tenant: str, response: dict[str, Any], items: Sequence[Item], given: Sequence[Item]
+        self, tenant: str, response: ResponseObject, items: Sequence[Item], given: Sequence[Item]
     ) -> None:
         """Store a response, unless it is larger than the store.
 

@@ -13,7 +13,14 @@ from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent
-from services.frontend.parsing.json_reader import decoded, read_one_of, read_string, read_value, read_word
+from services.frontend.parsing.json_reader import (
+    check_value,
+    decoded,
+    read_one_of,
+    read_string,
+    read_value,
+    read_word,
+)
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
 
@@ -333,10 +340,4 @@ def _check_object(text: str) -> None:
     """Raises: ParseError, if the text is not exactly one JSON object"""
     if not text.startswith("{"):
         raise ParseError
-    buffer = TextBuffer()
-    buffer.push(text)
-    buffer.close()
-    for _ in read_value(buffer):
-        pass  # it never yields, as the buffer is closed
-    if buffer.rest():
-        raise ParseError
+    check_value(text)

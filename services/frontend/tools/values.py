@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.frontend.parsing.json_reader import read_value
+from services.frontend.parsing.json_reader import check_value
 from services.frontend.parsing.python_reader import literal_json
-from services.frontend.parsing.text_buffer import ParseError, TextBuffer
+from services.frontend.parsing.text_buffer import ParseError
 
 
 def value_json(text: str, key: str, parameters: Any) -> str:
@@ -21,25 +21,14 @@ def value_json(text: str, key: str, parameters: Any) -> str:
         return json.dumps(text, ensure_ascii=False)
     value = text.strip()
     try:
-        return _checked(value)
+        check_value(value)
+        return value
     except ParseError:
         pass
     try:
-        return str(literal_json(value))
+        return literal_json(value)
     except ParseError:
         return json.dumps(text, ensure_ascii=False)
-
-
-def _checked(text: str) -> str:
-    """Raises: ParseError, if the text is not one JSON value"""
-    buffer = TextBuffer()
-    buffer.push(text)
-    buffer.close()
-    for _ in read_value(buffer):
-        pass  # it never yields, as the buffer is closed
-    if buffer.rest():
-        raise ParseError
-    return text
 
 
 def _kinds(parameters: Any, key: str) -> set[str]:

@@ -13,10 +13,11 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import ChoiceWriter
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.responses import FinishName
 from services.frontend.request_summary import ChoiceTimes, RequestSummary
 from services.frontend.text.assembler import OutOfOrder, TextAssembler
 
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_REASONS: dict[FinishReason, FinishName] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Choice(RequestStream):
         self._chunk.prompt_token_ids = prompt.token_ids if options.token_ids else None
         self._num_shown = 0
         """Characters of output that were shown; counted only with log-probabilities."""
-        self._finish: str | None = None
+        self._finish: FinishName | None = None
         """OpenAI's `finish_reason`; None while the choice is generated."""
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -170,7 +171,7 @@ class Choice(RequestStream):
         self._on_finish(_REASONS[end.reason], end.stop_reason, now, end)
         return text
 
-    def _on_finish(self, reason: str, stop: int | None, now: float, end: Finish | None) -> None:
+    def _on_finish(self, reason: FinishName, stop: int | None, now: float, end: Finish | None) -> None:
         """
         Args:
             end: None if a stop string ends the choice before the engine does.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from services.frontend.openai.schemas.responses import FinishName
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
@@ -31,7 +33,7 @@ class Chunk:
     text: str = ""
     logprobs: list[ScoredPosition] = field(default_factory=list)
     """Positions that `text` covers, if the body requests log-probabilities."""
-    finish: str | None = None
+    finish: FinishName | None = None
     """OpenAI's `finish_reason`; None in all chunks of a choice but the last."""
     stop: int | str | None = None
     """The stop string or token that ended the choice."""

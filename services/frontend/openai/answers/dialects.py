@@ -1,9 +1,21 @@
 """The JSON of completions and of chat, whole and streamed."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.logprobs import chat_json, completion_json
+from services.frontend.openai.schemas.responses import (
+    AnswerHead,
+    ChatChoice,
+    ChatDelta,
+    ChatMessage,
+    ChatResponse,
+    CompletionChoice,
+    CompletionResponse,
+    MessageDelta,
+    PromptLogprobs,
+    Usage,
+)
 
 
 class Dialect(Protocol):
@@ -11,53 +23,67 @@ class Dialect(Protocol):
 
     prefix: str
     """Prefix of the response's id."""
-    object: str
     chunk_object: str
+    """Field `object` of a stream's events."""
     has_constant_frame: bool
     """True if a chunk that is only text always becomes one event, and such events differ only in the text."""
 
-    def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
-        """Return a whole answer."""
+    def answer(
+        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
+    ) -> CompletionResponse | ChatResponse:
+        """Return the body of a response that is not streamed.
+
+        Args:
+            whole: the choices, one chunk each.
+            prompts: log-probabilities of the prompt of each choice, if the body requests them.
+        """
         ...
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> ChatDelta | None:
         """Return the choice of a stream's event before any text."""
         ...
 
-    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+    def deltas(self, index: int, chunk: Chunk) -> list[CompletionChoice] | list[ChatDelta]:
         """Return the choices of a stream's events for a chunk, in order; none while its text is held back."""
         ...
 
 
-def _token_ids(chunk: Chunk) -> dict[str, Any]:
-    return {} if chunk.token_ids is None else {"token_ids": chunk.token_ids}
-
-
 class CompletionDialect:
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, chunk_object = "cmpl", "text_completion"
     has_constant_frame = True
 
-    def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
-        prompt_ids = whole.prompt_token_ids
-        return {
-            "index": index,
-            "text": whole.text,
-            "logprobs": completion_json(whole.logprobs) if whole.logprobs else None,
-            "finish_reason": whole.finish,
-            "stop_reason": whole.stop,
-            **_token_ids(whole),
-            **({} if prompt_ids is None else {"prompt_token_ids": prompt_ids}),
-        }
+    def answer(
+        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
+    ) -> CompletionResponse:
+        choices = [self.choice(index, chunk) for index, chunk in enumerate(whole)]
+        for choice, scored in zip(choices, prompts or (), strict=False):
+            choice["prompt_logprobs"] = scored
+        return {"object": "text_completion", **head, "choices": choices, "usage": usage}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> None:
         return None
 
-    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+    def deltas(self, index: int, chunk: Chunk) -> list[CompletionChoice]:
         return [self.choice(index, chunk)]
+
+    @staticmethod
+    def choice(index: int, chunk: Chunk) -> CompletionChoice:
+        choice: CompletionChoice = {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": completion_json(chunk.logprobs) if chunk.logprobs else None,
+            "finish_reason": chunk.finish,
+            "stop_reason": chunk.stop,
+        }
+        if chunk.token_ids is not None:
+            choice["token_ids"] = chunk.token_ids
+        if chunk.prompt_token_ids is not None:
+            choice["prompt_token_ids"] = chunk.prompt_token_ids
+        return choice
 
 
 class ChatDialect:
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
     has_constant_frame = True
 
     def __init__(self, role: str = "assistant", beginning: str = "") -> None:
@@ -69,21 +95,58 @@ class ChatDialect:
         self._role = role
         self._beginning = beginning
 
-    def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
-        message = {"role": self._role, "content": self._beginning + whole.text, "refusal": None}
-        ending = {"finish_reason": whole.finish, "stop_reason": whole.stop}
-        return {"index": index, "message": message, **self._details(whole), **ending}
+    def answer(
+        self, head: AnswerHead, whole: list[Chunk], usage: Usage, prompts: list[PromptLogprobs] | None
+    ) -> ChatResponse:
+        choices = [self.choice(index, chunk) for index, chunk in enumerate(whole)]
+        answer: ChatResponse = {
+            "id": head["id"],
+            "object": "chat.completion",
+            "created": head["created"],
+            "model": head["model"],
+            "choices": choices,
+            "usage": usage,
+        }
+        if whole[0].prompt_token_ids is not None:
+            answer["prompt_token_ids"] = whole[0].prompt_token_ids
+        if prompts is not None:
+            answer["prompt_logprobs"] = prompts[0]
+        return answer
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        delta = {"role": self._role, "content": self._beginning}
+    def choice(self, index: int, whole: Chunk) -> ChatChoice:
+        """Return a whole answer."""
+        message: ChatMessage = {
+            "role": self._role,
+            "content": self._beginning + whole.text,
+            "refusal": None,
+        }
+        choice: ChatChoice = {
+            "index": index,
+            "message": message,
+            "logprobs": chat_json(whole.logprobs) if whole.logprobs else None,
+            "finish_reason": whole.finish,
+            "stop_reason": whole.stop,
+        }
+        if whole.token_ids is not None:
+            choice["token_ids"] = whole.token_ids
+        return choice
+
+    def opening(self, index: int) -> ChatDelta:
+        delta: MessageDelta = {"role": self._role, "content": self._beginning}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        delta = {"content": chunk.text} if chunk.text else {}
-        done = {"stop_reason": chunk.stop} if chunk.finish is not None else {}
-        ending = {"finish_reason": chunk.finish, **done}
-        return [{"index": index, "delta": delta, **self._details(chunk), **ending}]
+    def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
+        return [self._delta(index, chunk, {"content": chunk.text} if chunk.text else {})]
 
-    @staticmethod
-    def _details(chunk: Chunk) -> dict[str, Any]:
-        return {"logprobs": chat_json(chunk.logprobs) if chunk.logprobs else None, **_token_ids(chunk)}
+    def _delta(self, index: int, chunk: Chunk, delta: MessageDelta) -> ChatDelta:
+        choice: ChatDelta = {
+            "index": index,
+            "delta": delta,
+            "logprobs": chat_json(chunk.logprobs) if chunk.logprobs else None,
+            "finish_reason": chunk.finish,
+        }
+        if chunk.token_ids is not None:
+            choice["token_ids"] = chunk.token_ids
+        if chunk.finish is not None:
+            choice["stop_reason"] = chunk.stop
+        return choice

@@ -11,6 +11,7 @@ from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import Dialect
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.schemas.requests import StreamOptions
+from services.frontend.openai.schemas.responses import AnswerHead, ChatDelta, CompletionChoice
 
 _NO_FIELDS: Mapping[str, Any] = {}
 _encode = msgspec.json.Encoder().encode
@@ -58,18 +59,18 @@ class EventEncoder:
     def __init__(
         self,
         dialect: Dialect,
-        head: dict[str, Any],
+        head: AnswerHead,
         options: StreamOptions,
         usage: UsageCounter,
         first_fields: Mapping[str, Any] = _NO_FIELDS,
     ) -> None:
         """
         Args:
-            head: fields of every event.
+            head: fields of every event, beside `object`.
             first_fields: fields of the first event only.
         """
         self._dialect = dialect
-        self._head = head
+        self._head = {"object": dialect.chunk_object, **head}
         self._options = options
         self._usage = usage
         self._no_usage = {"usage": None} if options.include_usage else {}
@@ -80,7 +81,7 @@ class EventEncoder:
         self._num_choices += 1
         return ChoiceEvents(self, self._num_choices - 1)
 
-    def _event(self, choice: dict[str, Any], more: Mapping[str, Any] = _NO_FIELDS) -> bytes:
+    def _event(self, choice: CompletionChoice | ChatDelta, more: Mapping[str, Any] = _NO_FIELDS) -> bytes:
         has_usage = self._options.continuous_usage_stats
         usage = {"usage": self._usage.to_json()} if has_usage else self._no_usage
         return _event(_encode({**self._head, **more, "choices": [choice], **usage}))

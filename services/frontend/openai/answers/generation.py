@@ -1,7 +1,6 @@
 """The choices of one HTTP request, from their submission until all have ended."""
 
 import time
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from services.frontend.openai.answers.options import AnswerOptions
 from services.frontend.openai.answers.usage import UsageCounter
 from services.frontend.openai.answers.writers import AnswerWriter
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.responses import PromptLogprobs
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.assembler import TextAssembler
 from services.frontend.text.tokenizer import Tokenizer
@@ -81,11 +81,11 @@ class Generation:
         self._engine.submit(choice, ids, params, self._request)
         self.choices.append(choice)
 
-    def prompt_logprobs(self) -> list[list[dict[str, Any] | None]]:
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Return vLLM's `prompt_logprobs` for each choice. Raises: APIError, if some have not arrived"""
         if not all(choice.prompt.is_scored for choice in self.choices):
             raise APIError(500, "log-probabilities of the prompt were lost")
-        written: list[list[dict[str, Any] | None]] = []
+        written: list[PromptLogprobs] = []
         for choice in self.choices:  # those of one prompt follow its first
             entry = self._context.formatter.prompt_json(choice.prompt) if choice.is_first else written[-1]
             written.append(entry)

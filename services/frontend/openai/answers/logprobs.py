@@ -2,11 +2,18 @@
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from services.frontend.engine.streams import RawLogprobs
 from services.frontend.openai.answers.chunk import ScoredPosition, ScoredToken
 from services.frontend.openai.prompts.prompt import Prompt
+from services.frontend.openai.schemas.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PositionLogprobs,
+    PromptLogprobs,
+    PromptToken,
+    TokenLogprob,
+)
 from services.frontend.text.token_texts import TokenTexts
 
 IMPOSSIBLE = -9999.0
@@ -48,17 +55,17 @@ class LogprobFormatter:
             return scored
         return [ScoredPosition(self._token(prompt.token_ids[0], None), (), 0), *scored]
 
-    def prompt_json(self, prompt: Prompt) -> list[dict[str, Any] | None]:
+    def prompt_json(self, prompt: Prompt) -> PromptLogprobs:
         """Return vLLM's `prompt_logprobs`: per position a dictionary by token id, None for the first."""
         return [None, *(self._by_id(logprobs) for _, logprobs in sorted(prompt.logprobs.items()))]
 
-    def _by_id(self, logprobs: RawLogprobs) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
+    def _by_id(self, logprobs: RawLogprobs) -> dict[str, PromptToken]:
+        entries: dict[str, PromptToken] = {}
         ranks = [logprobs.token_rank, *range(1, len(logprobs.token_ids))]
         for rank, token_id, value in zip(ranks, logprobs.token_ids, logprobs.values, strict=True):
-            token = self._token(token_id, value)
-            fields = {"logprob": token.logprob, "rank": rank, "decoded_token": token.text}
-            entries.setdefault(str(token_id), fields)
+            text = self._token(token_id, value).text
+            entry: PromptToken = {"logprob": max(value, IMPOSSIBLE), "rank": rank, "decoded_token": text}
+            entries.setdefault(str(token_id), entry)
         return entries
 
 
@@ -94,7 +101,7 @@ class LogprobQueue:
             yield self._held.popleft()
 
 
-def completion_json(positions: list[ScoredPosition]) -> dict[str, Any]:
+def completion_json(positions: list[ScoredPosition]) -> CompletionLogprobs:
     """Return the columns of a completion's `logprobs`. `top_logprobs` includes the token itself."""
     return {
         "tokens": [p.token.text for p in positions],
@@ -104,19 +111,26 @@ def completion_json(positions: list[ScoredPosition]) -> dict[str, Any]:
     }
 
 
-def _top(position: ScoredPosition) -> dict[str, float | None] | None:
+def _top(position: ScoredPosition) -> dict[str, float] | None:
     if position.token.logprob is None:
         return None
-    top: dict[str, float | None] = {}
+    top: dict[str, float] = {}
     for token in (*position.top, position.token):
-        top.setdefault(token.text, token.logprob)  # of equal texts, the most likely token stays
+        top.setdefault(token.text, _value(token))  # of equal texts, the most likely token stays
     return top
 
 
-def chat_json(positions: list[ScoredPosition]) -> dict[str, Any]:
-    content = [{**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions]
+def chat_json(positions: list[ScoredPosition]) -> ChatLogprobs:
+    content: list[PositionLogprobs] = [
+        {**_entry(p.token), "top_logprobs": [*map(_entry, p.top)]} for p in positions
+    ]
     return {"content": content, "refusal": None}
 
 
-def _entry(token: ScoredToken) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
+def _entry(token: ScoredToken) -> TokenLogprob:
+    return {"token": token.text, "logprob": _value(token), "bytes": list(token.raw)}
+
+
+def _value(token: ScoredToken) -> float:
+    assert token.logprob is not None  # only an echoed prompt begins with a token without one
+    return token.logprob

@@ -1,11 +1,11 @@
 """Chat answers whose text is split into reasoning, tool calls and content."""
 
 from dataclasses import replace
-from typing import Any
 
 from services.frontend.openai.answers.chunk import Chunk
 from services.frontend.openai.answers.dialects import ChatDialect
 from services.frontend.openai.parameters.tool_choice import Mode, ToolChoice
+from services.frontend.openai.schemas.responses import CallDelta, ChatChoice, ChatDelta, MessageDelta
 from services.frontend.parsing.events import Arguments, CallStart, Content, ParsedEvent, Reasoning
 from services.frontend.reasoning.think import THINK, ReasoningStart, ReasoningTags, ThinkParser
 from services.frontend.tools.parser import ToolParser
@@ -72,14 +72,22 @@ class ToolDialect(ChatDialect):
         self._parsers: dict[int, AnswerParser] = {}
         """By choice, of a stream."""
 
-    def choice(self, index: int, whole: Chunk) -> dict[str, Any]:
+    def choice(self, index: int, whole: Chunk) -> ChatChoice:
         parser = AnswerParser(self._start, self._tools, eager=False, tags=self._tags)
-        delta = self._delta(parser.push(whole.text, is_last=True))
-        choice = super().choice(index, self._replaced(whole, parser, delta.get("content", "")))
+        delta = self._parsed(parser.push(whole.text, is_last=True))
+        choice = super().choice(index, self._replaced(whole, parser, delta.get("content") or ""))
         message = choice["message"]
         if calls := delta.get("tool_calls"):
             message["tool_calls"] = [
-                {name: call[name] for name in ("id", "type", "function")} for call in calls
+                {
+                    "id": call["id"],
+                    "type": call["type"],
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": call["function"]["arguments"],
+                    },
+                }
+                for call in calls
             ]
         if self._show_reasoning and (self._start is not None or "reasoning" in delta):
             message["reasoning_content"] = message["reasoning"] = delta.get("reasoning")
@@ -87,12 +95,12 @@ class ToolDialect(ChatDialect):
             message["content"] = None
         return choice
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int) -> ChatDelta:
         """Content is null, as the answer may have none."""
-        delta = {"role": self._role, "content": self._beginning or None}
+        delta: MessageDelta = {"role": self._role, "content": self._beginning or None}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def deltas(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+    def deltas(self, index: int, chunk: Chunk) -> list[ChatDelta]:
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(
@@ -101,11 +109,11 @@ class ToolDialect(ChatDialect):
         events = parser.push(chunk.text, is_last=chunk.finish is not None)
         if chunk.is_text_only and not events:
             return []
-        delta = self._delta(events)
+        delta = self._parsed(events)
         bare = _EMPTY if chunk.is_text_only else self._replaced(chunk, parser, "")
         if not delta and bare.is_text_only:
             return []
-        return [{**choice, "delta": delta} for choice in super().deltas(index, bare)]
+        return [self._delta(index, bare, delta)]
 
     def _replaced(self, chunk: Chunk, parser: AnswerParser, text: str) -> Chunk:
         """Return the chunk with its text replaced by `text`.
@@ -116,20 +124,26 @@ class ToolDialect(ChatDialect):
         is_call = chunk.finish == "stop" and parser.num_calls > 0 and self._tools.mode is not Mode.NAMED
         return replace(chunk, text=text, finish="tool_calls" if is_call else chunk.finish)
 
-    def _delta(self, events: list[ParsedEvent]) -> dict[str, Any]:
+    def _parsed(self, events: list[ParsedEvent]) -> MessageDelta:
         """Return one delta for all events: texts of a kind are joined, and so are the parts of a call."""
-        delta: dict[str, Any] = {}
-        calls: dict[int, dict[str, Any]] = {}
+        delta: MessageDelta = {}
+        calls: dict[int, CallDelta] = {}
         for event in events:
             match event:
                 case Content(text):
-                    delta["content"] = delta.get("content", "") + text
+                    delta["content"] = (delta.get("content") or "") + text
                 case Reasoning(text) if self._show_reasoning:
                     delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
                 case CallStart(index, id, name):
-                    function = {"name": name, "arguments": ""}
-                    calls[index] = {"index": index, "id": id, "type": "function", "function": function}
+                    calls[index] = {
+                        "index": index,
+                        "id": id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
                 case Arguments(index, text):
                     call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                     call["function"]["arguments"] += text
-        return delta | ({"tool_calls": list(calls.values())} if calls else {})
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta

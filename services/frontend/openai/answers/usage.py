@@ -1,7 +1,6 @@
 """Token counts of one HTTP response."""
 
-from typing import Any
-
+from services.frontend.openai.schemas.responses import Usage
 from services.frontend.text.assembler import TextAssembler
 
 
@@ -26,13 +25,17 @@ class UsageCounter:
         """
         self._cached.append(num_tokens)
 
-    def to_json(self) -> dict[str, Any]:
-        prompt = sum(self._prompt_lengths)
+    @property
+    def num_cached(self) -> int | None:
+        """Number of tokens of all prompts that the prefix cache held; None while it is not known."""
+        return sum(self._cached) if len(self._cached) == len(self._prompt_lengths) else None
+
+    def to_json(self) -> Usage:
+        prompt, cached = sum(self._prompt_lengths), self.num_cached
         completion = sum(answer.num_tokens for answer in self._answers)
-        is_known = len(self._cached) == len(self._prompt_lengths)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)} if is_known else None,
+            "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
         }

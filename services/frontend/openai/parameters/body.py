@@ -5,19 +5,20 @@ from typing import Any, TypeVar
 
 import msgspec
 import pydantic
+from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.openai.parameters.extra_fields import ExtraFields, UnknownFieldMode
-from services.frontend.openai.schemas.requests import BaseGenerationRequest
+from services.frontend.openai.schemas.requests import BaseGenerationRequest, OpenObject
 
 BODY_SECONDS = 30.0
 """Time limit for a client to send its body."""
 MAX_ERRORS = 1000
 """Wrong values of a body that are described; more are only counted, as each description takes microseconds."""
 
-B = TypeVar("B", bound=pydantic.BaseModel)
+B = TypeVar("B", bound=OpenObject)
 
 
 class BodyParser:
@@ -83,16 +84,21 @@ def _json(raw: bytes) -> Any:
 
 
 def _named(error: pydantic.ValidationError) -> APIError:
-    """Return the most specific of the errors in the first bad field: the one at the deepest location."""
+    """Return the most specific of the errors in the first bad field: the one at the deepest location, and among equals
+    one of a value, as another type may be allowed."""
     if error.error_count() > MAX_ERRORS:
         return invalid(f"the request body has {error.error_count()} wrong values")
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
-    deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=lambda e: len(e["loc"]))
+    deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
     return invalid(f"{where}: {deepest['msg']}" if where else deepest["msg"], field or None)
 
 
+def _specificity(error: ErrorDetails) -> tuple[int, bool]:
+    return len(error["loc"]), not error["type"].endswith("_type")
+
+
 def _is_name(part: int | str) -> bool:
-    """Return False for pydantic's names of union branches, such as list[constrained-int]."""
-    return isinstance(part, int) or not (part == "str" or set(part) & set("[-"))
+    """Return False for pydantic's names of union branches, such as list[constrained-int] or NamedTool."""
+    return isinstance(part, int) or not (part == "str" or part[:1].isupper() or set(part) & set("[-"))

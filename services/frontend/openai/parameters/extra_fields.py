@@ -2,28 +2,13 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from services.frontend.anthropic.schemas import CountTokensRequest
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.requests import (
-    HINTS,
-    NEUTRAL_IN_MESSAGE,
-    ChatRequest,
-    MessageParam,
-    Neutral,
-    unserved_in,
-)
-from services.frontend.responses_api.schemas import (
-    FunctionCallOutput,
-    InputMessage,
-    ReasoningItem,
-    ResponsesRequest,
-)
+from services.frontend.openai.schemas.requests import HINTS, Neutral, OpenObject
 
 log = logging.getLogger("runahead.frontend")
 
@@ -35,12 +20,6 @@ MAX_LOGGED = 1024
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-@cache
-def unserved_of(kind: type[BaseModel]) -> Neutral:
-    """Return the known parameters that a kind of body does not serve, with their neutral values."""
-    return kind.unserved if issubclass(kind, CountTokensRequest | ResponsesRequest) else unserved_in(kind)
-
-
 class ExtraFields:
     """The rule for fields that a body's model does not have."""
 
@@ -48,7 +27,7 @@ class ExtraFields:
         self._mode = mode
         self._logged: set[tuple[str, ...]] = set()
 
-    def check(self, body: BaseModel, request_id: str) -> list[str]:
+    def check(self, body: OpenObject, request_id: str) -> list[str]:
         """Return the names of ignored fields for the response's header, at most MAX_NAMED.
 
         Raises: APIError, for a known field that is not served with its value; in the mode "refuse" for any unknown one
@@ -73,59 +52,25 @@ class ExtraFields:
         )  # fmt: skip
 
 
-def _unknown(body: BaseModel, refuses: bool) -> Iterator[str]:
-    """Yield the names of unknown fields, with "messages." before those of messages. Raises: APIError"""
-    yield from _not_served(body.model_extra or {}, unserved_of(type(body)), "", "", refuses)
-    if isinstance(body, CountTokensRequest):
-        yield from _of_anthropic(body, refuses)
-    if isinstance(body, ResponsesRequest):
-        yield from _of_responses(body, refuses)
-    for index, message in enumerate(body.messages if isinstance(body, ChatRequest) else ()):
-        if message.model_extra:
-            at = f"messages.{index}."
-            yield from _not_served(message.model_extra, NEUTRAL_IN_MESSAGE, at, "messages.", refuses)
-        for extra, path in _nested(message):
-            yield from _not_served(extra, {}, f"messages.{index}.{path}", f"messages.{path}", refuses)
+def _unknown(given: BaseModel, refuses: bool, within: str = "", prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the unknown fields of an object and of those in it, without indices of lists.
 
+    Args:
+        within: path of the object, for errors.
+        prefix: the same without indices.
 
-def _of_anthropic(body: CountTokensRequest, refuses: bool) -> Iterator[str]:
-    for tool in body.tools or ():
-        yield from _not_served(tool.model_extra or {}, {}, "tools.", "tools.", refuses)
-    for index, message in enumerate(body.messages):
-        at = f"messages.{index}."
-        yield from _not_served(message.model_extra or {}, {}, at, "messages.", refuses)
-        for block in message.content if isinstance(message.content, list) else ():
-            yield from _not_served(block.model_extra or {}, {}, f"{at}content.", "messages.content.", refuses)
-
-
-def _of_responses(body: ResponsesRequest, refuses: bool) -> Iterator[str]:
-    for tool in body.tools or ():
-        yield from _not_served(tool.model_extra or {}, {}, "tools.", "tools.", refuses)
-    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
-        at = f"input.{index}."
-        yield from _not_served(item.model_extra or {}, {}, at, "input.", refuses)
-        parts: Sequence[BaseModel] | str = ()
-        match item:
-            case InputMessage():
-                parts = item.content
-            case FunctionCallOutput():
-                parts = item.output
-            case ReasoningItem():
-                parts = [*item.summary, *(item.content or ())]
-        for part in parts if not isinstance(parts, str) else ():
-            yield from _not_served(part.model_extra or {}, {}, f"{at}content.", "input.content.", refuses)
-
-
-def _nested(message: MessageParam) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the unknown fields of a message's parts and calls, with their path."""
-    for part in message.content if isinstance(message.content, list) else ():
-        if part.model_extra:
-            yield part.model_extra, "content."
-    for call in message.tool_calls or ():
-        if call.model_extra:
-            yield call.model_extra, "tool_calls."
-        if call.function.model_extra:
-            yield call.function.model_extra, "tool_calls.function."
+    Raises: APIError, naming the first field that is refused
+    """
+    if given.model_extra:
+        neutral = given.unserved() if isinstance(given, OpenObject) else {}
+        yield from _not_served(given.model_extra, neutral, within, prefix, refuses)
+    for name, value in given:
+        if isinstance(value, BaseModel):
+            yield from _unknown(value, refuses, f"{within}{name}.", f"{prefix}{name}.")
+        elif isinstance(value, list) and value and not isinstance(value[0], int):  # token ids may be many
+            for index, item in enumerate(value):
+                if isinstance(item, BaseModel):
+                    yield from _unknown(item, refuses, f"{within}{name}.{index}.", f"{prefix}{name}.")
 
 
 def _not_served(
@@ -135,6 +80,7 @@ def _not_served(
 
     Args:
         within: path of the object that has the fields, for errors.
+        prefix: the same without indices of lists.
     """
     for name, value in extra.items():
         allowed = neutral.get(name, ())

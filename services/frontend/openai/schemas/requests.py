@@ -1,6 +1,7 @@
 """Request bodies. Every field has a bound. OpenAI's and vLLM's fields that are not served are in tables."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -45,9 +46,96 @@ JSON = dict[str, Any]
 """The size is bounded by the body's, the depth when a schema is compiled."""
 Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_bounded)]
 
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Known parameters that are not served, each with the values that change nothing; null is always one of them."""
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+NEUTRAL: Neutral = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "thinking_token_budget": (),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors", "none"),
+    "return_mm_kwargs": (False, True),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "padding": ("do_not_pad",),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "use_activation": (True,),
+    "task": ("embed",),
+}
+HINTS: Mapping[str, str] = {
+    "best_of": "use n and choose among the answers",
+    "guided_json": "use structured_outputs.json or response_format",
+    "guided_regex": "use structured_outputs.regex",
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
+    "chat_template": "start with --chat-template",
+}
+"""Replacements for parameters that are not supported."""
+NEUTRAL_IN_MESSAGE: Neutral = {
+    "refusal": (),
+    "function_call": (),
+    "audio": (),
+    "annotations": ([],),
+}
+"""Fields of an answer that the official client sends back as part of the next conversation."""
+
+
+def _add_unserved(schema: JSON, kind: type["OpenObject"]) -> None:
+    """Describe the known fields that are not served, with the values that change nothing."""
+    for name, values in kind.unserved().items():
+        allowed = (None, *values)
+        distinct = [v for i, v in enumerate(allowed) if v not in allowed[:i]]  # 1 and 1.0 are equal in JSON
+        schema["properties"].setdefault(name, {"enum": distinct, "description": "Not supported."})
+
+
+class OpenObject(BaseModel):
+    """Object of a body with more fields than are served: the rule for them is in `parameters.extra_fields`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_add_unserved)
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        """Return the known fields that are not served."""
+        return {}
+
+
+class StreamOptions(OpenObject):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Put the usage into every event, not only into the last one."""
@@ -88,13 +176,14 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
     structural_tag: str | None = Field(None, max_length=MAX_SCHEMA_CHARS)
     disable_any_whitespace: bool = False
+    disable_additional_properties: Literal[False] | None = None
+    """Not served: `additionalProperties` of a schema says it."""
     whitespace_pattern: str | None = Field(None, max_length=1024)
 
 
-class BaseRequest(BaseModel):
+class BaseRequest(OpenObject):
     """Fields of every body. Most change no answer: they are accepted and not used."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     model: str | None = Field(None, max_length=512)
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     """Part of the answer's id. The header `x-request-id` names the request in logs."""
@@ -116,6 +205,10 @@ class BaseRequest(BaseModel):
     """Not used; answers are not stored."""
     service_tier: str | None = Field(None, max_length=64)
     """Not used; `priority` orders requests."""
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return _served_elsewhere(cls)
 
 
 class BaseGenerationRequest(BaseRequest):
@@ -175,21 +268,18 @@ class CompletionRequest(BaseGenerationRequest):
     )  # fmt: skip
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class TextPart(OpenObject):
     type: Literal["text"]
     text: Text
 
 
-class FunctionCall(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class FunctionCall(OpenObject):
     name: str = Field(max_length=128)
     arguments: Text = ""
     """The text of a JSON object."""
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class ToolCall(OpenObject):
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -197,8 +287,7 @@ class ToolCall(BaseModel):
     """Not used; present if the client joined the call from the deltas of a stream."""
 
 
-class MessageParam(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+class MessageParam(OpenObject):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
@@ -208,6 +297,10 @@ class MessageParam(BaseModel):
     reasoning_content: Text | None = None
     """Older name of `reasoning`."""
 
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return NEUTRAL_IN_MESSAGE
+
     def plain(self) -> dict[str, Any]:
         """Return role, text and name as chat templates expect them."""
         parts = self.content if isinstance(self.content, list) else []
@@ -215,31 +308,28 @@ class MessageParam(BaseModel):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class FunctionDefinition(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class FunctionDefinition(OpenObject):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: Text | None = None
     parameters: JSON | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Tool(OpenObject):
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
     def plain(self) -> dict[str, Any]:
         """Return the given fields as chat templates expect them."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
+        known = set(FunctionDefinition.model_fields)
+        return {"type": self.type, "function": self.function.model_dump(include=known, exclude_unset=True)}
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class FunctionName(OpenObject):
     name: str = Field(max_length=128)
 
 
-class NamedTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class NamedTool(OpenObject):
     type: Literal["function"] = "function"
     function: FunctionName
 
@@ -281,77 +371,9 @@ class EmbeddingRequest(BaseRequest):
     add_special_tokens: bool | None = True
 
 
-Neutral = Mapping[str, tuple[Any, ...]]
-"""Known parameters that are not served, each with the values that change nothing; null is always one of them."""
-
-NEUTRAL: Neutral = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "thinking_token_budget": (),
-    "watermarking": (False,),
-    "truncation_side": ("left",),
-    "logprob_token_ids": ([],),
-    "media_io_kwargs": ({},),
-    "mm_payload": ("tensors", "none"),
-    "return_mm_kwargs": (False, True),
-    "routed_experts_prompt_start": (0,),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "repetition_detection": (),
-    "stream_interval": (1,),
-    "padding": ("do_not_pad",),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "use_activation": (True,),
-}
-HINTS: Mapping[str, str] = {
-    "best_of": "use n and choose among the answers",
-    "guided_json": "use structured_outputs.json or response_format",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_grammar": "use structured_outputs.grammar",
-    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
-    "chat_template": "start with --chat-template",
-}
-"""Replacements for parameters that are not supported."""
-NEUTRAL_IN_MESSAGE: Neutral = {
-    "refusal": (),
-    "function_call": (),
-    "audio": (),
-    "annotations": ([],),
-}
-"""Fields of an answer that the official client sends back as part of the next conversation."""
-
-
-def unserved_in(kind: type[BaseModel]) -> Neutral:
-    """Return the known parameters that a kind of body does not serve: also those that other kinds serve."""
+@cache
+def _served_elsewhere(kind: type[BaseModel]) -> Neutral:
+    """Return the known fields that a kind of body does not serve: also those that other kinds serve."""
     served = kind.model_fields.keys()
     others = {
         name: () if info.is_required() else (info.get_default(),)

@@ -1,0 +1,50 @@
+"""`runahead trace`: the last steps of a running server as a file for Perfetto."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from services.cli.ask import NoAnswer, ask_object, base_url
+from services.cli.trace.events import TraceWriter
+
+__all__ = ["trace"]
+
+ENTRIES = 512
+"""Entries per request, the server's maximum."""
+POLL_SECONDS = 0.5
+
+
+def trace(url: str, api_key: str, output: Path, seconds: float) -> int:
+    """Write the file and print what it has. Return the exit status: 1 without an answer or a file."""
+    try:
+        found = collect(f"{base_url(url)}/debug/steps", api_key, seconds)
+        writer = TraceWriter(found)
+        output.write_text(json.dumps(writer.document()))
+    except (NoAnswer, OSError) as error:
+        print(f"runahead: {error}", file=sys.stderr)
+        return 1
+    print(f"{writer.num_steps} steps on {writer.num_ranks} ranks written to {output}; open it in Perfetto")
+    return 0
+
+
+def collect(url: str, api_key: str, seconds: float) -> list[dict[str, Any]]:
+    """Return the entries that the server keeps, or those of the next seconds. Raises: NoAnswer"""
+    found: list[dict[str, Any]] = []
+    ends = time.monotonic() + seconds
+    since = 0 if not seconds else _ask(url, api_key, 2**53 - 1)["last"]
+    while True:
+        answer = _ask(url, api_key, since)
+        found += answer["entries"]
+        since = answer["next"]
+        if since < answer["last"]:
+            continue
+        if time.monotonic() >= ends:
+            return found
+        time.sleep(min(POLL_SECONDS, max(0.0, ends - time.monotonic())))
+
+
+def _ask(url: str, api_key: str, since: int) -> dict[str, Any]:
+    """Raises: NoAnswer"""
+    return ask_object(f"{url}?since={since}&limit={ENTRIES}", api_key, "entries", "next", "last")

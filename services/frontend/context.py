@@ -1,0 +1,36 @@
+"""Objects that the handlers of all routes share, as a dependency of FastAPI."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request as HTTPRequest
+
+from services.frontend.engine.client import EngineClient
+from services.frontend.metrics import Metrics
+from services.frontend.model import ServedModel
+from services.frontend.openai.answering import Answering
+from services.frontend.openai.parameters.body import BodyParser
+from services.frontend.responses_api.store import ResponseStore
+
+
+@dataclass(frozen=True)
+class AppContext:
+    engine: EngineClient
+    model: ServedModel
+    metrics: Metrics
+    answering: Answering
+    bodies: BodyParser
+    responses: ResponseStore | None
+    """None, if responses are not kept."""
+    started: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
+
+
+async def app_context(http: HTTPRequest) -> AppContext:
+    context: AppContext = http.app.state.context
+    return context
+
+
+Context = Annotated[AppContext, Depends(app_context)]

@@ -1,0 +1,104 @@
+"""The engine's state as frontends see it, and the pause while a lost scheduler is replaced. No sockets, no clock."""
+
+from collections import deque
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from protocol.requests import EnginePhase, EngineState
+from services.frontend.errors import APIError
+
+NOT_CONNECTED = EngineState(EnginePhase.WAITING_FOR_WORKERS, "connecting to the scheduler")
+SERVING = (EnginePhase.READY, EnginePhase.RECOVERING)
+"""Phases of an engine that takes requests."""
+STARTING = (EnginePhase.WAITING_FOR_WORKERS, EnginePhase.LOADING)
+SIZES = ("max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "hidden_size")
+"""Fields of `EngineState` that requests are checked against."""
+MAX_RECOVERIES = 64
+"""Losses and returns of the engine that are kept for traces."""
+
+
+class Recovery(NamedTuple):
+    """Loss of workers or of the scheduler, or the end of the pause that followed."""
+
+    at: float
+    """Monotonic seconds."""
+    name: str
+    reason: str
+
+
+class Availability:
+    """Requests may wait while lost workers, or a lost scheduler, are replaced. They wait for a bounded time.
+
+    Args:
+        patience: seconds that open requests wait for another scheduler.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self.state = NOT_CONNECTED
+        self.draining = False
+        self.executes = False
+        """The scheduler that is connected executes requests, or will when it has its workers again."""
+        self.recoveries: deque[Recovery] = deque(maxlen=MAX_RECOVERIES)
+        """The latest ones, in order."""
+        self._lost_at: float | None = None
+        """When an engine that served was lost, until another one serves; monotonic seconds."""
+
+    @property
+    def accepts(self) -> bool:
+        """New requests are taken. They may have to wait until the engine is back."""
+        return self.state.phase in SERVING and not self.draining
+
+    @property
+    def ready(self) -> bool:
+        """True if requests are executed now."""
+        return self.accepts and self.executes and self.state.phase is EnginePhase.READY
+
+    def check(self) -> None:
+        """Raises: APIError, with the reason why no request is taken"""
+        if self.draining:
+            raise APIError(503, "the server is stopping; no new requests are taken")
+        if not self.accepts:
+            reason = self.state.detail or self.state.phase.name.lower().replace("_", " ")
+            raise APIError(503, f"the engine is not ready: {reason}")
+
+    def on_state(self, state: EngineState, now: float) -> None:
+        """The scheduler that is connected has sent its state."""
+        self.executes = state.phase in SERVING
+        if self.executes:
+            self._lost_at = None
+        elif self._lost_at is not None and state.phase in STARTING:
+            # The sizes of the last engine hold, so that new requests can be checked; `phase` shows the recovery.
+            sizes = {name: getattr(self.state, name) for name in SIZES}
+            state = replace(state, phase=EnginePhase.RECOVERING, **sizes)
+        self._set(state, now)
+
+    def on_lost(self, now: float) -> None:
+        """The connection is lost. An engine that served is expected back."""
+        self.executes = False
+        if self.state.phase is EnginePhase.FAILED:
+            return
+        if self.state.phase in (*SERVING, EnginePhase.DRAINING):
+            self._lost_at = self._lost_at or now
+            detail = "the scheduler is lost; waiting for another one"
+            self._set(replace(self.state, phase=EnginePhase.RECOVERING, detail=detail), now)
+        elif self._lost_at is None:
+            self._set(NOT_CONNECTED, now)
+
+    def gives_up(self, now: float, is_connected: bool) -> bool:
+        """Return whether the engine was lost for too long. It is no longer expected back then."""
+        if self._lost_at is None or now - self._lost_at <= self._patience:
+            return False
+        self._lost_at = None
+        if not is_connected:
+            self._set(NOT_CONNECTED, now)
+        return True
+
+    def _set(self, state: EngineState, now: float) -> None:
+        was_lost, is_lost = (s.phase is EnginePhase.RECOVERING for s in (self.state, state))
+        if is_lost and not was_lost:
+            self.recoveries.append(Recovery(now, "engine lost", state.detail))
+        elif was_lost and state.phase is EnginePhase.READY:
+            self.recoveries.append(Recovery(now, "engine recovered", ""))
+        self.state = state

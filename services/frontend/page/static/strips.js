@@ -1,0 +1,143 @@
+// Charts below the lanes, on the same axis of time: what the batch queue, the steps and the cache hold.
+
+const GAP = 8;
+
+export class Strips {
+  top = 0;
+
+  constructor(history) {
+    this.history = history;
+  }
+
+  get strips() {
+    return this.history.steps.some((step) => step.draft_tokens) ? ALL : WITHOUT_DRAFTS;
+  }
+
+  get height() {
+    return this.strips.reduce((sum, strip) => sum + strip.height + GAP, 0);
+  }
+
+  draw(pen, view, colours, steps, selected) {
+    let y = this.top;
+    for (const strip of this.strips) {
+      pen.fillStyle = colours.panel;
+      pen.fillRect(view.left, y, view.right - view.left, strip.height);
+      strip.draw(pen, view, colours, steps, y, strip.height);
+      if (selected) {
+        const [began, ended] = extent(selected);
+        pen.fillStyle = colours.ink;
+        pen.globalAlpha = 0.1;
+        pen.fillRect(view.x(began), y, Math.max(2, view.x(ended) - view.x(began)), strip.height);
+        pen.globalAlpha = 1;
+      }
+      y += strip.height + GAP;
+    }
+  }
+
+  // Name and value of each strip, for the step that is selected or the latest one.
+  labels(step) {
+    let y = this.top;
+    return this.strips.map((strip) => {
+      const label = { text: strip.name, value: step ? strip.value(step) : "", y: y + strip.height / 2 };
+      y += strip.height + GAP;
+      return label;
+    });
+  }
+
+  hit(view, steps, x) {
+    const time = view.time(x);
+    return steps.findLast((step) => extent(step)[0] <= time) ?? null;
+  }
+}
+
+// The time of a step's forward pass on the first rank that measured it.
+function extent(step) {
+  const rank = step.ranks.find((times) => times.forward_began);
+  return rank ? [rank.forward_began, rank.forward_ended] : [step.dispatched, step.result_received];
+}
+
+function bars(pen, view, steps, y, height, parts) {
+  const most = Math.max(1, ...steps.map((step) => parts.reduce((sum, [value]) => sum + value(step), 0)));
+  for (const step of steps) {
+    const [began, ended] = extent(step), x = view.x(began), full = view.x(ended) - x;
+    const width = Math.max(1.5, full - (full > 6 ? 1 : 0));
+    let base = y + height - 2;
+    for (const [value, colour] of parts) {
+      const tall = (value(step) / most) * (height - 6);
+      pen.fillStyle = colour;
+      pen.fillRect(x, base - tall, width, tall);
+      base -= tall;
+    }
+  }
+}
+
+// A value holds from one dispatch to the next.
+function stairs(pen, view, steps, y, height, value, most, colour, filled) {
+  if (!steps.length) return;
+  const at = (step) => y + height - 3 - (value(step) / most) * (height - 8);
+  pen.beginPath();
+  steps.forEach((step, i) => {
+    const x = view.x(step.dispatched);
+    if (i) pen.lineTo(x, at(steps[i - 1]));
+    if (i) pen.lineTo(x, at(step));
+    else pen.moveTo(x, at(step));
+  });
+  const last = steps.at(-1), end = Math.min(view.right, view.x(last.applied));
+  pen.lineTo(Math.max(end, view.x(last.dispatched)), at(last));
+  pen.strokeStyle = colour;
+  pen.lineWidth = 1.5;
+  pen.stroke();
+  if (!filled) return;
+  pen.lineTo(Math.max(end, view.x(last.dispatched)), y + height);
+  pen.lineTo(view.x(steps[0].dispatched), y + height);
+  pen.fillStyle = colour;
+  pen.globalAlpha = 0.15;
+  pen.fill();
+  pen.globalAlpha = 1;
+}
+
+const most = (steps, value, least) => Math.max(least, ...steps.map(value));
+
+const ALL = [
+  {
+    name: "in flight", height: 30, value: (step) => String(step.steps_in_flight),
+    draw(pen, view, colours, steps, y, height) {
+      const depth = (step) => step.steps_in_flight;
+      stairs(pen, view, steps, y, height, depth, most(steps, depth, 2), colours.accent, true);
+    },
+  },
+  {
+    name: "tokens", height: 44, value: (step) => `${step.prefill_tokens} + ${step.decode_tokens}`,
+    draw(pen, view, colours, steps, y, height) {
+      bars(pen, view, steps, y, height, [
+        [(step) => step.decode_tokens, colours.decode], [(step) => step.prefill_tokens, colours.prefill],
+      ]);
+    },
+  },
+  {
+    name: "drafts", height: 30, value: (step) => `${step.accepted_tokens} of ${step.draft_tokens}`,
+    draw(pen, view, colours, steps, y, height) {
+      bars(pen, view, steps, y, height, [
+        [(step) => step.accepted_tokens, colours.decode],
+        [(step) => step.draft_tokens - step.accepted_tokens, colours.line],
+      ]);
+    },
+  },
+  {
+    name: "KV use", height: 30, value: (step) => `${(100 * step.kv_cache_usage).toFixed(1)} %`,
+    draw(pen, view, colours, steps, y, height) {
+      const use = (step) => step.kv_cache_usage;
+      stairs(pen, view, steps, y, height, use, most(steps, use, 0.01), colours.accent, true);
+    },
+  },
+  {
+    name: "requests", height: 34, value: (step) => `${step.num_running} + ${step.num_waiting}`,
+    draw(pen, view, colours, steps, y, height) {
+      const running = (step) => step.num_running, waiting = (step) => step.num_waiting;
+      const top = Math.max(most(steps, running, 1), most(steps, waiting, 1));
+      stairs(pen, view, steps, y, height, running, top, colours.accent, false);
+      stairs(pen, view, steps, y, height, waiting, top, colours.waiting, false);
+    },
+  },
+];
+const WITHOUT_DRAFTS = ALL.filter((strip) => strip.name !== "drafts");

@@ -1,0 +1,48 @@
+"""/v1/models: the names under which the model is served."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path
+from typing_extensions import TypedDict
+
+from services.frontend.context import AppContext, Context
+from services.frontend.errors import APIError
+from services.frontend.openai.schemas.responses import Natural
+from services.frontend.openapi import GUARDED, errors
+
+router = APIRouter(responses=errors(*GUARDED))
+
+
+class ModelEntry(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Natural
+    owned_by: str
+    max_model_len: Natural | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+@router.get("/v1/models", summary="Models that are served")
+async def models(context: Context) -> ModelList:
+    return {"object": "list", "data": [_entry(context, name) for name in context.model.names]}
+
+
+@router.get("/v1/models/{name:path}", summary="One of the models", responses=errors(400, 404))
+async def model(name: Annotated[str, Path(max_length=512)], context: Context) -> ModelEntry:
+    if name not in context.model.names:
+        raise APIError(404, f"the model {name!r:.200} does not exist", "model", "model_not_found")
+    return _entry(context, name)
+
+
+def _entry(context: AppContext, name: str) -> ModelEntry:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.started,
+        "owned_by": "runahead",
+        "max_model_len": context.engine.state.max_model_len or None,
+    }
