@@ -4,6 +4,7 @@ PYTHON ?= python3
 PORT ?= 8000
 ARGS ?=
 NAME ?=
+PART ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 SERVING := $(VENV)/.serving
 EXTRAS := frontend,scheduler,native
 VLLM := .venv-vllm
-SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e
+SUITES := tests/unit tests/simulation tests/integration tests/ranks tests/e2e tests/gpu
 # Tests of what depends on the processor: the kernels, and the runner against transformers and the reference kernels.
 KERNEL_TESTS := tests/unit/native/cpu $(addprefix tests/unit/native/test_,$(addsuffix .py,acceptance attention logit_rules \
 	network ngram processor quantized_products quantized_weight rows sampler selection)) \
@@ -23,7 +24,12 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile
 INSTALL_PINNED := $(INSTALL) --constraint deploy/constraints.txt --editable
 
-.PHONY: setup serve images test test-avx2 test-docker test-clients setup-vllm test-vllm check bench soak clean
+# Makes the environment $(1) find the packages of $(VENV), too.
+find_packages = site='import site; print(site.getsitepackages()[0])'; \
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
+	>"$$($(1)/bin/python -c "$$site")/runahead-base.pth"
+
+.PHONY: setup serve images test test-avx2 test-docker test-clients test-web setup-vllm test-vllm check bench bench-gpu gpu-wheels soak soak-long clean
 
 setup: $(STAMP)
 
@@ -62,17 +68,46 @@ test-avx2: $(STAMP)
 test-docker: $(STAMP)
 	$(BIN)/python -m pytest --timeout=1800 tests/docker $(ARGS)
 
-# Real clients of the API, in an environment of their own. Not part of CI.
+# Real clients of the API, in environments of their own. Not part of CI.
 CLIENTS := .venv-clients
+GUIDELLM := .venv-guidellm
+NODE := tests/clients/node
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@echo "Installing clients into $(CLIENTS); the first time takes some minutes."
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --requirement $<
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
 	@touch $@
 
-test-clients: $(SERVING) $(CLIENTS)/.installed
+# GuideLLM in an environment that also finds the packages of $(VENV).
+$(GUIDELLM)/.installed: tests/clients/guidellm.txt $(STAMP)
+	@echo "Installing GuideLLM into $(GUIDELLM)."
+	@test -x $(GUIDELLM)/bin/python || $(PYTHON) -m venv $(GUIDELLM)
+	@$(call find_packages,$(GUIDELLM))
+	@$(GUIDELLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
+	@touch $@
+
+# npm writes this file.
+$(NODE)/node_modules/.package-lock.json: $(NODE)/package.json $(NODE)/package-lock.json
+	@command -v npm >/dev/null || { echo "make test-clients needs Node.js 20 or newer, with npm" >&2; exit 1; }
+	@cd $(NODE) && npm ci --loglevel=error
+	@touch $@
+
+test-clients: $(SERVING) $(CLIENTS)/.installed $(GUIDELLM)/.installed $(NODE)/node_modules/.package-lock.json
 	PYTHONPATH=. $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini --rootdir . tests/clients $(ARGS)
+
+# The page in Debian's Chromium, driven by Playwright in an environment of its own. Writes docs/pictures. As root on Debian
+# it installs Chromium if it is missing. Not part of CI.
+WEB := .venv-web
+
+$(WEB)/.installed: tests/web/requirements.txt
+	@tests/web/install-chromium
+	@test -x $(WEB)/bin/python || $(PYTHON) -m venv $(WEB)
+	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --requirement $<
+	@touch $@
+
+test-web: $(SERVING) $(WEB)/.installed
+	PYTHONPATH=. $(WEB)/bin/python -m pytest -c tests/web/pytest.ini --rootdir . tests/web $(ARGS)
 
 setup-vllm: $(VLLM)/.installed
 
@@ -83,9 +118,7 @@ test-vllm: $(VLLM)/.installed
 $(VLLM)/.installed: $(STAMP) deploy/unfit.txt
 	@echo "Installing vLLM into $(VLLM); the first time takes some minutes."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@site='import site; print(site.getsitepackages()[0])'; \
-		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" \
-		>"$$($(VLLM)/bin/python -c "$$site")/runahead-base.pth"
+	@$(call find_packages,$(VLLM))
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
 		--constraint deploy/constraints.txt --editable '.[vllm]'
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes --requirement deploy/unfit.txt
@@ -109,11 +142,24 @@ bench: $(STAMP) $(if $(filter vllm_% peers,$(NAME)),$(VLLM)/.installed) $(if $(f
 	@mkdir -p build/bench
 	PYTHONPATH=. $(BIN)/python tests/benchmarks/$(NAME).py $(ARGS)
 
-# Runs more seeds and longer loads, and the tests marked `soak`, which `make test` skips.
+# Measures on a GPU; docs/gpu.md. PYTHON has a CUDA build of torch and Triton, so it is not that of .venv.
+bench-gpu:
+	$(PYTHON) -m tests.benchmarks.gpu $(ARGS)
+
+# Packages that the measurement needs on a machine without network, for Python 3.12 on Linux on x86-64.
+gpu-wheels:
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(foreach number,2_17 2_24 2_27 2_28 2_31 2_34 2_35,--platform manylinux_$(number)_x86_64) --platform manylinux2014_x86_64 \
+		--dest .wheels --requirement tests/benchmarks/gpu/packages.txt
+
+# What is too long for each change, in named parts (PART=seeds ...), under three hours in all on two processors.
+# `soak-long` runs all of it, for days. Both go on where they were interrupted; build/soak has how far they have run.
 soak: $(STAMP)
-	RUNAHEAD_SOAK=1 $(BIN)/python -m pytest -m "" --timeout=7200 tests/unit/protocol tests/simulation \
-		tests/integration tests/ranks tests/e2e/test_api_document.py tests/e2e/test_recovery.py tests/e2e/test_many_ranks.py $(ARGS)
+	$(BIN)/python -m tests.soak $(PART)
+
+soak-long: $(STAMP)
+	$(BIN)/python -m tests.soak --long $(PART)
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist .wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find protocol services tests deploy -name __pycache__ -type d -prune -exec rm -rf {} +
