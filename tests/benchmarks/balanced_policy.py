@@ -7,6 +7,9 @@ arrivals.
 
 Measured: a scheduler and four simulated stages as processes, with a quarter of the requests and of their lengths, and
 costs per token and per token of context scaled so that a step takes equally long; compared with the simulation.
+
+Native: the same for a scheduler and two stages of the native backend with one thread each, which multiply real
+matrices. The costs of the simulation are fitted to the steps of `chunked`; those of `balanced` are predicted.
 """
 
 import argparse
@@ -18,9 +21,10 @@ import numpy as np
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
+from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import DIRECTORY, report
-from tests.benchmarks.support.stages import StagesRun, TimedRequest, run_stages
-from tests.simulation.pipeline import Costs, Job, PipelineRun, cards, simulate, spread
+from tests.benchmarks.support.stages import StagesRun, TimedRequest, run_native_stages, run_stages
+from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, cards, simulate, spread
 
 STAGES, REQUESTS, LENGTH, BLOCK, SEATS = 4, 256, 128, 16, 256
 DEPTHS = (STAGES + 1, STAGES)
@@ -62,7 +66,7 @@ SETTINGS = [
 ]
 
 
-def pair(limits: Limits, depth: int, costs: Costs, jobs: Sequence[Job]) -> dict[str, PipelineRun]:
+def pair(limits: Limits, depth: int, costs: Costs, jobs: Sequence[PipelineJob]) -> dict[str, PipelineRun]:
     return {name: simulate(policy(), limits, depth, costs, jobs) for name, policy in POLICIES.items()}
 
 
@@ -132,12 +136,16 @@ def poisson(requests: int) -> list[dict[str, object]]:
     rows = []
     for setting in (SETTINGS[6], SETTINGS[7]):
         capacity = simulate(
-            ChunkedPolicy(), setting.limits, DEPTHS[0], setting.costs, [Job(LENGTH, LENGTH)] * REQUESTS
+            ChunkedPolicy(),
+            setting.limits,
+            DEPTHS[0],
+            setting.costs,
+            [PipelineJob(LENGTH, LENGTH)] * REQUESTS,
         )
         for load in LOADS:
             pace = load * capacity.throughput / LENGTH
             arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / pace, requests))
-            jobs = [Job(LENGTH, LENGTH, float(at)) for at in arrivals]
+            jobs = [PipelineJob(LENGTH, LENGTH, float(at)) for at in arrivals]
             runs = pair(setting.limits, DEPTHS[0], setting.costs, jobs)
             rows += [
                 {
@@ -213,8 +221,18 @@ def predict(policy: str, setting: Setting) -> PipelineRun:
         True,
         STAGES,
     )
-    jobs = [Job(LENGTH // QUARTER, LENGTH // QUARTER)] * (REQUESTS // QUARTER)
+    jobs = [PipelineJob(LENGTH // QUARTER, LENGTH // QUARTER)] * (REQUESTS // QUARTER)
     return simulate(POLICIES[policy](), limits, DEPTHS[0], setting.costs, jobs)
+
+
+def show_both(measured: Mapping[str, StagesRun], predicted: Mapping[str, PipelineRun]) -> None:
+    """Print each policy's measured time and bubbles beside the predicted ones."""
+    for name, run in measured.items():
+        seconds, total = run.seconds, predicted[name].total
+        print(
+            f"{name}: measured {seconds:.2f} s, predicted {total:.2f} s ({seconds / total - 1:+.1%}); "
+            f"bubbles {np.mean(run.bubbles):.1%}, predicted {np.mean(predicted[name].bubbles):.1%}"
+        )
 
 
 def compare() -> tuple[dict[str, object], dict[str, object]]:
@@ -227,13 +245,62 @@ def compare() -> tuple[dict[str, object], dict[str, object]]:
     measured["ratio"] = runs["chunked"].seconds / runs["balanced"].seconds
     predicted["ratio"] = predictions["chunked"].total / predictions["balanced"].total
     print()
-    for name, run in runs.items():
-        total = predictions[name].total
-        print(
-            f"{name}: measured {run.seconds:.2f} s, predicted {total:.2f} s ({run.seconds / total - 1:+.1%}); bubbles "
-            f"{np.mean(run.bubbles):.1%}, predicted {np.mean(predictions[name].bubbles):.1%}"
-        )
+    show_both(runs, predictions)
     return measured, predicted
+
+
+# -- native stages ------------------------------------------------------------------------------------------------
+
+NATIVE_STAGES, NATIVE_DEPTH = 2, 3
+
+
+def native_limits(requests: int) -> Limits:
+    """All requests fit, and the budget of a step covers most of their prompts, so `chunked` forms uneven steps."""
+    return Limits(requests, 2048, 512, 2 * requests * LENGTH // BLOCK, BLOCK, False, NATIVE_STAGES)
+
+
+def measure_native(policy: str, model: str, requests: int) -> StagesRun:
+    limits, rng = native_limits(requests), np.random.default_rng(0)
+    path = str(random_llama(model))
+    scheduler = {
+        "model": path,
+        "batching_policy": policy,
+        "block_size": limits.block_size,
+        "num_gpu_blocks_override": limits.num_blocks,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_model_len": limits.max_model_len,
+        "enable_prefix_caching": False,
+        "log_level": "warning",
+    }
+    worker = {"model": path, "threads": 1, "dtype": "float32", "log_level": "warning"}
+    load = [TimedRequest(rng.integers(300, 1000, LENGTH).astype(np.int32), LENGTH) for _ in range(requests)]
+    return run_native_stages(NATIVE_STAGES, load, scheduler, worker)
+
+
+def fitted(run: StagesRun) -> Costs:
+    """Return the costs of a step and of a token, by least squares over the forward passes of all stages."""
+    tokens = np.array([span.tokens for span in run.spans], np.float64)
+    seconds = np.array([span.ended - span.began for span in run.spans])
+    columns = np.stack([np.ones_like(tokens), tokens], 1)
+    (base, token), *_ = np.linalg.lstsq(columns, seconds, rcond=None)
+    return Costs(base=max(0.0, float(base)), token=max(0.0, float(token)))
+
+
+def compare_native(model: str, requests: int) -> dict[str, object]:
+    runs = {name: measure_native(name, model, requests) for name in POLICIES}
+    costs, jobs = fitted(runs["chunked"]), [PipelineJob(LENGTH, LENGTH)] * requests
+    predicted = pair(native_limits(requests), NATIVE_DEPTH, costs, jobs)
+    fit = f"{1e3 * costs.base:.2f} ms per step, {1e6 * costs.token:.1f} us per token"
+    print(f"\n{model} on {NATIVE_STAGES} native stages: {fit}")
+    show_both(runs, predicted)
+    return {
+        "costs": {"base": costs.base, "token": costs.token},
+        "measured": {name: run.figures() for name, run in runs.items()},
+        "predicted": {name: figures(run) for name, run in predicted.items()},
+        "measured_ratio": runs["chunked"].seconds / runs["balanced"].seconds,
+        "predicted_ratio": ratio(predicted),
+    }
 
 
 # -- plot --------------------------------------------------------------------------------------------------------
@@ -274,10 +341,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plot", type=Path, default=DIRECTORY / "balanced_policy.png", help="PNG file")
     parser.add_argument("--arrivals", type=int, default=200, help="requests per load of the Poisson part")
-    parser.add_argument("--no-processes", action="store_true", help="skip the measurement with processes")
+    parser.add_argument("--no-processes", action="store_true", help="skip the measurements with processes")
+    parser.add_argument("--native-model", default="m155", choices=SHAPES)
+    parser.add_argument("--native-requests", type=int, default=32)
     args = parser.parse_args()
 
-    jobs = [Job(LENGTH, LENGTH)] * REQUESTS
+    jobs = [PipelineJob(LENGTH, LENGTH)] * REQUESTS
     runs = {
         depth: [pair(setting.limits, depth, setting.costs, jobs) for setting in SETTINGS] for depth in DEPTHS
     }
@@ -297,6 +366,7 @@ def main() -> None:
         simulate(p(), alone, 2, SETTINGS[PUBLISHED].costs, jobs, keep_plans=True) for p in POLICIES.values()
     ]
     measured, predicted = ({}, {}) if args.no_processes else compare()
+    native = {} if args.no_processes else compare_native(args.native_model, args.native_requests)
     print("\n" + plot(published, args.plot))
     report(
         "balanced_policy",
@@ -311,8 +381,17 @@ def main() -> None:
             "one_stage_plans_identical": one[0].plans == one[1].plans,
             "measured_ratio": measured.get("ratio"),
             "predicted_ratio": predicted.get("ratio"),
+            "native_measured_ratio": native.get("measured_ratio"),
+            "native_predicted_ratio": native.get("predicted_ratio"),
         },
-        settings={"stages": STAGES, "depths": DEPTHS, "block_size": BLOCK, "max_num_seqs": SEATS},
+        settings={
+            "native_model": args.native_model,
+            "native_requests": args.native_requests,
+            "stages": STAGES,
+            "depths": DEPTHS,
+            "block_size": BLOCK,
+            "max_num_seqs": SEATS,
+        },
         repeats={
             "runs": [
                 {"depth": depth, "setting": index, **{name: figures(run) for name, run in both.items()}}
@@ -322,6 +401,7 @@ def main() -> None:
             "poisson": arrivals,
             "measured": measured,
             "predicted": predicted,
+            "native": native,
         },
     )
 

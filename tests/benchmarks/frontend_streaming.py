@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +189,10 @@ class Player(Protocol):
 class UniformEngine:
     """Answers all requests with the same tokens at the same time."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, incarnation: int = 0) -> None:
+        """`incarnation`: as in `EngineState`; with one, the frontend subscribes to step records."""
         self._server = Server(endpoint, {"frontend"})
+        self._incarnation = incarnation
         self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
         self._peer: bytes | None = None
         self._numbers: list[int] = []
@@ -202,10 +204,14 @@ class UniformEngine:
             peer, frame = received
             if isinstance(frame, Hello):
                 self._peer = peer
-                state = EngineState(EnginePhase.READY, max_model_len=4096, vocab_size=4096)
+                state = EngineState(
+                    EnginePhase.READY, max_model_len=4096, vocab_size=4096, incarnation=self._incarnation
+                )
                 self._server.send(peer, state)
                 continue
             message = self._decoder.decode(frame)
+            if self._incarnation and not isinstance(message, GenerateRequest | AbortRequest):
+                continue  # a subscription, or a sign of life
             assert isinstance(message, GenerateRequest), "a request was aborted"
             self._numbers.append(message.number)
 
@@ -238,11 +244,14 @@ class UniformEngine:
         rows = len(self._numbers)
         tokens = output_ids(self._tokenizer, count)
         frames = [
-            RequestOutputs(numbers, pack([index] * rows), pack([token] * rows))
+            RequestOutputs(numbers, pack([index] * rows), pack([token] * rows), incarnation=self._incarnation)
             for index, token in enumerate(tokens)
         ]
         ends = [Finish(number, FinishReason.LENGTH) for number in self._numbers]
-        return [*map(encode, frames), encode(RequestOutputs(b"", b"", b"", ends))]
+        return [
+            *map(encode, frames),
+            encode(RequestOutputs(b"", b"", b"", ends, incarnation=self._incarnation)),
+        ]
 
     def send(self, frame: bytes) -> None:
         assert self._peer is not None
@@ -257,7 +266,12 @@ class UniformEngine:
 
 
 @contextmanager
-def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Process, str, UniformEngine]]:
+def frontend(
+    patch: str,
+    profile: str | None = None,
+    make_engine: Callable[[str], UniformEngine] = UniformEngine,
+    step_ring: int = 0,
+) -> Iterator[tuple[psutil.Process, str, UniformEngine]]:
     """Yield the process, its address and its engine. Raises: RuntimeError, if it does not start"""
     code = (
         "import sys\nfrom services.cli.start import start\nfrom services.config import FrontendConfig\n"
@@ -268,8 +282,10 @@ def frontend(patch: str, profile: str | None = None) -> Iterator[tuple[psutil.Pr
         run = f"import cProfile\ncProfile.run('start(config)', {profile!r})"
     with tempfile.TemporaryDirectory(prefix="ra-") as directory:
         endpoint, log = f"ipc://{directory}/clients", Path(directory) / "log"
-        engine = UniformEngine(endpoint)
-        config = FrontendConfig(model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0)
+        engine = make_engine(endpoint)
+        config = FrontendConfig(
+            model=str(DEMO_MODEL), scheduler_endpoint=endpoint, port=0, step_ring=step_ring
+        )
         with log.open("w") as stderr:
             process = psutil.Popen(
                 [sys.executable, "-c", code + run, config.model_dump_json()], stderr=stderr

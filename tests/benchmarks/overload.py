@@ -1,15 +1,19 @@
 """Overload: first-token latency of admitted requests at the load that the server can serve and at ten times of it.
 
-`serve` with the simulator (20 ms per step, 4 seats, outputs of 32 tokens: 6 requests per second), an open loop with
-Poisson arrivals over kept connections. Reported for each load: requests that were served, refused and without an
-answer, latency of first tokens and of refusals, goodput as a share of the capacity, and the resident memory of all
-services before and after.
+`serve` with the simulator (20 ms per step, 4 seats, outputs of 32 tokens: at most 6.25 requests per second), an open
+loop with Poisson arrivals over kept connections. Reported for each load: requests that were served, refused and without
+an answer, latency of first tokens and of refusals, goodput as a share of the capacity, processor time of the frontend
+and of the scheduler, and the resident memory of all services before and after.
+
+The capacity is measured first: one client more than there are seats, each of which sends its next request when the one
+before it has ended.
 """
 
 import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -20,8 +24,8 @@ from tests.benchmarks.support.report import report
 from tests.e2e.server import ServeProcess, serving
 
 SEATS, STEP_MS, OUTPUT = 4, 20.0, 32
-CAPACITY = SEATS / (OUTPUT * STEP_MS / 1000)
-"""Requests per second."""
+MOST = SEATS / (OUTPUT * STEP_MS / 1000)
+"""Requests per second if no seat is ever free."""
 
 
 @dataclass
@@ -47,7 +51,7 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, object], outcome: 
                 outcome.other += 1
                 return
             async for line in response.content:
-                if line.startswith(b'data: {"id"') and json.loads(line[6:])["choices"]:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
                     first = first or time.perf_counter()
                     outcome.tokens += 1
             outcome.first_tokens.append(first - began)
@@ -55,20 +59,52 @@ async def ask(session: aiohttp.ClientSession, body: dict[str, object], outcome: 
         outcome.unanswered += 1
 
 
+def bodies(model: str, prompt: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+    """Yield requests with different prompts."""
+    body = {"model": model, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
+    while True:
+        yield body | {"prompt": rng.integers(300, 1000, prompt).tolist()}
+
+
 async def load(url: str, model: str, rate: float, seconds: float, prompt: int) -> LoadOutcome:
     rng, outcome = np.random.default_rng(0), LoadOutcome()
-    body = {"model": model, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
+    requests = bodies(model, prompt, rng)
     async with (
         aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session,
         asyncio.TaskGroup() as tasks,
     ):
         began = due = time.perf_counter()
         while due < began + seconds:
-            tokens = rng.integers(300, 1000, prompt).tolist()
-            tasks.create_task(ask(session, body | {"prompt": tokens}, outcome))
+            tasks.create_task(ask(session, next(requests), outcome))
             due += float(rng.exponential(1 / rate))
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
     return outcome
+
+
+async def saturated_rate(url: str, model: str, seconds: float, prompt: int) -> float:
+    """Return the requests per second that end while one always waits for a seat."""
+    outcome, requests = LoadOutcome(), bodies(model, prompt, np.random.default_rng(1))
+    began = time.perf_counter()
+
+    async def client() -> None:
+        while time.perf_counter() < began + seconds:
+            refused = len(outcome.refusals)
+            await ask(session, next(requests), outcome)
+            if len(outcome.refusals) > refused:
+                await asyncio.sleep(0.05)
+
+    async with aiohttp.ClientSession(url) as session:
+        await asyncio.gather(*(client() for _ in range(SEATS + 1)))
+    return len(outcome.first_tokens) / (time.perf_counter() - began)
+
+
+def processor_seconds(server: ServeProcess) -> dict[str, float]:
+    """Return the processor time of the frontend and of the scheduler so far, seconds."""
+    found = {}
+    for name in ("frontend", "scheduler"):
+        times = server.services[name].cpu_times()
+        found[f"{name}_cpu_s"] = times.user + times.system
+    return found
 
 
 def memory(server: ServeProcess) -> float:
@@ -76,10 +112,12 @@ def memory(server: ServeProcess) -> float:
     return sum(psutil.Process(service.pid).memory_info().rss for service in server.services.values()) / 2**20
 
 
-def measure(server: ServeProcess, factor: float, seconds: float, prompt: int) -> dict[str, float]:
+def measure(
+    server: ServeProcess, factor: float, seconds: float, prompt: int, capacity: float
+) -> dict[str, float]:
     before, model = memory(server), server.client().models.list().data[0].id
-    began = time.perf_counter()
-    outcome = asyncio.run(load(server.url, model, factor * CAPACITY, seconds, prompt))
+    began, cpu = time.perf_counter(), processor_seconds(server)
+    outcome = asyncio.run(load(server.url, model, factor * MOST, seconds, prompt))
     took = time.perf_counter() - began
     percentiles = {"p50": 50, "p99": 99}
     figures = {
@@ -94,7 +132,8 @@ def measure(server: ServeProcess, factor: float, seconds: float, prompt: int) ->
         "refused": len(outcome.refusals),
         "unanswered": outcome.unanswered,
         "other": outcome.other,
-        "goodput": len(outcome.first_tokens) / took / CAPACITY,
+        "goodput": len(outcome.first_tokens) / took / capacity,
+        **{name: used - cpu[name] for name, used in processor_seconds(server).items()},
         "memory_before_mib": before,
         "memory_after_mib": memory(server),
     }
@@ -114,14 +153,17 @@ def main() -> None:
     with serving(
         *layout, "--max-queue-seconds", str(args.max_queue_seconds), "--log-level", "warning"
     ) as server:
+        model = server.client().models.list().data[0].id
+        capacity = asyncio.run(saturated_rate(server.url, model, args.seconds / 3, args.prompt))
         for name, factor in {"1x": args.base, "10x": 10 * args.base, "1x again": args.base}.items():
-            results[name] = measure(server, factor, args.seconds, args.prompt)
+            results[name] = measure(server, factor, args.seconds, args.prompt, capacity)
     ratio = results["10x"]["first_token_p99_s"] / results["1x"]["first_token_p99_s"]
     rows = [
         {"figure": figure, **{name: result.get(figure, "") for name, result in results.items()}}
         for figure in results["10x"]
     ]
-    report("overload", "overload", rows, {"p99 of the first token, 10x / 1x": ratio}, vars(args), results)
+    figures = {"p99 of the first token, 10x / 1x": ratio, "capacity, requests/s": capacity}
+    report("overload", "overload", rows, figures, vars(args), results)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
-"""Time of products with int8 and int4 weights, and of batch-invariant ones in bfloat16, over plain bfloat16's.
+"""Time of our own products with int8, int4 and bfloat16 weights, over oneDNN's in bfloat16.
 
 Every product has enough weights one after the other that none stays in the caches between two calls. All kinds run in
-turn in one process, and bfloat16 runs twice, so that the noise is visible.
+turn in one process, and oneDNN runs twice, so that the noise is visible.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.kernels.interface.products import Linear
 from services.worker.backends.native.kernels.quantized_weight import Weight, quantized
-from services.worker.backends.native.kernels.selection import choose, create, processor_features
+from services.worker.backends.native.kernels.selection import (
+    ONEDNN_BFLOAT16,
+    choose,
+    create,
+    processor_features,
+)
 from tests.benchmarks.support.report import report
 
 SHAPES = {
@@ -30,9 +35,8 @@ BYTES = 128 << 20
 """Weights of one product in bfloat16, together."""
 
 
-def kernels(threads: int, quantized: bool = False, invariant: bool = False) -> Kernels:
-    choice = choose("compiled", "cpu", torch.bfloat16, processor_features(), quantized, invariant)
-    made = create(choice)
+def kernels(threads: int, features: Collection[str]) -> Kernels:
+    made = create(choose("compiled", "cpu", torch.bfloat16, features))
     made.use_threads(threads)
     return made
 
@@ -41,12 +45,14 @@ def ways(threads: int) -> dict[str, tuple[Kernels, Callable[[torch.Tensor], Weig
     def plain(weight: torch.Tensor) -> Weight:
         return weight.clone()
 
+    onednn = {ONEDNN_BFLOAT16}
+    own = processor_features() - onednn
     return {
-        "bfloat16": (kernels(threads), plain),
-        "again": (kernels(threads), plain),
-        "bfloat16, invariant": (kernels(threads, invariant=True), plain),
-        "int8": (kernels(threads, quantized=True), lambda weight: quantized(weight, "int8")),
-        "int4": (kernels(threads, quantized=True), lambda weight: quantized(weight, "int4")),
+        "oneDNN": (kernels(threads, onednn), plain),
+        "again": (kernels(threads, onednn), plain),
+        "bfloat16": (kernels(threads, own), plain),
+        "int8": (kernels(threads, own), lambda weight: quantized(weight, "int8")),
+        "int4": (kernels(threads, own), lambda weight: quantized(weight, "int4")),
     }
 
 
@@ -91,14 +97,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for shape in args.shapes:
         for number, seconds in measured(SHAPES[shape], args).items():
-            base = seconds["bfloat16"]
-            ratios = {
-                f"{name} over it": value / base for name, value in seconds.items() if name != "bfloat16"
-            }
-            rows.append({"product": shape, "rows": number, "bfloat16 us": base * 1e6, **ratios})
+            base = seconds["oneDNN"]
+            ratios = {f"{name} over it": value / base for name, value in seconds.items() if name != "oneDNN"}
+            rows.append({"product": shape, "rows": number, "oneDNN us": base * 1e6, **ratios})
     worst = max(max(float(str(row[f"{kind} over it"])) for kind in ("int8", "int4")) for row in rows)
-    title = "Quantised products over bfloat16, median of turns"
-    report("quantized_products", title, rows, {"worst_over_bfloat16": worst}, vars(args), rows)
+    title = "Products over oneDNN's in bfloat16, median of turns"
+    report("quantized_products", title, rows, {"worst_over_onednn": worst}, vars(args), rows)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def measure(
             client.generate(tokens, number, output)
         while client.finished < requests:
             client.receive()
-        if recorded and not client.num_records:
+        if recorded and not client.records:
             raise SystemExit("the engine sent no step records")
         full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
     if len(full) < 3:

@@ -3,31 +3,43 @@
 Prompts have different lengths, so that block boundaries are spread evenly over the steps. Prefix caching is on and two
 steps are in flight. Prints the mean time per step in microseconds and the size of a plan in bytes, and the time of a
 whole turn of the core without and with a recorder of step records; the time with it includes making the records.
+With `recording` it prints the cost of `--record`: a core that is not recorded and two that are take turns, with a pause
+of 2 ms behind each, in which workers would compute.
 """
 
 import gc
 import statistics
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import pack, unpack
+from protocol.records import RankTimes
 from protocol.requests import GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import Observer
 from services.scheduler.core.parts import DEFAULT_PARTS
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.policies import ChunkedPolicy
+from services.scheduler.recording import FlightRecorder, RecordingHeader, SegmentWriter
+from services.scheduler.recording.records import VERSION
 from services.scheduler.step_records import StepRecorder
 from tests.benchmarks.support.report import report
 from tests.simulation.results import one_token_each
 
 PROMPT, OUTPUT, STEPS, REPEATS = 128, 1500, 480, 3
+VOCAB = 4096
 BLOCK_SIZE = 16
 BATCH_STEPS = 10
 """Steps between two batches of step records."""
@@ -96,8 +108,10 @@ def run(running: int) -> dict[str, float]:
 class RecordedTurns:
     """Turns of an `EngineCore`: apply the result of the oldest step and dispatch the next one."""
 
-    def __init__(self, running: int, recorder: StepRecorder | None) -> None:
-        self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, 4096)
+    def __init__(
+        self, running: int, recorder: StepRecorder | None = None, observer: Observer | None = None
+    ) -> None:
+        self._core = EngineCore(limits_of(running), ChunkedPolicy(), 2, VOCAB, observer=observer)
         self._recorder = recorder
         self._count = 0
         self.seconds: list[float] = []
@@ -118,7 +132,9 @@ class RecordedTurns:
         started = time.perf_counter()
         self._core.advance(started)
         if self._recorder is not None:
-            self._recorder.add_times(plan.epoch, plan.step_id, 0, result.times, clock_offset=0.0)
+            self._recorder.add_times(
+                plan.epoch, plan.step_id, RankTimes(0, result.times, True), clock_offset=0.0
+            )
         self._core.on_result(result)
         self._plans += [plan for plan in self._core.dispatch() if isinstance(plan, SchedulerOutput)]
         self._core.take_outputs()
@@ -130,7 +146,7 @@ class RecordedTurns:
 
 def listening(running: int) -> dict[str, float]:
     """Return the mean time of a turn without and with a recorder, microseconds; the two take turns."""
-    silent, recorded = RecordedTurns(running, None), RecordedTurns(running, StepRecorder(1, 1))
+    silent, recorded = RecordedTurns(running), RecordedTurns(running, StepRecorder(1, 1))
     gc.collect()
     gc.freeze()
     for _ in range(STEPS + 20):
@@ -143,7 +159,88 @@ def listening(running: int) -> dict[str, float]:
     }
 
 
+PAUSE = 0.002
+"""Seconds between two turns of the cores that are recorded."""
+
+
+def flight_recorder(directory: Path, running: int, has_tokens: bool) -> FlightRecorder:
+    def header(segment: int) -> RecordingHeader:
+        limits = limits_of(running)
+        return RecordingHeader(VERSION, 1, segment, has_tokens, "{}", limits, 1, VOCAB, 0, False, "benchmark")
+
+    directory.mkdir()
+    return FlightRecorder(header(0), SegmentWriter(directory, header, 1 << 30))
+
+
+def thread_clock(thread: threading.Thread) -> Callable[[], float]:
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    return lambda: time.clock_gettime(clock)
+
+
+def flight_recording(running: int) -> dict[str, float]:
+    """Return the median time of a turn without a recorder and with one, in the scheduling loop, and the processor time
+    of the recorder's thread per step, microseconds; bytes of the recording per step."""
+    names = {"lengths": False, "tokens": True}
+    with tempfile.TemporaryDirectory() as directory:
+        known, recorders, clocks = set(threading.enumerate()), {}, {}
+        for name, has_tokens in names.items():
+            recorders[name] = flight_recorder(Path(directory) / name, running, has_tokens)
+            (thread,) = set(threading.enumerate()) - known
+            known.add(thread)
+            clocks[name] = thread_clock(thread)
+        silent, again = RecordedTurns(running), RecordedTurns(running)
+        recorded = {name: RecordedTurns(running, observer=recorders[name]) for name in names}
+        turns = [silent, *recorded.values(), again]
+        before: dict[str, float] = {}
+        gc.collect()
+        gc.freeze()
+        for index in range(STEPS + 20):
+            if index == 20:
+                before = {name: clock() for name, clock in clocks.items()}
+            for each in turns[index % 4 :] + turns[: index % 4]:
+                each.turn()
+                time.sleep(PAUSE)
+        gc.unfreeze()
+        time.sleep(0.5)
+        spent = {name: clock() - before[name] for name, clock in clocks.items()}
+        for recorder in recorders.values():
+            recorder.close()
+        sizes = {
+            name: sum(file.stat().st_size for file in (Path(directory) / name).iterdir()) for name in names
+        }
+    us = 1e6
+    return {
+        "turn_us": us * statistics.median(silent.seconds[20:]),
+        "turn_again_us": us * statistics.median(again.seconds[20:]),
+        **{f"turn_{name}_us": us * statistics.median(recorded[name].seconds[20:]) for name in names},
+        **{f"thread_{name}_us": us * spent[name] / STEPS for name in names},
+        **{f"bytes_{name}": sizes[name] / STEPS for name in names},
+    }
+
+
+def recording_main() -> None:
+    repeats = {str(n): [flight_recording(n) for _ in range(REPEATS)] for n in (16, 64, 256)}
+    best = {n: min(rows, key=lambda row: row["turn_us"]) for n, rows in repeats.items()}
+    report(
+        "scheduler_cost_recording",
+        title="a turn of the core with --record, all requests decoding",
+        rows=[{"running": n, **row} for n, row in best.items()],
+        figures={
+            f"{name}_over_silent": {
+                n: statistics.median(row[f"turn_{name}_us"] / row["turn_us"] for row in rows)
+                for n, rows in repeats.items()
+            }
+            for name in ("lengths", "tokens", "again")
+        },
+        settings={"prompt": PROMPT, "steps": STEPS, "pause_s": PAUSE, "in_flight": 2},
+        repeats=repeats,
+    )
+
+
 def main() -> None:
+    if sys.argv[1:] == ["recording"]:
+        recording_main()
+        return
     repeats = {
         str(running): [run(running) | listening(running) for _ in range(REPEATS)]
         for running in (64, 256, 1024)

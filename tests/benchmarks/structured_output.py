@@ -1,5 +1,6 @@
 """Cost of structured output: 256 requests on `sim` at 5 ms per step, 64 of them constrained, against the same batch
-without constraints.
+without constraints. `--backend native` computes the demo model instead, which leaves rows with late masks out;
+`--mask-delay-ms` makes masks late in a third case.
 
 The load comes over the scheduler's socket for frontends, without HTTP. `throughput_ratio` compares the tokens per
 second of all requests between the time when all have a token and the time when the first one has finished.
@@ -8,6 +9,7 @@ second of all requests between the time when all have a token and the time when 
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ import numpy as np
 
 from protocol.requests import FinishReason
 from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.scheduler.grammar.masks import FAILPOINT
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.report import report
 
@@ -36,6 +39,8 @@ RECORD = {
 takes longer than the step and is not a cost of the scheduler."""
 SCHEMA = {"type": "array", "items": RECORD, "minItems": 1000}
 """Longer than any output here, so that a constrained request lasts as long as the others."""
+LATE = ("neighbour_itl_ms", "neighbour_itl_p99_ms")
+"""Figures of the case with late masks."""
 
 
 def measure(
@@ -66,6 +71,7 @@ def measure(
                         raise SystemExit(f"request {finish.number}: {finish.reason.name} {finish.message}")
                 for number in np.frombuffer(message.numbers, np.uint32).tolist():
                     arrivals[number].append(now)
+        left_out = client.state.stats["left_out_rows_total"] if client.state is not None else 0.0
     if any(len(times) < 100 for times in arrivals):
         raise SystemExit("a request has too few tokens; increase --output")
     start, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
@@ -76,6 +82,7 @@ def measure(
         "neighbour_itl_ms": 1e3 * statistics.mean((t[-1] - t[0]) / (len(t) - 1) for t in neighbours),
         "neighbour_itl_p99_ms": 1e3
         * float(np.percentile(np.concatenate([np.diff(t) for t in neighbours]), 99)),
+        "rows_left_out": left_out,
         "seconds": end - start,
     }
 
@@ -87,21 +94,28 @@ def main() -> None:
     parser.add_argument("--constrained", type=int, default=64)
     parser.add_argument("--distinct", type=int, default=8, help="number of different schemas")
     parser.add_argument("--output", type=int, default=1200, help="tokens per request")
+    parser.add_argument("--backend", choices=("sim", "native"), default="sim")
+    parser.add_argument("--mask-delay-ms", type=float, default=0.0, help="lateness of masks; 0: no such case")
     args = parser.parse_args()
     memory = args.requests * (args.output + 128) * 8  # bytes; the simulator stores a hash per position
-    sim = {"backend": "sim", "sim_step_ms": 5.0, "kv_cache_memory_bytes": memory}
-    cases = {"unconstrained": 0, "constrained": args.constrained}
+    worker: dict[str, object] = {"backend": "sim", "sim_step_ms": 5.0, "kv_cache_memory_bytes": memory}
+    if args.backend == "native":
+        worker = {"backend": "native", "threads": 1}
+    cases = {"unconstrained": (0, 0.0), "constrained": (args.constrained, 0.0)}
+    if args.mask_delay_ms:
+        cases["masks late"] = args.constrained, args.mask_delay_ms / 1e3
     repeats: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both
-        for case, constrained in cases.items():
-            repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, sim))
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
+        for case, (constrained, delay) in cases.items():
+            os.environ[FAILPOINT] = str(delay)
+            repeats[case].append(measure(constrained, args.requests, args.output, args.distinct, worker))
     median = {
         case: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         for case, runs in repeats.items()
     }
 
-    def ratio(name: str) -> float:
-        return median["constrained"][name] / median["unconstrained"][name]
+    def ratio(name: str, case: str = "constrained") -> float:
+        return median[case][name] / median["unconstrained"][name]
 
     report(
         "structured_output",
@@ -111,8 +125,9 @@ def main() -> None:
             "throughput_ratio": ratio("tokens_per_s"),
             "neighbour_itl_ratio": ratio("neighbour_itl_ms"),
             "neighbour_itl_p99_ratio": ratio("neighbour_itl_p99_ms"),
+            **{f"late_{name}_ratio": ratio(name, case) for case in [*cases][2:] for name in LATE},
         },
-        settings={**vars(args), "sim": sim},
+        settings={**vars(args), "worker": worker},
         repeats=repeats,
     )
 

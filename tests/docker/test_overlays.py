@@ -43,7 +43,9 @@ def test_two_frontends_with_keys_serve_a_mounted_model(engine: DockerEngine, tmp
         assert len(texts) == 1
 
 
-@pytest.mark.parametrize(("overlay", "image"), [("gpu", "worker-cuda"), ("vllm", "worker-vllm-cpu")])
+@pytest.mark.parametrize(("overlay", "image"), [
+    ("gpu", "worker-cuda"), ("vllm", "worker-vllm-cpu"), ("vllm-gpu", "worker-vllm"),
+])  # fmt: skip
 def test_overlay_changes_what_workers_run(engine: DockerEngine, overlay: str, image: str) -> None:
     name = "runahead-test-config"
     plain, changed = (

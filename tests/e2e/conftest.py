@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,7 @@ def server() -> Iterator[ServeProcess]:
 
 @pytest.fixture(scope="session")
 def sim() -> Iterator[ServeProcess]:
-    """The simulator without delays. A short context bounds every output."""
+    """The simulator without delays. A short context bounds every output. The soak records it."""
     arguments = (
         "--backend",
         "sim",
@@ -28,7 +29,8 @@ def sim() -> Iterator[ServeProcess]:
         "96",
         "--enable-admin-routes",
     )
-    with serving(*arguments) as running:
+    record = os.environ.get("RUNAHEAD_SOAK_RECORD")
+    with serving(*arguments, *(("--record", record) if record else ())) as running:
         yield running
 
 

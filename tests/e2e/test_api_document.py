@@ -12,7 +12,7 @@ from schemathesis.generation import GenerationMode
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
-from tests.e2e.server import ServeProcess
+from tests.e2e.server import ServeProcess, wait_until
 
 SOAK = bool(os.environ.get("RUNAHEAD_SOAK"))
 PATIENCE = 30.0
@@ -83,7 +83,10 @@ def assert_unharmed(sim: ServeProcess) -> None:
     assert {name: process.pid for name, process in sim.services.items()} == processes
     body = {"prompt": [1, 2, 3], "max_tokens": 4}
     assert httpx.post(f"{sim.url}/v1/completions", json=body, timeout=PATIENCE).status_code == 200
-    assert sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0
+    wait_until(
+        lambda: sim.metric("num_requests_running") == sim.metric("num_requests_waiting") == 0,
+        "no request is left",
+    )
 
 
 @pytest.mark.parametrize("path", [path for path in POSTS if path != "/score"])  # its names exclude each other
@@ -98,12 +101,12 @@ def test_allowed_bodies_are_answered(sim: ServeProcess, schema: Any, path: str) 
 @pytest.mark.parametrize("path", POSTS)
 def test_forbidden_bodies_are_refused(sim: ServeProcess, schema: Any, path: str) -> None:
     counted = statuses_of(sim, schema[path]["POST"], GenerationMode.NEGATIVE, EXAMPLES)
-    assert set(counted) <= {400}
+    assert set(counted) <= {400, 404}  # 404: it names no model or response that exists, too
     assert counted[400] >= EXAMPLES // 2
     assert_unharmed(sim)
 
 
 def test_routes_without_a_body_are_answered(sim: ServeProcess, schema: Any) -> None:
     for path in ("/v1/models", "/version", "/metrics", "/livez", "/readyz", "/health", "/ping", "/load",
-                 "/server_info", "/get_model_info", "/tokenizer_info"):  # fmt: skip
+                 "/server_info", "/get_model_info", "/tokenizer_info", "/debug/steps"):  # fmt: skip
         assert set(statuses_of(sim, schema[path]["GET"], GenerationMode.POSITIVE, 1)) == {200}

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.server import ServeProcess, wait_until
+from tests.e2e.server import ServeProcess, serving, wait_until
 
 GRAFANA = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 SERVED = "demo_model"
@@ -122,35 +122,44 @@ class PrometheusServer:
         self._http.close()
 
 
-@pytest.fixture
-def prometheus(sim: ServeProcess, tmp_path: Path) -> Iterator[PrometheusServer]:
+@contextlib.contextmanager
+def scraping(url: str, directory: Path, key: Path = GRAFANA / "no-key") -> Iterator[PrometheusServer]:
+    """Run Prometheus with the project's job. `key`: the file that the overlay mounts."""
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("prometheus (Debian's package) is not installed")
+    (job,) = yaml.safe_load((GRAFANA / "prometheus.yml").read_text())["scrape_configs"]
+    del job["dns_sd_configs"]
+    job["static_configs"] = [{"targets": [url.partition("//")[2]]}]
+    job["authorization"]["credentials_file"] = str(key)
     config = {
         "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
         "rule_files": [str(GRAFANA / "alerts.yml")],
-        "scrape_configs": [
-            {"job_name": "runahead", "static_configs": [{"targets": [sim.url.partition("//")[2]]}]}
-        ],
+        "scrape_configs": [job],
     }
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [
         binary,
-        f"--config.file={tmp_path}/prometheus.yml",
-        f"--storage.tsdb.path={tmp_path}/data",
+        f"--config.file={directory}/prometheus.yml",
+        f"--storage.tsdb.path={directory}/data",
         f"--web.listen-address=127.0.0.1:{port}",
         "--log.level=error",
     ]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+    with (directory / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         server = PrometheusServer(process, f"http://127.0.0.1:{port}")
         try:
             yield server
         finally:
             server.close()
             process.kill()
+
+
+@pytest.fixture
+def prometheus(sim: ServeProcess, tmp_path: Path) -> Iterator[PrometheusServer]:
+    with scraping(sim.url, tmp_path) as server:
+        yield server
 
 
 def test_every_panel_has_data_in_prometheus(sim: ServeProcess, prometheus: PrometheusServer) -> None:
@@ -173,3 +182,15 @@ def test_every_panel_has_data_in_prometheus(sim: ServeProcess, prometheus: Prome
         values = [float(one["value"][1]) for one in series]
         assert any(math.isfinite(value) for value in values), f"no number: {filled}: {values}"
     assert prometheus.query("ALERTS") == [], "a server that serves has an alert"
+
+
+def test_metrics_behind_a_key_are_read_with_the_key_of_the_overlay(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    with (
+        serving("--backend", "sim", "--api-key", "sesame") as server,
+        scraping(server.url, tmp_path, key) as reader,
+    ):
+        wait_until(lambda: reader.value("runahead:engine_ready") == 1, "Prometheus has read the metrics")
+        key.write_text("another\n")
+        wait_until(lambda: bool(reader.query("up == 0")), "Prometheus is refused with another key")

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(packaged_model() is None, reason="deploy/model.t
 COMMON = "--dtype=float32", "--max-model-len=384", "--max-num-seqs=8"
 SETTINGS = (
     *COMMON, f"--kv-cache-memory-bytes={20 << 20}", "--enable-auto-tool-choice", "--tool-call-parser=hermes",
-    '--speculative-config={"method": "ngram", "num_speculative_tokens": 3}',
+    '--speculative-config={"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}',
 )  # fmt: skip
+"""Not adaptive: on a busy machine the measured times may speak against drafts."""
 CROWD = range(1, 7)
 """Prompts of streams that need more blocks together than the cache has."""
 TOKENS = 96
@@ -101,7 +102,9 @@ def test_drafts_from_a_repetitive_prompt_are_accepted(smollm2: ServeProcess, ask
         model=NAME, prompt="one two three four five six seven eight nine ten\n" * 12 + "one two", temperature=0,
         max_tokens=150, extra_body={"ignore_eos": True},
     )  # fmt: skip
-    assert smollm2.metric("spec_decode_num_accepted_tokens_total") > 20
+    wait_until(
+        lambda: smollm2.metric("spec_decode_num_accepted_tokens_total") > 20, "the totals are reported"
+    )
 
 
 async def streamed(client: AsyncOpenAI, number: int, arrived: asyncio.Event | None = None) -> str:

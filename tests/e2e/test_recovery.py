@@ -13,6 +13,8 @@ from openai import APIError, AsyncOpenAI
 from tests.e2e.server import ServeProcess, serving, wait_until
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
+SILENCE = 2.0
+"""Seconds after which frontends and workers turn away from a silent scheduler."""
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", DRAFTS)
 SCHEMA = {
@@ -210,13 +212,17 @@ async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
 
 async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes() -> None:
     """Meanwhile the others have turned away from it. It is restarted, and the streams continue."""
-    with serving(*SIM, "--scheduler-timeout-seconds", "2") as server:
+    with serving(*SIM, "--scheduler-timeout-seconds", f"{SILENCE:g}") as server:
         async with server.async_client() as client:
             undisturbed = await answers(client)
 
             async def stop() -> None:
                 server.services["scheduler"].send_signal(signal.SIGSTOP)
-                wait_until(lambda: server.get("/readyz")[0] == 503, "the frontend has noticed")
+                long = asyncio.create_task(asyncio.sleep(SILENCE + 0.5))
+                await asyncio.to_thread(
+                    wait_until, lambda: server.get("/readyz")[0] == 503, "the frontend has noticed"
+                )
+                await long
                 await restart_of_scheduler(server, signal.SIGCONT)
 
             assert await answers(client, stop) == undisturbed

@@ -10,6 +10,7 @@ import queue
 import socket
 import struct
 import threading
+from collections import deque
 from typing import Any, BinaryIO
 
 import msgspec
@@ -20,6 +21,7 @@ from protocol.membership import Assignment, InitializeCache
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.backends.native.stages import NativeOutput
 from services.worker.distributed.rendezvous import listen
 
 HEAD = struct.Struct("<I")
@@ -55,6 +57,7 @@ class NativeRank:
     def __init__(self) -> None:
         self.runner = NativeRunner(WorkerConfig())
         self.listener: socket.socket | None = None
+        self.outputs: deque[NativeOutput] = deque()
 
     def open(self, config: dict[str, Any]) -> object:
         """Take another model, without loading it."""
@@ -90,6 +93,22 @@ class NativeRank:
     def sample(self, grammar: bytes | None) -> bytes | None:
         decoded = None if grammar is None else msgspec.msgpack.decode(grammar, type=GrammarOutput)
         result = self.runner.sample_tokens(decoded).get()
+        return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
+
+    def launch(self, step: bytes) -> None:
+        """Execute and sample a step without waiting for its result."""
+        self.runner.execute_model(msgspec.msgpack.decode(step, type=SchedulerOutput))
+        self.outputs.append(self.runner.sample_tokens(None))
+
+    def masks(self, grammar: bytes) -> None:
+        self.runner.add_masks(msgspec.msgpack.decode(grammar, type=GrammarOutput))
+
+    def ended(self, _: None) -> bool:
+        """Return whether the oldest launched step has ended."""
+        return self.outputs[0].result.ended
+
+    def result(self, _: None) -> bytes | None:
+        result = self.outputs.popleft().get()
         return msgspec.msgpack.encode(result) if isinstance(result, ModelRunnerOutput) else None
 
     def release(self, slots: bytes) -> None:

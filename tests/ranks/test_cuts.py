@@ -87,7 +87,9 @@ def test_sampling_parameters_and_grammars_equal_one_rank(
         masked = driver.add(PROMPT)
         masks = np.zeros((1, -(-tied.vocab_size // 32)), np.int32)
         masks[0, 6] = 1 << 15  # token 207, in the padded share of the last rank
-        plan = msgspec.structs.replace(driver.plan([(masked, 29)]), has_structured_output_requests=True)
+        plan = msgspec.structs.replace(
+            driver.plan([(masked, 29)]), has_structured_output_requests=True, masked=i32(masked.slot)
+        )
         driver.runner.execute_model(plan)
         grammar = GrammarOutput(1, plan.step_id, i32(masked.slot), masks.tobytes())
         assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [207]

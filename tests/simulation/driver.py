@@ -25,8 +25,9 @@ def play(
     observer: Observer | None = None,
     parts: Parts = DEFAULT_PARTS,
     engine: type[EngineCore] = EngineCore,
+    restarts: bool = False,
 ) -> World:
-    """Run the seed's workload at a depth to its end.
+    """Run the seed's workload at a depth to its end. `restarts`: the core is restarted whenever it is empty.
 
     Raises: AssertionError, with the name of the broken rule.
     """
@@ -43,20 +44,22 @@ def play(
         speculating=load.speculating,
         seed=seed,
         observer=observer,
+        late_masks=load.mask_speed < 1,
         parts=parts,
         engine=engine,
     )
     world.coverage[f"policies: {load.policy}"] += 1
     world.coverage[f"stages: {load.limits.stages}"] += 1
     world.log(load)
-    _Player(world, load, seed, Random(f"{seed}/{depth}")).run()
+    _Player(world, load, seed, Random(f"{seed}/{depth}"), restarts).run()
     return world
 
 
 class _Player:
-    def __init__(self, world: World, load: Workload, seed: int, rng: Random) -> None:
-        self.world, self.load, self.seed, self.rng = world, load, seed, rng
+    def __init__(self, world: World, load: Workload, seed: int, rng: Random, restarts: bool) -> None:
+        self.world, self.load, self.seed, self.rng, self.restarts = world, load, seed, rng, restarts
         self.arrivals = list(reversed(load.arrivals))
+        self.of_masks = Random(f"masks/{seed}/{world.depth}")
 
     def run(self) -> None:
         """Play rounds. A round is one turn of the service's loop: frontends, then results, then dispatch."""
@@ -73,6 +76,7 @@ class _Player:
                 self._change_workers()
             if world.orphans and rng.random() < 0.3:
                 world.late_result()
+            self._masks()
             self._compute()
             idle = not world.pending or (bool(self.arrivals) and rng.random() < 0.3)
             for _ in range(0 if idle else rng.choice((1, 1, 1, 2, 3))):
@@ -82,7 +86,17 @@ class _Player:
             if rng.random() < self.load.noise and (world.pending or world.delivered):
                 world.repeat_result(rng.randrange(8), epoch_before=rng.random() < 0.5)
             world.dispatch()
+            if self.restarts and world.engine.is_empty:
+                world.restart(build(self.load, world.limits, self.seed), self.seed)
         raise AssertionError(f"liveness: not finished after {MOST_ROUNDS} rounds")
+
+    def _masks(self) -> None:
+        """Make some masks. Let the worker go on without those that are missing, if it holds others back."""
+        world, of_masks = self.world, self.of_masks
+        while world.masks.waiting and of_masks.random() < self.load.mask_speed:
+            world.masks_made(of_masks.randrange(len(world.masks.waiting)))
+        while world.limits.leaves_rows_out and world.worker.holds_back and of_masks.random() < 0.5:
+            world.leave_out()
 
     def _compute(self) -> None:
         """Let pipeline stages run, all together or each at its own pace."""
@@ -123,7 +137,7 @@ class _Player:
         world, rng, load = self.world, self.rng, self.load
         while world.compilation.waiting and rng.random() < 0.4:
             world.compiled(rng.randrange(len(world.compilation.waiting)))
-        while self.arrivals:
+        while self.arrivals and not self._holds_back():
             self._arrive(self.arrivals.pop())
             if rng.random() >= load.burst:
                 break
@@ -143,6 +157,10 @@ class _Player:
             world.drop_frontend(rng.randrange(3))
         if rng.random() < load.reset:
             world.reset_prefix_cache(reset_running=rng.random() < 0.7)
+
+    def _holds_back(self) -> bool:
+        """Return whether the next request waits until the core was restarted; every third one does."""
+        return self.restarts and len(self.arrivals) % 3 == 0 and bool(self.world.engine.requests)
 
     def _arrive(self, a: Arrival) -> None:
         world = self.world

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.sampling import GrammarKind, StructuredOutputParams
+from services.scheduler.grammar import Grammar, Masks
+from services.scheduler.grammar.masks import make_masks
 from tests.simulation.hashing import ROOT, extend, words
 
 REFUSED = "refused"
@@ -100,3 +102,25 @@ class Compilation:
         if params.text == REFUSED:
             return "it cannot be compiled"
         return Automaton.from_params(params, self._vocab, eos)
+
+
+class LateMasks:
+    """A `MaskMaker`: submitted masks wait until the test finishes them, in any order."""
+
+    late = True
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, tuple[Automaton, list[int], int, int]] = {}
+        """Ticket -> grammar, drafts, words, and the grammar's state when the masks were submitted."""
+
+    def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
+        assert isinstance(grammar, Automaton)
+        assert ticket not in self.waiting
+        assert grammar not in [waiting for waiting, *_ in self.waiting.values()], "made twice at once"
+        self.waiting[ticket] = grammar, draft_ids, num_words, grammar.state
+        return None
+
+    def finish(self, ticket: int) -> Masks:
+        grammar, draft_ids, num_words, state = self.waiting.pop(ticket)
+        assert grammar.state == state, "emitted tokens only: a grammar moved while its masks were made"
+        return make_masks(grammar, draft_ids, num_words)

@@ -32,7 +32,7 @@ from protocol.steps import (
 from services.scheduler.core.limits import Limits
 from services.worker.sampling import reference as sampling
 from services.worker.sampling.reference import TokenLogprobs, logprobs_of
-from services.worker.session import ExecuteStep, SampleStep, Session
+from services.worker.session import AddMasks, ExecuteStep, SampleStep, Session
 from tests.simulation.drafts import Foresight, Speculating
 from tests.simulation.grammar import Automaton
 from tests.simulation.hashing import ROOT, extend, words
@@ -157,15 +157,37 @@ class _Slot:
     drafts: list[int] = field(default_factory=list)
     """Drafts of the row between its forward pass and its sampling, at the end of `tokens`."""
     rejected: list[tuple[int, int]] = field(default_factory=list)
-    """(step, number of its planned drafts that did not become tokens), of steps whose result is on its way."""
+    """(step, number of its planned positions that must be computed again: rejected drafts, and the last known token of
+    a row that was left out), of steps whose result is on its way."""
     hidden_sum: NDArray[np.float64] = field(default_factory=lambda: np.zeros(HIDDEN_SIZE))
     """Sum over the positions computed in this slot."""
 
 
 Row = tuple[int, int]
 """Slot and generation."""
-Sampling = Callable[[GrammarOutput | None], ModelRunnerOutput]
+
+
+@dataclass(frozen=True)
+class SentMasks:
+    """The masks that a step is sampled with."""
+
+    messages: list[GrammarOutput]
+    left_out: Collection[int] = ()
+    """Slots whose masks are missing."""
+
+
+Sampling = Callable[[SentMasks], ModelRunnerOutput]
 """The part of a step after its forward pass."""
+
+
+@dataclass(frozen=True)
+class DeferredStep:
+    """A step between its forward pass and its sampling."""
+
+    plan: SchedulerOutput
+    sampling: Sampling
+    masked: list[int]
+    """Slots whose masks it waits for."""
 
 
 class OracleWorker:
@@ -188,6 +210,8 @@ class OracleWorker:
         self.vocab, self.epoch, self.stages = vocab, epoch, limits.stages
         self.confirmed = 0
         """The last step whose tokens the scheduler knew when it formed the next plan."""
+        self._known = 0
+        """`confirmed` when the plan that is executed was formed."""
         self.needs = 0
         """The newest step that sampled an input of the last plan; 0: none did."""
         self.kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -197,38 +221,98 @@ class OracleWorker:
         self._last_step = 0
         self._computed: list[tuple[int, int, int]] = []
         """(slot, first position, last position + 1) of the rows of the last step."""
-        self._deferred: Sampling | None = None
+        self._deferred: DeferredStep | None = None
+        self._queued: deque[tuple[SchedulerOutput, int]] = deque()
+        """Plans that wait for the deferred step, each with the value of `confirmed` when it was sent."""
+        self._releases: deque[tuple[int, bytes]] = deque()
+        """Slots that were released, each with the last step before."""
+        self._masks: dict[int, list[GrammarOutput]] = {}
+        """Step id -> masks that have arrived."""
+        self.entered: list[int] = []
+        """`needs` of each plan that was executed; the reader clears it."""
         self.session = Session()
+        self.session.leaves_rows_out = limits.leaves_rows_out
         self.session.on(Assignment(epoch, 0, 1, block_size, limits.num_slots, limits.max_num_batched_tokens))
         self.session.loaded()
         self.session.on(InitializeCache(num_blocks, limits.max_model_len))
         self.session.ready()
 
-    def receive(self, frame: bytes) -> bytes | None:
-        """Process one message in the order that a worker's session requires. Return the encoded result of a step when
-        it was sampled: at once, or with its grammar masks."""
+    def receive(self, frame: bytes) -> list[bytes]:
+        """Process one message in the order that a worker's session requires. Return the encoded results of steps that
+        were sampled: at once, or with their grammar masks."""
         match self.session.on(MESSAGES.decode(frame)):
             case ExecuteStep(plan):
-                self._demand(self._deferred is None, "the step before was never sampled")
-                sampling = self._execute(plan)
-                if not plan.has_structured_output_requests:
-                    return encode(sampling(None))
-                self._deferred = sampling
-            case SampleStep(grammar):
-                deferred, self._deferred = self._deferred, None
-                self._demand(deferred is not None, "nothing waits to be sampled")
-                return encode(deferred(grammar)) if deferred else None
+                self._queued.append((plan, self.confirmed))
+            case SampleStep(grammar) | AddMasks(grammar):
+                self._masks.setdefault(grammar.step_id, []).append(grammar)
             case ReleaseSlots() as release:
-                self._release(release.slots)
+                self._releases.append((self.session.last_step, release.slots))
             case StepFault() as fault:
                 raise OracleViolation(fault.error)
             case other:
                 raise OracleViolation(f"unexpected {type(other).__name__}")
-        return None
+        return self._run()
 
     @property
     def waits_for_grammar(self) -> bool:
         return self._deferred is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether plans that were received are not executed yet."""
+        return bool(self._queued)
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether a plan that was received has a row of another request than those that wait for masks."""
+        missing = set() if self._deferred is None else self._missing(self._deferred)
+        return any(set(unpack(plan.slots).tolist()) - missing for plan, _ in self._queued)
+
+    def leave_out(self) -> list[bytes]:
+        """Sample the deferred step without the rows whose masks are missing. Return results as `receive` does."""
+        self._demand(self._deferred is not None, "nothing waits to be sampled")
+        return self._run(leaves_out=True)
+
+    def _run(self, leaves_out: bool = False) -> list[bytes]:
+        """Execute and sample queued steps until one waits for masks."""
+        results = []
+        while (step := self._deferred or self._next()) is not None:
+            sent = self._sent(step, leaves_out)
+            if sent is None:
+                self._deferred = step
+                break
+            leaves_out, self._deferred = False, None
+            self._masks = {i: late for i, late in self._masks.items() if i > step.plan.step_id}
+            results.append(encode(step.sampling(sent)))
+        return results
+
+    def _next(self) -> DeferredStep | None:
+        """Execute the next plan, if there is one."""
+        while self._releases and self._releases[0][0] <= self._last_step:
+            self._release(self._releases.popleft()[1])
+        if not self._queued:
+            return None
+        plan, confirmed = self._queued.popleft()
+        self._known = self._known_for(plan, confirmed)
+        sampling = self._execute(plan)
+        self.entered.append(self.needs)
+        self._demand(bool(plan.masked) == plan.has_structured_output_requests, "masked rows")
+        return DeferredStep(plan, sampling, unpack(plan.masked).tolist())
+
+    def _known_for(self, plan: SchedulerOutput, confirmed: int) -> int:
+        """Return the last step whose tokens the scheduler knew when it formed the plan."""
+        return confirmed
+
+    def _sent(self, step: DeferredStep, leaves_out: bool) -> SentMasks | None:
+        """Return the masks that a step is sampled with now; None: it waits for some."""
+        missing = self._missing(step)
+        if missing and not leaves_out:
+            return None
+        return SentMasks(self._masks.get(step.plan.step_id, []), missing)
+
+    def _missing(self, step: DeferredStep) -> set[int]:
+        arrived = [slot for m in self._masks.get(step.plan.step_id, ()) for slot in unpack(m.slots).tolist()]
+        return set(step.masked).difference(arrived)
 
     def _execute(self, plan: SchedulerOutput) -> Sampling:
         """Run the forward pass; return the rest of the step."""
@@ -238,7 +322,7 @@ class OracleWorker:
         for slot, _, end in self._computed:  # write before read, as in each layer
             self._read(slot, end)
         sampled = [(row[0], row[1]) for row in rows if row[4]]
-        return lambda grammar: self._sample(plan, sampled, grammar)
+        return lambda masks: self._sample(plan, sampled, masks)
 
     def _begin(self, plan: SchedulerOutput) -> list[tuple[int, int, int, int, bool]]:
         """Apply the changes of the batch. Return the rows: slot, generation, start, count, samples."""
@@ -305,7 +389,7 @@ class OracleWorker:
             for block in s.table[start // size :]:
                 self._poison(block)
             s.computed = start
-        s.rejected = [(step, drafts) for step, drafts in s.rejected if step > self.confirmed]
+        s.rejected = [(step, drafts) for step, drafts in s.rejected if step > self._known]
         unknown = sum(drafts for _, drafts in s.rejected)
         self._demand(
             start == s.computed + unknown,
@@ -329,7 +413,7 @@ class OracleWorker:
         if samples and s.sampled:
             self.needs = max(self.needs, s.sampled)
             self._demand(
-                s.sampled <= self.confirmed or self._last_step - s.sampled >= self.stages,
+                s.sampled <= self._known or self._last_step - s.sampled >= self.stages,
                 f"stage spacing: slot {slot} needs the token of step {s.sampled} too early for {self.stages} stages",
             )
         for position in range(start, end):
@@ -362,13 +446,22 @@ class OracleWorker:
                     f"foreign or unwritten KV"
                 )
 
-    def _sample(
-        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
-    ) -> ModelRunnerOutput:
-        tokens, scored, vectors, masks = [], self._score_prompts(), {}, self._masks(plan, rows, grammar)
+    def _sample(self, plan: SchedulerOutput, rows: list[Row], sent: SentMasks) -> ModelRunnerOutput:
+        tokens, scored, vectors = [], self._score_prompts(), {}
+        masks = {
+            slot: mask
+            for grammar in sent.messages
+            for slot, mask in self._masks_of(plan, rows, grammar).items()
+        }
         counts, drafted, proposed = [], [], []
         for slot, _ in rows:
             s = self.slots[slot]
+            if slot in sent.left_out:
+                self._leave_out(slot, plan)
+                counts.append(0)
+                drafted.append(0)
+                proposed += [NO_DRAFT] * plan.num_speculative_tokens
+                continue
             if s.pooling is not Pooling.NONE:
                 mean = s.hidden_sum / len(s.tokens)
                 vectors[slot] = mean if s.pooling is Pooling.MEAN else hidden(s.prefixes[-1])
@@ -394,6 +487,15 @@ class OracleWorker:
             drafted=pack(drafted) if plan.drafts else b"",
             draft_token_ids=pack(proposed) if plan.has_structured_output_requests else b"",
         )
+
+    def _leave_out(self, slot: int, plan: SchedulerOutput) -> None:
+        """Settle a row without a token: the next one begins with the last known token again, and has no drafts."""
+        s = self.slots[slot]
+        known = len(s.tokens) - len(s.drafts)
+        del s.tokens[known:], s.prefixes[known:]
+        s.drafts, s.proposed, s.computed = [], [], known - 1
+        s.sampled, s.requested = plan.step_id, plan.num_speculative_tokens
+        s.rejected.append((self._last_step, self._planned_drafts.get(slot, 0) + 1))
 
     def _accept(
         self,
@@ -453,12 +555,10 @@ class OracleWorker:
             prefix = extend(prefix, token)
         return known[:end]
 
-    def _masks(
-        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput | None
+    def _masks_of(
+        self, plan: SchedulerOutput, rows: list[Row], grammar: GrammarOutput
     ) -> dict[int, NDArray[np.int32]]:
         """Slot -> int32[masks, words]"""
-        if grammar is None:
-            return {}
         self._demand(grammar.epoch == plan.epoch, f"a grammar of epoch {grammar.epoch}")
         slots = unpack(grammar.slots).tolist()
         order = {slot: i for i, (slot, _) in enumerate(rows)}

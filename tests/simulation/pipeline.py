@@ -77,7 +77,7 @@ def cards(hop: float, dispatch: float, bandwidth: float = 118e6) -> Costs:
 
 
 @dataclass(frozen=True)
-class Job:
+class PipelineJob:
     """A request: `prompt` and `output` in tokens, `at` in seconds."""
 
     prompt: int
@@ -207,7 +207,7 @@ def simulate(
     limits: Limits,
     depth: int,
     costs: Costs,
-    jobs: Sequence[Job],
+    jobs: Sequence[PipelineJob],
     keep_plans: bool = False,
 ) -> PipelineRun:
     """Run all jobs to their end. Each prompt differs from all others from its first token on."""
@@ -237,7 +237,7 @@ def simulate(
     return run
 
 
-def _add(core: EngineCore, number: int, job: Job) -> None:
+def _add(core: EngineCore, number: int, job: PipelineJob) -> None:
     prompt = np.full(job.prompt, 1, np.int32)
     prompt[:2] = divmod(number + 2, VOCAB)[: job.prompt] if job.prompt > 1 else number % VOCAB
     params = SamplingParams(max_tokens=job.output, temperature=0.0)

@@ -21,7 +21,7 @@ from services.scheduler.policies import BatchingPolicy
 from services.scheduler.policies.geometry import Geometry
 from services.scheduler.policies.phased import PhasedPolicy
 from tests.simulation.invariants import Checker, demand
-from tests.simulation.oracle import OracleWorker, Row, Sampling
+from tests.simulation.oracle import OracleWorker, Row, Sampling, SentMasks
 from tests.simulation.parameters import MATRIX, OTHERS, with_parameters
 from tests.simulation.world import SimulatedStream, World, params
 
@@ -151,7 +151,7 @@ class RigidWorker(OracleWorker):
 
     def _unsampled(self, plan: SchedulerOutput, row: Row, report: list[tuple[int, int]]) -> ModelRunnerOutput:
         """Return the result of a chunk that ended before the token to be sampled."""
-        result = self._sample(plan, [], None)
+        result = self._sample(plan, [], SentMasks([]))
         empty = self._result(plan, [row], [0], report)
         return msgspec.structs.replace(empty, logprobs=result.logprobs)
 

@@ -224,9 +224,9 @@ class SimulatedWorker:
         def computed() -> None:
             assert self._oracle is not None
             assert self.assignment is not None
-            result = self._oracle.receive(encode(step))
-            if self.assignment.rank == self.assignment.output_rank and result is not None:
-                self.cluster.on_result(self, result)
+            for result in self._oracle.receive(encode(step)):
+                if self.assignment.rank == self.assignment.output_rank:
+                    self.cluster.on_result(self, result)
 
         self._together("step", step.step_id, computed)
 

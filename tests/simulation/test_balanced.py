@@ -11,11 +11,11 @@ import pytest
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import BalancedPolicy, BatchingPolicy, ChunkedPolicy
 from tests.matrix import covering, one_in
-from tests.simulation.pipeline import Costs, Job, PipelineRun, Step, cards, simulate, spread
+from tests.simulation.pipeline import Costs, PipelineJob, PipelineRun, Step, cards, simulate, spread
 from tests.simulation.world import World, params
 
 BUDGETS = (2048, 8192, 16384)
-JOBS = [Job(128, 128)] * 256
+JOBS = [PipelineJob(128, 128)] * 256
 CARDS = cards(hop=4e-3, dispatch=10e-3)
 
 
@@ -77,7 +77,7 @@ def test_aborts_in_a_storm_leave_nothing_behind(seed: int) -> None:
 @pytest.mark.parametrize("kv_tokens", [2000, 16000])
 def test_without_stages_every_plan_is_that_of_chunked(depth: int, kv_tokens: int) -> None:
     rng = Random(kv_tokens)
-    jobs = [Job(rng.randint(1, 300), rng.randint(1, 100), rng.random()) for _ in range(60)]
+    jobs = [PipelineJob(rng.randint(1, 300), rng.randint(1, 100), rng.random()) for _ in range(60)]
     sizes = limits(kv_tokens, 512, stages=1, seats=40)
     runs = [
         simulate(policy, sizes, depth, CARDS, jobs, keep_plans=True)
@@ -139,7 +139,7 @@ def test_greedy_keeps_all_decodes_in_one_microbatch_and_balanced_spreads_them() 
 def test_arrivals_over_time_are_served_as_fast_and_start_as_early(load: float) -> None:
     sizes, most = limits(80_000, 2048), published(False, 80_000, 2048).throughput / 128
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / (load * most), 100))
-    jobs = [Job(128, 128, float(at)) for at in arrivals]
+    jobs = [PipelineJob(128, 128, float(at)) for at in arrivals]
     greedy, balanced = (
         simulate(policy, sizes, 5, CARDS, jobs) for policy in (ChunkedPolicy(), BalancedPolicy())
     )
@@ -156,7 +156,7 @@ def test_one_request_takes_the_sum_of_all_stations(stages: int) -> None:
     costs = Costs(
         base=0.002, weights=0.01, token=0.001, context=1e-5, hop=0.003, hop_token=0.0005, dispatch=0.007
     )
-    run = simulate(BalancedPolicy(), limits(1600, 4096, stages), stages + 1, costs, [Job(30, 4)])
+    run = simulate(BalancedPolicy(), limits(1600, 4096, stages), stages + 1, costs, [PipelineJob(30, 4)])
     prefill = stages * (0.002 + 30 * 0.001 + 30e-5) + (stages - 1) * (0.003 + 30 * 0.0005)
     decodes = [stages * (0.012 + length * 1e-5) + (stages - 1) * 0.0035 for length in (31, 32, 33)]
     # With stages the next plan is formed after the result, which adds its dispatch; without, it is formed ahead.
@@ -168,7 +168,7 @@ def test_one_request_takes_the_sum_of_all_stations(stages: int) -> None:
 def test_stages_that_are_always_busy_take_the_slowest_resource() -> None:
     """With enough microbatches to hide every latency, a token costs the time of a stage, or of a link if that is
     longer."""
-    sizes, jobs = limits(80_000, 4096), [Job(1, 200)] * 64
+    sizes, jobs = limits(80_000, 4096), [PipelineJob(1, 200)] * 64
 
     def pace(costs: Costs) -> float:
         run = simulate(BalancedPolicy(), sizes, 5, costs, jobs)
@@ -183,5 +183,5 @@ def test_stages_that_are_always_busy_take_the_slowest_resource() -> None:
 def test_sending_delays_a_stage_only_if_it_blocks(blocking: bool, period: float) -> None:
     """Prompts only: no step waits for a sampled token."""
     costs = Costs(base=0.01, hop=0.003, blocking=blocking)
-    run = simulate(BalancedPolicy(), limits(80_000, 64), 8, costs, [Job(64, 1)] * 60)
+    run = simulate(BalancedPolicy(), limits(80_000, 64), 8, costs, [PipelineJob(64, 1)] * 60)
     assert run.steps[40].began[0] - run.steps[20].began[0] == pytest.approx(20 * period)

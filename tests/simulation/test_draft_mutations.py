@@ -207,8 +207,8 @@ def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
 
 
 def every_position_has_its_rows_first_mask(output: Any) -> Any:
-    def broken(self: StepPlanner, step: Any, vocab_size: int) -> Any:
-        grammar = output(self, step, vocab_size)
+    def broken(self: StepPlanner, *arguments: Any) -> Any:
+        grammar = output(self, *arguments)
         if grammar is None or not grammar.counts:
             return grammar
         counts = np.frombuffer(grammar.counts, np.int32)

@@ -368,20 +368,14 @@ def more_admissions_than_allowed(admit: Any) -> Any:
 
 
 def masks_before_the_token_before_is_known(output: Any) -> Any:
-    def broken(self: StepPlanner, step: Any, vocab_size: int) -> Any:
-        slots = self.epoch.slots
-        held, slots.sampling = slots.sampling, np.zeros_like(slots.sampling)
-        try:
-            return output(self, step, vocab_size)
-        finally:
-            slots.sampling = held
-
-    return broken
+    return lambda self, step, sampled_before, vocab_size: output(
+        self, step, np.zeros_like(sampled_before), vocab_size
+    )
 
 
 def masks_of_other_rows(output: Any) -> Any:
-    def broken(self: StepPlanner, step: Any, vocab_size: int) -> Any:
-        grammar = output(self, step, vocab_size)
+    def broken(self: StepPlanner, *arguments: Any) -> Any:
+        grammar = output(self, *arguments)
         if grammar is None or len(grammar.slots) < 8:
             return grammar
         masks = np.frombuffer(grammar.bitmask, np.int32).reshape(len(grammar.slots) // 4, -1)
@@ -423,9 +417,9 @@ def a_ticket_outlives_its_aborted_request(cancel: Any) -> Any:
 
 def a_deferred_sampling_outlives_its_epoch(clear: Any) -> Any:
     def broken(self: BatchQueue) -> None:
-        held = self.unsampled
+        held = self.unmasked.copy()
         clear(self)
-        self.unsampled = held
+        self.unmasked = held
 
     return broken
 

@@ -5,10 +5,15 @@ from collections.abc import Iterable
 
 import pytest
 
+from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     AllRequestsFailed,
+    BlocksCached,
+    BlocksEvicted,
+    CoreRestarted,
     Decision,
+    DispatchInterrupted,
     DispatchStarted,
     EpochEnded,
     EpochStarted,
@@ -18,22 +23,25 @@ from services.scheduler.core.observer import (
     GrammarReady,
     GrammarSent,
     InboundEvent,
+    MasksReady,
     PrefixCacheReset,
     RequestArrived,
     RequestRefused,
     RequestsAborted,
     ResultApplied,
     ResultArrived,
+    ResultRefused,
     StepDispatched,
     TimeAdvanced,
 )
+from services.scheduler.grammar import INLINE_MASKS
 from tests.simulation.driver import play
-from tests.simulation.grammar import Compilation
+from tests.simulation.grammar import Compilation, LateMasks
 from tests.simulation.oracle import HIDDEN_SIZE
 from tests.simulation.policies import build
 from tests.simulation.workload import draw
 
-SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 16
+SEEDS = 40 if os.environ.get("RUNAHEAD_SOAK") else 32
 
 
 def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> list[Event]:
@@ -41,15 +49,20 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
     load, recorder = draw(seed, speculates), EventRecorder()
     drafts = load.speculating
     limits = load.limits if drafts is None else drafts.limits(load.limits, depth)
-    compilation = Compilation(load.vocab)
+    compilation, masks = Compilation(load.vocab), LateMasks()
+
+    def drafting() -> Drafting | None:
+        return None if drafts is None else drafts.drafting(seed)
+
     engine = EngineCore(
         limits,
         build(load, limits, seed),
         depth,
         load.vocab,
-        drafting=None if drafts is None else drafts.drafting(seed),
+        drafting=drafting(),
         use_priority=load.use_priority,
         compiler=compilation,
+        mask_maker=masks if load.mask_speed < 1 else INLINE_MASKS,
         hidden_size=HIDDEN_SIZE,
         observer=recorder,
     )
@@ -67,6 +80,8 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
                 engine.drop_frontend(frontend)
             case GrammarReady(ticket=ticket):
                 engine.on_grammar(ticket, compilation.finish(ticket))
+            case MasksReady(ticket=ticket):
+                engine.on_masks(ticket, masks.finish(ticket))
             case ResultArrived(result=result):
                 engine.on_result(result)
             case DispatchStarted():
@@ -79,6 +94,8 @@ def replay(events: Iterable[Event], seed: int, depth: int, speculates: bool) -> 
                 engine.start_epoch(limits, build(load, limits, seed), epoch)
             case AllRequestsFailed(error=error):
                 engine.fail_all(error)
+            case CoreRestarted(limits=limits):
+                engine.restart(event, build(load, limits, seed), drafting())
     return recorder.events
 
 
@@ -102,10 +119,17 @@ def test_a_recorded_run_replays_with_the_same_decisions(depth: int, speculates: 
         if depth not in draw(seed, speculates).depths:
             continue
         recorder = EventRecorder()
-        play(seed, depth, speculates=speculates, observer=recorder)
+        play(seed, depth, speculates=speculates, observer=recorder, restarts=seed % 2 == 0)
         again = replay(recorder.events, seed, depth, speculates)
         for index, (first, second) in enumerate(zip(recorder.events, again, strict=True)):
             assert comparable(first) == comparable(second), f"seed {seed}, event {index}"
         happened |= {type(event) for event in again}
-    never = {AllRequestsFailed, RequestRefused}
+    never = {
+        AllRequestsFailed,
+        RequestRefused,
+        DispatchInterrupted,
+        ResultRefused,
+        BlocksCached,
+        BlocksEvicted,
+    }
     assert happened >= {*InboundEvent.__args__, *Decision.__args__} - never

@@ -82,6 +82,11 @@ MUST_HAPPEN = [
     "epochs: ended with a sampling deferred",
     "aborts: compiling",
     "aborts: sampling deferred",
+    "masks: late",
+    "left out: live",
+    "left out: dropped",
+    "left out: delivered",
+    "epochs: ended with masks being made",
 ]
 
 
@@ -127,6 +132,8 @@ MUST_HAPPEN_TO_DRAFTS = [
     "log-probabilities",
     "sampling: waits for tokens in flight",
     "aborts: sampling deferred",
+    "masks: late",
+    "left out: live",
     "drafts: planned",
     "drafts: verified",
     "drafts: accepted",

@@ -124,7 +124,7 @@ def test_abort(depth: int) -> None:
     world, stream, others = deferred(depth)
     world.abort(stream)
     world.dispatch()
-    assert world.engine.queue.unsampled is None, "no masks are needed"
+    assert not world.engine.queue.unmasked, "no masks are needed"
     world.drain()
     assert len(others[0].tokens) == 20
     assert not stream.tokens
@@ -153,7 +153,7 @@ def test_preemption(state: int) -> None:
     world.preempt(stream, state)
     assert stream.request.stale_rows == (2 if state == DELIVER else 0)
     world.dispatch()
-    assert (world.engine.queue.unsampled is None) == (state == DROP), "a delivered token still needs its mask"
+    assert (not world.engine.queue.unmasked) == (state == DROP), "a delivered token still needs its mask"
     world.drain()
     assert (len(stream.tokens), len(others[0].tokens)) == (20, 20)
     assert stream.finish is not None
@@ -194,12 +194,12 @@ def test_lost_workers() -> None:
     world, stream, others = deferred(3)
     world.complete()
     world.dispatch()
-    assert world.engine.queue.unsampled is not None
+    assert world.engine.queue.unmasked
     world.publish()
     confirmed = list(stream.tokens)
     assert confirmed
     world.end_epoch()
-    assert world.engine.queue.unsampled is None
+    assert not world.engine.queue.unmasked
     world.start_epoch(ROOMY, ChunkedPolicy())
     world.drain()
     assert stream.tokens[: len(confirmed)] == confirmed
@@ -353,9 +353,8 @@ def test_a_rigid_device_that_ends_chunks_elsewhere(depth: int) -> None:
 
 def test_the_worker_refuses_a_step_before_the_one_that_waits_was_sampled() -> None:
     world, *_ = deferred()
-    step = world.engine.queue.unsampled
-    assert step is not None
-    world.engine.queue.unsampled = None  # the fault: the engine does not wait
+    assert world.engine.queue.unmasked
+    world.engine.queue.unmasked.clear()  # the fault: the engine does not wait
     world.complete()
     with pytest.raises(OracleViolation, match="step 3 arrived, but step 2 waits for its grammar"):
         world.dispatch()

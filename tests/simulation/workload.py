@@ -46,6 +46,8 @@ class Workload:
     """Probability per round that the workers are lost and others take over."""
     uneven: bool
     """True: pipeline stages take different times."""
+    mask_speed: float
+    """Probability that the next masks are made in the same round; 1: they are made at once."""
     speculating: Speculating | None = None
 
     @property
@@ -64,7 +66,7 @@ def speculating(seed: int) -> Speculating:
 
 
 def draw(seed: int, speculates: bool = False) -> Workload:
-    rng, of_group = Random(seed), Random(f"group/{seed}")
+    rng, of_group, of_masks = Random(seed), Random(f"group/{seed}"), Random(f"masks/{seed}")
     block_size = rng.choice((4, 4, 16))
     num_blocks = rng.randint(17, 33) if block_size == 4 or rng.random() < 0.5 else rng.randint(5, 12)
     longest = min(num_blocks * block_size, rng.choice((32, 48, 72)))
@@ -81,6 +83,7 @@ def draw(seed: int, speculates: bool = False) -> Workload:
     policy = of_group.choice(("chunked", "chunked", "balanced", "phased"))
     if speculates:  # phased is refused
         policy = "chunked" if policy == "phased" else policy
+    limits = replace(limits, leaves_rows_out=policy != "phased" and of_masks.random() < 0.6)
     if policy == "phased":  # chunks are whole blocks
         limits = replace(
             limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // block_size) * block_size
@@ -92,6 +95,8 @@ def draw(seed: int, speculates: bool = False) -> Workload:
     of_parameters = Random(f"parameters/{seed}")
     if of_parameters.random() < 0.4:
         arrivals = [_asking(arrival, of_parameters, vocab) for arrival in arrivals]
+    if limits.leaves_rows_out:
+        arrivals = [_constrained(arrival, of_masks) for arrival in arrivals]
     return Workload(
         limits=limits,
         threshold=rng.choice((0, 0, 0, 3, 5)),
@@ -106,8 +111,16 @@ def draw(seed: int, speculates: bool = False) -> Workload:
         shuffle=rng.random() < 0.3,
         epochs=of_group.choice((0.0, 0.0, 0.02, 0.08)),
         uneven=of_group.random() < 0.3,
+        mask_speed=of_masks.choice((1, 1, 0.8, 0.5, 0.2)),
         speculating=speculating(seed) if speculates else None,
     )
+
+
+def _constrained(arrival: Arrival, rng: Random) -> Arrival:
+    """Return the request, with a grammar in one of three cases."""
+    if rng.random() < 2 / 3 or arrival.grammar is not None or arrival.pooling is not Pooling.NONE:
+        return arrival
+    return replace(arrival, grammar=structured(rng.randrange(2**32)))
 
 
 def _arrival(rng: Random, shared: list[list[int]], longest: int, vocab: int) -> Arrival:

@@ -31,12 +31,13 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.slots import DELIVER, DROP
+from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.core.store import RequestStore
+from services.scheduler.grammar import INLINE_MASKS
 from services.scheduler.policies import BatchingPolicy, ChunkedPolicy
 from tests.simulation.budgets import WatchedPolicy
 from tests.simulation.drafts import Speculating
-from tests.simulation.grammar import REFUSED, Automaton, Compilation
+from tests.simulation.grammar import REFUSED, Automaton, Compilation, LateMasks
 from tests.simulation.invariants import Checker
 from tests.simulation.oracle import HIDDEN_SIZE, ExpectedAnswer, OracleWorker, StagePipeline, reference
 
@@ -102,6 +103,8 @@ class SimulatedStream:
     """Verified drafts of rows whose tokens were delivered."""
     accepted: int = 0
     """Accepted drafts of these rows."""
+    in_vain: int = 0
+    """Rows that were left out: each computes the last known token once more."""
 
     @property
     def open(self) -> bool:
@@ -136,12 +139,14 @@ class World:
         speculating: Speculating | None = None,
         seed: int = 0,
         observer: Observer | None = None,
+        late_masks: bool = False,
         parts: Parts = DEFAULT_PARTS,
         engine: type[EngineCore] = EngineCore,
     ) -> None:
         """A world with one epoch of workers.
 
         Args:
+            late_masks: masks are made when `masks_made` is called, not at once.
             conserves_work: the policy leaves no step empty in which a request could be computed (work conservation).
             seed: of the lengths that `speculating` draws.
             observer: receives every event of the core before the world does.
@@ -152,6 +157,7 @@ class World:
         self.conserves_work = conserves_work
         self.policy = WatchedPolicy(policy or ChunkedPolicy())
         self.compilation = Compilation(vocab)
+        self.masks = LateMasks()
         self.engine = engine(
             limits,
             self.policy,
@@ -161,6 +167,7 @@ class World:
             drafting=None if speculating is None else speculating.drafting(seed),
             use_priority=use_priority,
             compiler=self.compilation,
+            mask_maker=self.masks if late_masks else INLINE_MASKS,
             hidden_size=HIDDEN_SIZE,
             observer=observer,
             parts=parts,
@@ -276,6 +283,32 @@ class World:
         self._transition()
         self.publish()  # as the service does before it reads from frontends again
 
+    def masks_made(self, which: int = 0) -> None:
+        """Deliver the `which`-th masks that are being made."""
+        ticket = list(self.masks.waiting)[which]
+        self.coverage["masks: late"] += 1
+        self.log("masks", ticket)
+        self.engine.on_masks(ticket, self.masks.finish(ticket))
+        self._transition()
+
+    def leave_out(self) -> None:
+        """The forward pass of the step that waits for masks has ended, and the worker goes on without its rows."""
+        self.coverage["left out: steps"] += 1
+        self.log("leave out")
+        self._take_results(self.worker.leave_out())
+
+    def _take_results(self, results: list[bytes]) -> None:
+        """Take results from the worker, and let the plans that it has executed enter the pipeline."""
+        for needs in self.worker.entered:
+            if self.limits.stages > 1:
+                self.pipeline.enter(needs)
+        self.worker.entered.clear()
+        for result in results:
+            if self.limits.stages > 1:
+                self.pipeline.sampled(result)
+            else:
+                self.pending[_RESULTS.decode(result).step_id] = result
+
     def abort(self, *streams: SimulatedStream) -> None:
         for stream in streams:
             self.coverage[f"aborts: {self.stage(stream)}"] += 1
@@ -313,6 +346,14 @@ class World:
         assert not self.epoch.kv.pool.by_hash
         self._transition()
 
+    def restart(self, policy: BatchingPolicy, seed: int) -> None:
+        """Restart the empty core, as the service does for a recording."""
+        self.policy = WatchedPolicy(policy)
+        drafting = None if self.speculating is None else self.speculating.drafting(seed)
+        self.engine.restart(self.engine.restart_point(), self.policy, drafting)
+        self.coverage["restarts"] += 1
+        self._transition()
+
     def stage(self, stream: SimulatedStream) -> str:
         """Return the state of a request, for coverage."""
         request, slots = stream.request, self.epoch.slots
@@ -323,8 +364,7 @@ class World:
         if request.status is not RequestStatus.RUNNING:
             return "stale rows in flight" if request.stale_rows else request.status.name.lower()
         computed, inflight = int(slots.computed[request.slot]), int(slots.inflight[request.slot])
-        unsampled = self.engine.queue.unsampled
-        if unsampled is not None and request.slot in unsampled.slots:
+        if any(request.slot in unmasked.rows for unmasked in self.engine.queue.unmasked):
             return "sampling deferred"
         kind = "prefill" if computed < int(slots.tokens[request.slot]) or computed == inflight else "decode"
         return f"{kind} in flight" if inflight else f"{kind} idle"
@@ -350,7 +390,8 @@ class World:
         happened["epochs: ended with results held back"] += bool(queue.results)
         happened["epochs: ended with a filled cache"] += bool(epoch.kv.pool.by_hash)
         happened["epochs: ended twice"] += self.lost
-        happened["epochs: ended with a sampling deferred"] += queue.unsampled is not None
+        happened["epochs: ended with a sampling deferred"] += bool(queue.unmasked)
+        happened["epochs: ended with masks being made"] += bool(self.masks.waiting)
         for slot in epoch.running.tolist():
             self._by_request[epoch.slots.request(slot)].voids += 1
         self.orphans.extend(self.pending.values())
@@ -419,6 +460,11 @@ class World:
         )
         self.checker.check()
 
+    def _check_cache(self) -> None:
+        """Compare cached blocks with the workers' KV, unless steps that write them still wait for masks."""
+        if not self.worker.is_behind:
+            self.checker.check_cache(self.worker.kv)
+
     def _advance(self) -> None:
         """Advance the clock by a millisecond."""
         self.engine.advance(self.engine.store.now + 1e-3)
@@ -434,28 +480,22 @@ class World:
         for message in self.engine.dispatch():
             frame = encode(message)
             self._on_sent(frame)
-            result = self.worker.receive(frame)
+            self._take_results(self.worker.receive(frame))
             if isinstance(message, SchedulerOutput):
                 self.plans.append(_PLANS.decode(frame))
-                if self.limits.stages > 1:
-                    self.pipeline.enter(self.worker.needs)
                 self.coverage["sampling: deferred"] += self.worker.waits_for_grammar
             if isinstance(message, GrammarOutput):
                 self.coverage["sampling: with a grammar"] += 1
                 states = self.epoch.slots.state[unpack(message.slots)]
                 self.coverage["sampling: of a request that ended before"] += int((states == DROP).sum())
-            if result is None:
-                continue
-            if self.limits.stages > 1:
-                self.pipeline.sampled(result)
-            else:
-                self.pending[_RESULTS.decode(result).step_id] = result
-        if self.engine.has_requests and not self.engine.queue.full and self.engine.queue.unsampled is None:
+        leaves_rows_out, waits = self.limits.leaves_rows_out, bool(self.engine.queue.unmasked)
+        if self.engine.has_requests and not self.engine.queue.full and (leaves_rows_out or not waits):
             self._on_nothing_scheduled()
-        waits = self.engine.queue.unsampled is not None
-        assert waits == self.worker.waits_for_grammar, "a sampling is deferred on one side only"
+        if not leaves_rows_out:
+            assert waits == self.worker.waits_for_grammar, "a sampling is deferred on one side only"
+        assert waits or not self.worker.waits_for_grammar, "the worker waits for masks that were sent"
         self.coverage["sampling: waits for tokens in flight"] += waits
-        self.checker.check_cache(self.worker.kv)
+        self._check_cache()
         queued = [step.step_id for step in self.engine.queue.steps]
         assert queued == list(range(self.epoch.ledger.oldest, self.epoch.next_step)), (
             "ledger: it differs from the batch queue"
@@ -491,7 +531,7 @@ class World:
         self.coverage["results out of order"] += which > 0
         self.delivered.append(frame)
         self.engine.on_result(_RESULTS.decode(frame))
-        self.checker.check_cache(self.worker.kv)
+        self._check_cache()
         assert self.engine.store.counters["stale_messages_total"] == self.expected_stale
 
     def repeat_result(self, which: int, epoch_before: bool) -> None:
@@ -525,7 +565,11 @@ class World:
         for _ in range(most):
             while self.compilation.waiting:
                 self.compiled()
+            while self.masks.waiting:
+                self.masks_made()
             self.dispatch()
+            if self.masks.waiting:
+                continue
             self._await_result()
             if not self.pending:
                 self.check_drained()
@@ -614,16 +658,22 @@ class World:
         for stream, state, count, drafted, appended in zip(
             streams, *(column.tolist() for column in columns), strict=True
         ):
+            if not count and self.limits.leaves_rows_out:
+                self._on_left_out(stream, state)
             if state == DROP:
                 continue
             stream.drafted += drafted
-            stream.accepted += count - 1
+            stream.accepted += max(count - 1, 0)
             self.coverage["drafts: rows cut by a stop"] += self._ends_within(stream, count, appended)
             if state == DELIVER:
                 self.coverage["stale deliveries"] += 1
                 self.coverage["drafts: stale rows of several tokens"] += count > 1
                 self.coverage["stops while preempted"] += (stream.frontend, stream.number) in event.ended
         self._on_updated(event.step)
+
+    def _on_left_out(self, stream: SimulatedStream, state: int) -> None:
+        self.coverage[f"left out: {('free', 'live', 'delivered', 'dropped')[state]}"] += 1
+        stream.in_vain += state == LIVE
 
     def _ends_within(self, stream: SimulatedStream, count: int, appended: int) -> bool:
         """Return whether the answer ends before the last of the row's `count` tokens; `appended` of them were taken."""
@@ -781,7 +831,7 @@ class World:
         if finish.num_preemptions or stream.voids:
             return
         one_more = stream.pooling is not Pooling.NONE or finish.reason is FinishReason.ERROR
-        exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more
+        exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more + stream.in_vain
         slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
         if (
             self.speculating is not None

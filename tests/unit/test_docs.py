@@ -12,21 +12,26 @@ from tests.simulation.test_acceptance import ROOMY
 from tests.simulation.world import World
 
 ROOT = Path(__file__).parents[2]
+INSTALLED = "node_modules"
+"""Packages of `make test-clients` are below this folder."""
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/*.md", "deploy/*/README.md", "tests/**/README.md")
     for path in ROOT.glob(pattern)
+    if INSTALLED not in path.parts
 )
 RULES = ROOT / "docs" / "invariants.md"
 SOURCES = [
     path
     for folder in ("protocol", "services", "deploy", "tests", "docs")
     for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".py", ".md", ".yml", ".yaml", ".toml") and path != Path(__file__)
+    if path.suffix in (".py", ".md", ".yml", ".yaml", ".toml")
+    and path != Path(__file__)
+    and INSTALLED not in path.parts
 ]
 
-OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url"}
-"""Flags of docker, kubectl and pip."""
+OTHER_PROGRAMS = {"--scale", "--from-file", "--index-url", "--no-index", "--no-deps", "--target", "--out"}
+"""Flags of docker, kubectl, pip and the measurements."""
 
 PATH = re.compile(r"`((?:docs|services|protocol|deploy|tests)/[\w./-]+)(?:::(\w+)(?:\[([^\]`]+)\])?)?`")
 NUMBERED = re.compile(
@@ -113,7 +118,7 @@ def test_citations_by_number_are_found(citation: str) -> None:
 def test_flags_that_are_named_exist(page: Path) -> None:
     settings = {
         name
-        for model in (config.RunBatchConfig, config.BenchConfig)
+        for model in (config.RunBatchConfig, config.BenchConfig, config.ReplayConfig)
         for name, field in model.model_fields.items()
     }
     known = {f"--{name.replace('_', '-')}" for name in settings}

@@ -1,6 +1,7 @@
 """The scheduler's core and the vLLM backend in one process. Each `VllmRun` is one epoch with the same weights."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,8 @@ from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import make_policy
 from services.worker.backends.vllm import VllmRunner
+from services.worker.backends.vllm.platforms.choice import worker_platform
+from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.batch.slots import EMPTY
 from services.worker.runner import Output
 from services.worker.session import ExecuteStep, SampleStep, Session
@@ -55,12 +58,17 @@ class VllmStream:
 class VllmWorker:
     """One `VllmRunner`, and the epochs that it enters."""
 
-    def __init__(self, speculation: Speculation | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        speculation: Speculation | None = None,
+        create_platform: Callable[[WorkerConfig], WorkerPlatform] = worker_platform,
+        **config: Any,
+    ) -> None:
         settings = {
             "model": str(DEMO_MODEL), "backend": "vllm", "threads": 1, "enforce_eager": True,
             "kv_cache_memory_bytes": 64 << 20,
         }  # fmt: skip
-        self.runner = VllmRunner(WorkerConfig.model_validate(settings | config))
+        self.runner = VllmRunner(WorkerConfig.model_validate(settings | config), create_platform)
         self.speculation = speculation
         self.epoch = 0
         self.loads = 0

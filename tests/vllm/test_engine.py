@@ -12,11 +12,13 @@ import torch
 from protocol.membership import Assignment
 from protocol.requests import FinishReason
 from protocol.sampling import Pooling, SamplingParams
-from services.checkpoint import DEMO_MODEL
+from services.checkpoint import DEMO_MODEL, read_text, text_digest
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
 from services.worker.runner import LoadError
+from services.worker.weights import layer_contents
+from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.simulation.grammar import Automaton
 from tests.vllm.driver import BLOCK, CHUNK, CONTEXT, MAX_SEQS, VOCAB, VllmRun, VllmStream, VllmWorker
 from tests.vllm.parameter_cases import (
@@ -311,6 +313,16 @@ def test_loaded_model_reports_its_sizes(worker: VllmWorker) -> None:
     assert loaded.num_blocks == min((64 << 20) // 131072 - 1, 2 * MAX_SEQS * CONTEXT // BLOCK)
     assert loaded.hidden_size == 192
     assert torch.get_num_threads() == 1, "--threads"
+
+
+def test_a_worker_reports_the_digests_of_its_weights_and_of_its_tokenizer(worker: VllmWorker) -> None:
+    """The scheduler compares them with those of other workers, and with its own tokenizer."""
+    with VllmRun(worker, 1):
+        contents = worker.loaded.contents
+    assert contents == layer_contents(SafetensorsCheckpoint(DEMO_MODEL), 1)
+    text = read_text(DEMO_MODEL, "tokenizer.json")
+    assert text is not None
+    assert worker.runner.identify().tokenizer == text_digest(text)
 
 
 def test_memory_for_no_block_is_refused(worker: VllmWorker) -> None:

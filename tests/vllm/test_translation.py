@@ -11,14 +11,17 @@ from protocol.codec import pack, unpack
 from protocol.rows import LogprobRows, ResultRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NO_DRAFT, GrammarOutput, NewRequest, SchedulerOutput, StepTimes
+from services.worker.backends.device_times import PastTime, StepClock
 from services.worker.backends.vllm import vllm_api
 from services.worker.backends.vllm.output import RequestedLogprobs, VllmOutput
 from services.worker.backends.vllm.parameters import RequestGenerator, to_vllm_params
 from services.worker.backends.vllm.plan import RESERVED_BLOCKS, PlanTranslator, TranslatedPlan
+from services.worker.backends.vllm.sampled_steps import SampledStep
 from services.worker.batch.slots import NONE, PlanError, SlotTable
 
 VOCAB = 100
 TIMES = StepTimes(prepared=1.0, forward_began=1.0, forward_ended=1.5, sampled=2.0)
+CLOCK, SAMPLED_AT = StepClock(1.0, PastTime(1.0), PastTime(1.5)), PastTime(2.0)
 BLOCK = 32
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=7)
@@ -372,7 +375,13 @@ def result(
     applied = world.table.apply(plan)
     world.translator.translate(plan, applied)
     return VllmOutput(
-        plan, applied, world.translator.request_ids(applied.slots), requested, vllm_output, TIMES
+        plan,
+        applied,
+        world.translator.request_ids(applied.slots),
+        requested,
+        SampledStep(vllm_output),
+        CLOCK,
+        SAMPLED_AT,
     ).get()
 
 
@@ -448,8 +457,9 @@ def test_result_is_unchanged_by_the_next_step() -> None:
         applied,
         world.translator.request_ids(applied.slots),
         no_logprobs(1),
-        output(["0.1"], [[42]]),
-        TIMES,
+        SampledStep(output(["0.1"], [[42]])),
+        CLOCK,
+        SAMPLED_AT,
     )
     world.step([(0, 2, 0, 3, True)], released=[0], new=[new(0, 2, range(3), [4])])
     late = kept.get()
@@ -467,7 +477,8 @@ def test_rows_have_the_accepted_drafts_and_one_token() -> None:
         RequestedLogprobs(np.array([NONE, 1, 0], np.int32), np.full(3, NONE, np.int32)),
     )
     message = VllmOutput(
-        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, vllm_output, TIMES, None,
+        SchedulerOutput(1, 2, b"", b"", b"", b"", b""), rows, translated.ids, requested, SampledStep(vllm_output),
+        CLOCK, SAMPLED_AT, None, None,
         np.array([1, 3, 0], np.int32), np.array([[5, NO_DRAFT], [6, 7], [NO_DRAFT, NO_DRAFT]], np.int32),
     ).get()  # fmt: skip
     got = ResultRows.from_message(message)

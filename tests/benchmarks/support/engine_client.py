@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from protocol.codec import Decoder, pack
-from protocol.records import StepRecords, Subscribe
+from protocol.records import StepRecord, StepRecords, Subscribe
 from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, GenerateRequest, RequestOutputs
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
@@ -91,8 +91,8 @@ class BenchmarkClient:
         self.finished = 0
         self.finishes: list[Finish] = []
         self.samples: list[EngineTotals] = []
-        self.num_records = 0
-        """Step records received; 0 without `subscribe`."""
+        self.records: list[StepRecord] = []
+        """Step records received; empty without `subscribe`."""
 
     def subscribe(self) -> None:
         """Subscribe to step records."""
@@ -131,7 +131,7 @@ class BenchmarkClient:
             self.finishes += message.finished
             return message
         if isinstance(message, StepRecords):
-            self.num_records += len(message.records)
+            self.records += message.records
             return None
         self.state = message
         if "worker_idle_seconds_total" in message.stats:

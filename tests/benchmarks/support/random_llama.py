@@ -40,9 +40,7 @@ def random_llama(name: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config = _config(**SHAPES[name])
     save_file(_weights(config), directory / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer().save(str(directory / "tokenizer.json"))
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    write_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     return directory
 
@@ -93,6 +91,13 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             weights[f"{layer}{norm}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     weights["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     return weights
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and its configuration."""
+    _tokenizer().save(str(directory / "tokenizer.json"))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
 
 
 def _tokenizer() -> Tokenizer:

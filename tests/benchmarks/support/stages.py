@@ -1,18 +1,21 @@
-"""A pipeline of simulated stages under a workload, with a scheduler and workers as processes.
+"""A pipeline of stages under a workload, with a scheduler and workers as processes.
 
-Times of stages are those of the simulated device (`--sim-trace`); latencies are measured at the client.
+Times of simulated stages are those of the simulated device (`--sim-trace`), times of native ones come from step
+records. Latencies are measured at the client.
 """
 
 import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.codec import unpack
+from protocol.records import StepRecord
 from tests.benchmarks.support.engine_client import BenchmarkClient, engine
 
 PERCENTILES = (50, 90, 99)
@@ -120,6 +123,41 @@ def run_stages(
             seconds, read_trace(trace), client.tokens, load.preemptions,
             np.array(load.first), np.array(load.gaps),
         )  # fmt: skip
+
+
+def run_native_stages(
+    num_stages: int,
+    requests: Sequence[TimedRequest],
+    scheduler: Mapping[str, object],
+    worker: Mapping[str, object],
+) -> StagesRun:
+    """As `run_stages`, on the native backend. A span lasts from the beginning to the end of the forward pass."""
+    group = {"pipeline_parallel_size": num_stages, **scheduler}
+    with engine(group, {"backend": "native", **worker}, num_stages) as client:
+        client.subscribe()
+        load = _LoadRun(client, requests)
+        seconds = load.run()
+        while sum(int(unpack(record.generated).sum()) for record in client.records) < client.tokens:
+            client.receive()
+        spans = spans_of(client.records)
+    return StagesRun(
+        seconds, spans, client.tokens, load.preemptions, np.array(load.first), np.array(load.gaps)
+    )
+
+
+def spans_of(records: Sequence[StepRecord]) -> tuple[Span, ...]:
+    """Return the forward passes of recorded steps, ordered by stage, then by step. Each rank is a stage."""
+    spans = [
+        Span(
+            record.step_id, each.rank, each.times.forward_began, each.times.forward_ended,
+            int(unpack(record.scheduled).sum()),
+        )
+        for record in records
+        for each in record.ranks
+    ]  # fmt: skip
+    zero = min(span.began for span in spans)
+    moved = [replace(span, began=span.began - zero, ended=span.ended - zero) for span in spans]
+    return tuple(sorted(moved, key=lambda span: (span.stage, span.step_id)))
 
 
 def _until_written(trace: Path, num_stages: int) -> None:

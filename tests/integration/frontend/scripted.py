@@ -22,6 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from protocol.codec import Decoder, pack
 from protocol.handshake import Hello
+from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
@@ -107,16 +108,18 @@ class ScriptedScheduler:
         self.on_request: Behaviour = silent
         self.requests: list[GenerateRequest] = []
         self.aborted: set[int] = set()
+        self.is_subscribed = False
         self.state = state
         self._server = Server(endpoint, {"frontend"})
-        self._outbox: deque[EngineMessage] = deque()
+        self._outbox: deque[EngineMessage | bytes] = deque()
         self._peer: bytes | None = None
         self._stop = threading.Event()
-        self._decoder: Decoder[GenerateRequest | AbortRequest] = Decoder(ClientMessage)
+        self._decoder: Decoder[GenerateRequest | AbortRequest | Subscribe] = Decoder(ClientMessage)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: EngineMessage | bytes) -> None:
+        """Send a message, or a frame as it is."""
         if isinstance(message, EngineState):
             self.state = message
         self._outbox.append(message)
@@ -140,7 +143,11 @@ class ScriptedScheduler:
             while (received := self._server.receive()) is not None:
                 self._on_message(*received)
             while self._outbox and self._peer is not None:
-                self._server.send(self._peer, self._outbox.popleft())
+                message = self._outbox.popleft()
+                if isinstance(message, bytes):
+                    self._server.send_frame(self._peer, message)
+                else:
+                    self._server.send(self._peer, message)
 
     def _on_message(self, peer: bytes, frame: Hello | bytes) -> None:
         if isinstance(frame, Hello):
@@ -150,6 +157,10 @@ class ScriptedScheduler:
         message = self._decoder.decode(frame)
         if isinstance(message, AbortRequest):
             self.aborted.update(message.numbers)
+            return
+        if isinstance(message, Subscribe):
+            self.is_subscribed = message.steps
+        if not isinstance(message, GenerateRequest):
             return
         self.requests.append(message)
         for output in self.on_request(message):

@@ -156,7 +156,7 @@ def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedSche
     "raw",
     [
         b"\x00\x01\r\n\r\n",
-        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"GET /nowhere HTTP/9.9\r\nConnection: close\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 100_000,
     ],
 )

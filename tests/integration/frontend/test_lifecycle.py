@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from protocol.codec import unpack
-from protocol.requests import EnginePhase, EngineState, GenerateRequest
+from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
 from tests.integration.frontend.scripted import (
@@ -158,6 +158,30 @@ def test_the_next_scheduler_gets_open_requests_with_their_output_and_new_ones() 
         finally:
             frontend.close()
             scheduler.close()
+
+
+def test_a_bad_message_costs_no_token(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
+    """The message may have had tokens, so the frontend connects again and submits what is open."""
+    words, more = ids_of("first words "), ids_of("and the rest")
+
+    def behave(request: GenerateRequest) -> list[RequestOutputs]:
+        if not delivered(request):
+            return [tokens(request.number, words)]
+        return [tokens(request.number, more, len(words)), ended(request.number)]
+
+    scheduler.script(behave)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(frontend.post(COMPLETIONS, {"prompt": "x"})))
+    before = frontend.metric("time_to_first_token_seconds_count")
+    asking.start()
+    wait_until(
+        lambda: frontend.metric("time_to_first_token_seconds_count") > before, "its tokens have arrived"
+    )
+    scheduler.send(b"\xc1 no message")
+    asking.join(PATIENCE)
+    assert answers[0].json()["choices"][0]["text"] == "first words and the rest"
+    assert delivered(scheduler.request(1)) == len(words)
+    assert "bad message from the scheduler" in frontend.log
 
 
 @pytest.mark.parametrize("stream", [False, True])

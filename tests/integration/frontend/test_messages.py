@@ -1,6 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's dialect."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ import pytest
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import GrammarKind
+from services.frontend.anthropic.responses import MessageResponse
+from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
     PATIENCE,
     TOKENIZER,
@@ -81,7 +84,9 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
 def answer_of(frontend: Frontend, stream: bool, **fields: object) -> dict[str, Any]:
     response = frontend.post(PATH, body(stream=stream, **fields))
     assert response.status_code == 200, response.text
-    return joined(events_of(response)) if stream else response.json()
+    answer = joined(events_of(response)) if stream else response.json()
+    strict(MessageResponse).validate(answer)
+    return answer
 
 
 def prompt_of(request: GenerateRequest) -> str:
@@ -145,6 +150,31 @@ def test_required_tool_is_called(
     assert structured.kind is GrammarKind.JSON
 
 
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}])
+def test_form_of_the_answer_is_enforced(
+    frontend: Frontend, scheduler: ScriptedScheduler, fields: dict[str, object]
+) -> None:
+    scheduler.script(answering('{"age": 7}'))
+    assert answer_of(frontend, False, **fields)["content"] == [{"type": "text", "text": '{"age": 7}'}]
+    structured = scheduler.request().structured
+    assert structured is not None
+    assert (structured.kind, json.loads(structured.text)) == (GrammarKind.JSON, SCHEMA)
+
+
+def test_effort_is_a_variable_of_the_template(tmp_path: Path) -> None:
+    template = tmp_path / "effort.jinja"
+    template.write_text("{{ reasoning_effort }} {{ enable_thinking }}")
+    with scripted(served_model_name=["demo"], chat_template=str(template)) as (frontend, scheduler):
+        scheduler.script(answering("x"))
+        thinking = {"type": "disabled"}
+        answer_of(frontend, False, output_config={"effort": "low"}, thinking=thinking)
+        assert prompt_of(scheduler.request()) == "low False"
+
+
 def test_reasoning_text_and_call_are_blocks_of_their_own() -> None:
     said = 'Hm.</think>Sure.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     formats = {
@@ -205,6 +235,8 @@ BAD: list[dict[str, object]] = [
     {"container": "x"},
     {"mcp_servers": [{}]},
     {"context_management": {}},
+    {"output_config": {"format": {"type": "text"}}},
+    {"output_format": FORMAT, "output_config": {"format": FORMAT}},
     {"stop_sequences": "x"},
 ]
 

@@ -132,7 +132,11 @@ BAD_FIELDS: list[tuple[str, dict[str, object], str]] = [
     (COMPLETIONS, {"prompt": "x", "stream": "yes"}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream": 1}, "stream"),
     (COMPLETIONS, {"prompt": "x", "stream_options": {}}, "stream_options"),
-    (COMPLETIONS, {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options"),
+    (
+        COMPLETIONS,
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": "x"}},
+        "stream_options",
+    ),
     (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCAB]}, "stop_token_ids"),
     (COMPLETIONS, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
     (COMPLETIONS, {"prompt": "x", "n": 17}, "n"),

@@ -10,6 +10,8 @@ from openai.types.responses import Response
 from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest
 from protocol.sampling import GrammarKind
+from services.frontend.responses_api.responses import InputItemList, ResponseObject
+from tests.integration.frontend.declared import strict
 from tests.integration.frontend.scripted import (
     PATIENCE,
     TOKENIZER,
@@ -92,6 +94,18 @@ def test_answer(frontend: Frontend, scheduler: ScriptedScheduler, stream: bool) 
     params = request.params
     assert (params.max_tokens, params.temperature, params.top_p) == (64, 0.5, 0.9)
     assert prompt_of(request).startswith("<|bos|><|system|>Be brief.")
+
+
+def test_answer_and_its_input_have_the_declared_fields(
+    frontend: Frontend, scheduler: ScriptedScheduler
+) -> None:
+    scheduler.script(answering("Grüße"))
+    answer = frontend.post(PATH, {"input": "Hi", "reasoning": {"effort": "low"}}).json()
+    strict(ResponseObject).validate(answer)
+    url = f"{frontend.url}{PATH}"
+    assert httpx.get(f"{url}/{answer['id']}").json() == answer
+    strict(InputItemList).validate(httpx.get(f"{url}/{answer['id']}/input_items").json())
+    assert httpx.get(f"{url}/{'x' * 513}").status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])

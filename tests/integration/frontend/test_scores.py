@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.integration.frontend.declared import check_answer
 from tests.integration.frontend.scripted import TOKENIZER, Frontend, ScriptedScheduler, scripted
 from tests.integration.frontend.test_embeddings import EMBEDS, embedding, states, unit
 from tests.integration.frontend.test_refusals import error_of
@@ -63,6 +64,21 @@ def test_documents_are_ordered(scorer: Frontend, engine: ScriptedScheduler, path
     assert second["relevance_score"] == pytest.approx(max(scores[0], scores[2]))
     bare = scorer.post(path, {"query": QUERY, "documents": documents, "return_documents": False}).json()
     assert [set(result) for result in bare["results"]] == [{"index", "relevance_score"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/score", {"text_1": QUERY, "text_2": TEXTS}),
+        ("/rerank", {"query": QUERY, "documents": TEXTS}),
+        ("/pooling", {"input": TEXTS}),
+        ("/v1/embeddings", {"input": TEXTS, "encoding_format": "base64"}),
+    ],
+)
+def test_answers_have_the_declared_fields(
+    scorer: Frontend, engine: ScriptedScheduler, path: str, body: dict[str, object]
+) -> None:
+    check_answer(path, False, scorer.post(path, body).text)
 
 
 def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -> None:

@@ -14,6 +14,7 @@ from protocol.codec import unpack
 from protocol.requests import FinishReason, GenerateRequest, RequestOutputs
 from protocol.sampling import GrammarKind, StructuredOutputParams
 from services.checkpoint import DEMO_MODEL
+from tests.integration.frontend.declared import check_answer
 from tests.integration.frontend.scripted import (
     TOKENIZER,
     Frontend,
@@ -296,6 +297,16 @@ def test_token_ids_are_complete_though_the_text_is_parsed(pair: tuple[Frontend, 
     events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
     ids = [token for event in events for token in event["choices"][0].get("token_ids") or []]
     assert ids == ids_of(ARGUMENTS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_content_and_calls_have_the_declared_fields(spoken: Any, stream: bool) -> None:
+    frontend, scheduler, spelled = spoken
+    scheduler.script(answering(f"<think>Where?</think>Sure. {spelled}"))
+    body = {"messages": ASK, "tools": TOOLS, "n": 2, "stream": stream, "return_token_ids": True}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = frontend.post("/v1/chat/completions", body | options)
+    check_answer("/v1/chat/completions", stream, response.text)
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.membership import Assignment, InitializeCache, Loaded, Speculation
 from protocol.rows import EmbeddingRows, LogprobRows
@@ -17,6 +19,7 @@ from protocol.steps import GrammarOutput, ModelRunnerOutput, NewRequest, Schedul
 from services.config import WorkerConfig
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.runner import NativeRunner
+from services.worker.batch.slots import SlotTable
 from services.worker.runner import ModelRunner, Output
 
 BLOCK_SIZE, NUM_SLOTS, NUM_BLOCKS = 4, 16, 512
@@ -29,6 +32,32 @@ def i32(*values: int) -> bytes:
 
 def ints(data: bytes) -> list[int]:
     return np.frombuffer(data, np.int32).tolist()
+
+
+def compute_within(mode: TorchDispatchMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `mode` see what runners compute: a mode of torch belongs to one thread."""
+
+    def within(method: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with mode:
+                return method(*args)
+
+        return watched
+
+    for method in (NativeEpoch.execute, NativeEpoch.sample):
+        monkeypatch.setattr(NativeEpoch, method.__name__, within(method))
+
+
+def garble(table: SlotTable) -> None:
+    """Overwrite columns of the host that only the computation of a step would read, and must not."""
+    for column in (table.block_table, table.top_k, table.logprobs, table.prompt_logprobs, table.num_prompt):
+        column[:] = 7
+    for column in (table.temperature, table.top_p, table.min_p):
+        column[:] = np.nan
+    table.seed[:] = 99
+    table.penalized[:] = table.edited[:] = True
+    table.pooling[:] = Pooling.MEAN
+    table.banned[:] = [(3,)] * table.num_slots
 
 
 class Score(NamedTuple):
@@ -92,8 +121,12 @@ class RunnerDriver:
         max_model_len: int = 0,
         runner: ModelRunner | None = None,
         speculation: Speculation | None = None,
+        keeps_logits: bool = True,
         **config: object,
     ) -> None:
+        """`keeps_logits`: wait for each forward pass and copy its logits. Without, step N+1 is prepared while step N
+        computes."""
+        self.keeps_logits = keeps_logits
         self.block_size, self.speculation = block_size, speculation
         self.k = speculation.num_speculative_tokens if speculation else 0
         """Drafts to ask for in the next step."""
@@ -101,7 +134,9 @@ class RunnerDriver:
         """Minimum probability of acceptance of these drafts."""
         self.promised_drafts: dict[int, int] = {}
         """By slot, for its next row."""
-        self.runner = runner or NativeRunner(WorkerConfig(model=str(model), **{"threads": 1, **config}))
+        self.runner = runner or NativeRunner(
+            WorkerConfig(model=str(model), **{"threads": 1, **config}), poison=True, after_prepare=garble
+        )
         self.assignment = Assignment(
             1, 0, 1, self.block_size, NUM_SLOTS, 2048, max_model_len, speculation=self.speculation
         )
@@ -210,6 +245,8 @@ class RunnerDriver:
         return Launched(rows, plan, self.runner.sample_tokens(grammar), logits)
 
     def pending_logits(self) -> Callable[[], torch.Tensor]:
+        if not self.keeps_logits:
+            return lambda: torch.empty(0)
         logits = self.epoch.logits.clone()
         return lambda: logits
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.membership import Shard
+from protocol.membership import Shard, Speculation
+from services.checkpoint import DEMO_MODEL
 from services.worker.backends.native.kernels.selection import choose, create
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
-from services.worker.weights import HashedCheckpoint, open_checkpoint
+from services.worker.weights import HashedCheckpoint, layer_contents, open_checkpoint
+from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
 from tests.integration.native.conftest import Family
 from tests.integration.native.driver import RunnerDriver
 
@@ -59,6 +61,37 @@ def test_ranks_name_what_they_share_alike_and_what_differs_otherwise(llama: Fami
     assert set(left) - shared
     assert contents_of(llama.path, Shard(1, 2)) == right
     assert not set(contents_of(llama.path, Shard(), torch.bfloat16)) & set(whole)
+
+
+def test_layers_of_a_library_that_reads_the_files_itself(llama: Family, tmp_path: Path) -> None:
+    """One digest per layer bounds the message: some models have more tensors than a list may have entries."""
+    shutil.copytree(llama.path, tmp_path / "model")
+    before = layer_contents(SafetensorsCheckpoint(llama.path), 1)
+    assert before == layer_contents(SafetensorsCheckpoint(tmp_path / "model"), 3)
+    assert {"model.layers.0", "model.layers.1", "model.norm.weight"} <= before.keys()
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] += 1
+    save_file(tensors, file, {"format": "pt"})
+    after = layer_contents(SafetensorsCheckpoint(tmp_path / "model"), 1)
+    assert {layer for layer, digest in after.items() if before[layer] != digest} == {"model.layers.1"}
+
+
+def test_weights_of_a_drafter_belong_to_the_contents(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL / "eagle", tmp_path / "eagle")
+    (file,) = (tmp_path / "eagle").glob("*.safetensors")
+    tensors = load_file(file)
+    changed = min(name for name, values in tensors.items() if values.is_floating_point())
+    tensors[changed].view(-1)[-1] += 1
+    save_file(tensors, file, {"format": "pt"})
+    own, other = (
+        RunnerDriver(DEMO_MODEL, block_size=16, speculation=Speculation("eagle", 1, head)).loaded.contents
+        for head in ("", str(tmp_path / "eagle"))
+    )
+    assert own.keys() == other.keys()
+    different = {part.partition("[")[0] for part, digest in own.items() if other[part] != digest}
+    assert different == {f"drafter/{changed}"}
+    assert {part for part in own if not part.startswith("drafter/")}, "those of the model"
 
 
 def test_weights_that_are_kept_keep_their_contents(llama: Family) -> None:

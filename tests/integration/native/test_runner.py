@@ -154,7 +154,7 @@ def test_failed_sampling_leaves_no_pending_state(
     with monkeypatch.context() as patch:
         patch.setattr(driver.epoch.history, "append", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            driver.runner.sample_tokens(None)
+            driver.runner.sample_tokens(None).get()
     driver.step([(driver.add(PROMPT), 4)])
 
 
@@ -201,7 +201,7 @@ def test_grammar_decides_what_is_sampled(driver: RunnerDriver, llama: Family) ->
     masks = np.zeros((1, -(-llama.vocab_size // 32)), np.int32)
     masks[0, 3] = 1 << 7
     plan = driver.plan([(request, len(PROMPT))])
-    plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+    plan = msgspec.structs.replace(plan, has_structured_output_requests=True, masked=i32(request.slot))
     driver.runner.execute_model(plan)
     grammar = GrammarOutput(1, plan.step_id, i32(request.slot), masks.tobytes())
     assert ints(driver.runner.sample_tokens(grammar).get().token_ids) == [3 * 32 + 7]
@@ -210,13 +210,13 @@ def test_grammar_decides_what_is_sampled(driver: RunnerDriver, llama: Family) ->
 def test_grammar_of_another_step_is_refused(driver: RunnerDriver) -> None:
     request = driver.add(PROMPT)
     plan = driver.plan([(request, len(PROMPT))])
-    plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+    plan = msgspec.structs.replace(plan, has_structured_output_requests=True, masked=i32(request.slot))
     driver.runner.execute_model(plan)
     with pytest.raises(RuntimeError, match="needs its own grammar bitmask"):
         driver.runner.sample_tokens(GrammarOutput(1, plan.step_id + 1, b"", b""))
 
 
-@pytest.mark.parametrize("features", [(), (selection.ONEDNN_BFLOAT16,)], ids=str)
+@pytest.mark.parametrize("features", [(), (selection.ONEDNN_BFLOAT16,), (selection.TILES,)], ids=str)
 @pytest.mark.parametrize("name", ["llama-tied", "mistral-window", "qwen3"])
 def test_bfloat16_stays_close_to_float32(
     make_family: Callable[[str], Family],

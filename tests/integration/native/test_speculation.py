@@ -27,7 +27,7 @@ from services.worker.backends.native.drafters.eagle import EagleDrafter
 from services.worker.batch.slots import PlanError
 from services.worker.runner import LoadError
 from tests.integration.native.conftest import SMALL, Family, save
-from tests.integration.native.driver import DrivenRequest, RunnerDriver, i32, ints
+from tests.integration.native.driver import DrivenRequest, RunnerDriver, compute_within, i32, ints
 
 TOKENS = 26
 CROWD: list[SamplingParams] = [
@@ -334,7 +334,7 @@ def constrained(
     while len(request.output) < TOKENS:
         begin = request.computed
         plan = driver.plan([(request, request.known - request.computed)])
-        plan = msgspec.structs.replace(plan, has_structured_output_requests=True)
+        plan = msgspec.structs.replace(plan, has_structured_output_requests=True, masked=i32(request.slot))
         driver.runner.execute_model(plan)
         planned = ints(plan.drafts)[0] if plan.drafts else 0
         count = masks(planned) if masks else 1
@@ -432,18 +432,19 @@ def test_a_decode_step_waits_for_no_device(
     with Waits() as waits:
         torch.ones(2).nonzero()
         assert waits.seen.pop() == "nonzero", "the mode sees what it looks for"
-        for _ in range(4):
-            plan = driver.plan([(request, 1) for request in requests])
-            driver.runner.execute_model(plan)
-            output = driver.runner.sample_tokens(None)
-            waits.seen.extend(asked)
-            seen = list(waits.seen)
-            result = output.get()
-            planned = zip(requests, ints(plan.drafts), ints(result.counts), strict=True)
-            for request, drafts, count in planned:
-                request.computed -= drafts - (count - 1)
-                request.known -= drafts - (count - 1)
-            assert seen == []
+    compute_within(waits, monkeypatch)
+    for _ in range(4):
+        plan = driver.plan([(request, 1) for request in requests])
+        driver.runner.execute_model(plan)
+        output = driver.runner.sample_tokens(None)
+        assert driver.epoch, "the step is computed, and its result not packed yet"
+        assert waits.seen + asked == []
+        result = output.get()
+        asked.clear()
+        planned = zip(requests, ints(plan.drafts), ints(result.counts), strict=True)
+        for request, drafts, count in planned:
+            request.computed -= drafts - (count - 1)
+            request.known -= drafts - (count - 1)
 
 
 def test_deferred_steps_change_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:

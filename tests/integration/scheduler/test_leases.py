@@ -1,5 +1,6 @@
 """A frontend whose connection stays open, but which sends nothing more: its requests end with its lease."""
 
+import time
 from pathlib import Path
 
 from protocol.requests import FinishReason, FrontendAlive
@@ -28,7 +29,29 @@ def test_requests_of_a_silent_frontend_end_and_others_continue(tmp_path: Path) -
         assert other.finished[2].reason is FinishReason.LENGTH
         assert 1 not in other.finished, "the other frontend has no lease, and its request goes on"
         other.abort(1)
+        assert silent.state is not None
+        before = silent.state.lease
+        silent.send(FrontendAlive())
+        while silent.state.lease == before:
+            silent.receive()
+        assert 0 < before < silent.state.lease, "it is informed, and can submit its requests again"
         for frontend in (silent, other):
             frontend.close()
         assert set(running.stop()) == {0}
         assert "it has sent no sign of life" in running.log(running.scheduler)
+
+
+def test_short_requests_one_after_another_do_not_put_off_signs_of_life(tmp_path: Path) -> None:
+    """Every end of a request is a new state for the frontends, and a report. Without signs of life, the scheduler would
+    take itself for one that was stopped."""
+    short = SamplingParams(max_tokens=2, temperature=0.0)
+    with engine(tmp_path, LIMITS, WORKER) as running:
+        frontend = FrontendConnection(running.client_endpoint)
+        frontend.wait_ready()
+        began, number = time.monotonic(), 0
+        while time.monotonic() - began < 1.5 * LIMITS["scheduler_timeout_seconds"]:
+            number += 1
+            frontend.generate(number, [5, 6, 7], short)
+            frontend.wait_finished(number)
+        frontend.close()
+        assert set(running.stop()) == {0}

@@ -8,6 +8,7 @@ import pytest
 
 from protocol.codec import Decoder, unpack
 from protocol.epochs import number_of
+from protocol.membership import output_rank
 from protocol.records import EngineEventKind, StepRecord, StepRecords, Subscribe
 from protocol.requests import EngineMessage, FinishReason
 from protocol.sampling import SamplingParams
@@ -88,6 +89,11 @@ def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Pat
                     times.sampled,
                 )
                 assert all(before <= after for before, after in pairwise((*moments, times.sent)))
+            assert [entry.rank for entry in record.ranks if entry.returns_result] == [output_rank(tp, pp)]
+        entered = {
+            (r.number, r.num_prompt_tokens) for b in subscriber.batches for r in b.requests if not r.outcome
+        }
+        assert entered == {(number, len(PROMPT)) for number in (1, 2, 3)}
         first = records[0]
         assert (unpack(first.scheduled)[0], first.prefills[:1]) == (len(PROMPT), b"\1")
         assert set(np.frombuffer(first.numbers, np.uint32).tolist()) <= {1, 2, 3}

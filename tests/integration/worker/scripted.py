@@ -155,8 +155,9 @@ class ScriptedWorkerServer:
 
 
 def worker_config(directory: Path, **values: object) -> WorkerConfig:
-    """Return the configuration of a simulated worker whose scheduler is at `directory`."""
-    return WorkerConfig.model_validate(SIM | {"scheduler_endpoint": f"ipc://{directory}/w"} | values)
+    """Return the configuration of a simulated worker whose scheduler is at `directory`, and may be silent."""
+    scheduler = {"scheduler_endpoint": f"ipc://{directory}/w", "scheduler_timeout_seconds": 600}
+    return WorkerConfig.model_validate(SIM | scheduler | values)
 
 
 class WorkerThread:

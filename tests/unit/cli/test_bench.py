@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from aiohttp import web
 from services.cli.bench import bench
 from services.cli.bench.load import LoadResult, SentRequest, ServerError, run_load
 from services.cli.bench.metrics import summarize
+from services.cli.bench.report import CHART_HEIGHT, charts, report
+from services.cli.settings import ConfigurationError
 from services.config import BenchConfig
 
 
@@ -148,22 +151,73 @@ def test_results_are_written_with_the_names_of_vllm(
         for name in ("ttft", "tpot", "itl", "e2el")
     }
     assert totals | rates | times <= set(result)
-    assert "output_throughput" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Output token throughput (tok/s):" in printed
+    assert "Open requests" not in printed
 
 
-def test_metrics_of_a_known_load() -> None:
-    requests = [
+KNOWN_LOAD = LoadResult(
+    "m",
+    [
         SentRequest([1] * 10, started=0.0, ended=1.0, arrivals=[0.2, 0.4, 0.6], output_tokens=3),
         SentRequest([1] * 10, started=1.0, ended=2.0, arrivals=[1.1, 1.5], output_tokens=5),
         SentRequest([1] * 10, started=1.0, ended=1.5, error="HTTP 500"),
-    ]
-    result = summarize(BenchConfig(num_prompts=3), LoadResult("m", requests, duration=2.0, max_concurrent=2))
+    ],
+    duration=2.0,
+    max_concurrent=2,
+)
+
+
+def test_report_has_the_groups_of_vllm() -> None:
+    lines = [*report(summarize(BenchConfig(num_prompts=3, max_concurrency=2), KNOWN_LOAD))]
+    titles = [line.strip("-= ") for line in lines if line[0] in "-=" and line.strip("=")]
+    assert titles == [
+        "Serving Benchmark Result", "Time to First Token", "Time per Output Token (excl. 1st token)",
+        "Inter-token Latency", "End-to-end Latency",
+    ]  # fmt: skip
+    values = dict(line.split(":") for line in lines if ":" in line)
+    assert float(values["Output token throughput (tok/s)"]) == 4.0
+    assert float(values["Peak output token throughput (tok/s)"]) == 3.0
+    assert float(values["Mean TTFT (ms)"]) == 150.0
+    assert int(values["Maximum request concurrency"]) == 2
+    assert "Request rate configured (RPS)" not in values, "all requests were sent at once"
+
+
+def test_chart_shows_tokens_and_open_requests_over_time() -> None:
+    *tokens, _ = lines = [*charts(KNOWN_LOAD)][: CHART_HEIGHT + 2]
+    assert "Output tokens per second" in lines[0]
+    assert [column for column, cell in enumerate(tokens[-1]) if cell != " "] == [5, 10, 15, 27, 37]
+    assert lines[-1].split() == ["0", "s", "2.0", "s"]
+    opened = [*charts(KNOWN_LOAD)][CHART_HEIGHT + 2 :]
+    assert "Open requests, 0 to 1" in opened[0], "one ends when the other begins"
+    assert set(opened[CHART_HEIGHT]) == {"█"}
+
+
+def test_chart_without_an_answer_is_empty() -> None:
+    failed = SentRequest([1], started=0.0, ended=1.0, error="HTTP 500")
+    assert [*charts(LoadResult("m", [failed], duration=1.0, max_concurrent=1))] == []
+
+
+def test_metrics_of_a_known_load() -> None:
+    result = summarize(BenchConfig(num_prompts=3), KNOWN_LOAD)
     expected = {
         "completed": 2, "failed": 1, "total_input_tokens": 20, "total_output_tokens": 8, "request_throughput": 1.0,
         "output_throughput": 4.0, "total_token_throughput": 14.0, "mean_ttft_ms": 150.0, "mean_tpot_ms": 150.0,
         "median_itl_ms": 200.0, "mean_e2el_ms": 1000.0, "request_rate": "inf",
     }  # fmt: skip
     assert {name: result[name] for name in expected} == pytest.approx(expected)
+
+
+def test_url_of_a_client_is_the_url_of_the_server(server: StubServer) -> None:
+    load = run_load(BenchConfig(base_url=f"{server.url}/v1/", num_prompts=1, random_output_len=1))
+    assert [request.error for request in load.requests] == [""]
+
+
+def test_file_that_cannot_be_written_is_refused_before_the_load(server: StubServer, tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "missing" / "result.json"):
+        with pytest.raises(ConfigurationError, match="--result-filename: cannot write"):
+            bench(config(server, result_filename=str(file)))
+    assert server.bodies == []
 
 
 def test_missing_server_is_a_server_error() -> None:

@@ -47,8 +47,8 @@ def test_every_setting_of_serve_is_a_flag_with_its_default(capsys: Capture) -> N
         (["bench", "--random-id-low", "9", "--random-id-high", "9"], "--random-id-high 9 must be above"),
         (["sing"], "No such command 'sing'"),
         (
-            ["serve", "--gpu-memory-utilization=0.9"],
-            "No such option: --gpu-memory-utilization; give the size of",
+            ["serve", "--mem-fraction-static=0.9"],
+            "No such option: --mem-fraction-static; use --gpu-memory-utilization",
         ),
         (["worker", "-tp", "2"], "No such option: -tp; use --tensor-parallel-size"),
     ],

@@ -14,6 +14,7 @@ from services.worker import machine
 from tests.unit.cli.command import run_command
 
 DEMO = str(DEMO_MODEL)
+DRAFTER = '{"method": "eagle", "model": "/no/such", "num_speculative_tokens": 2}'
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serv",), "No such command 'serv'"),
     (("serve", "/models/llama"), "no such model directory: /models/llama; give a directory"),
@@ -23,12 +24,21 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--max-model-len", "128K"), "more than the 2048 positions of the model; use --max-model-len 2048"),
     (("serve", DEMO, "--tensor-parallel-size", "3"), "cannot be cut for 3 tensor-parallel ranks, only for 1, 2, 4"),
     (("serve", DEMO, "--pipeline-parallel-size", "9"), "4 layers cannot be cut into 9 pipeline stages"),
-    (("serve", DEMO, "--kv-cache-memory-bytes", "1500M"), "of memory that are free; use at most"),
+    (("serve", DEMO, "--kv-cache-memory-bytes", "1500M"), "of memory are free; use at most"),
+    (("serve", DEMO, "--device", "cuda"), "is a build for CPUs; install a CUDA build of torch"),
+    (("serve", DEMO, "--device", "cuda", "--tensor-parallel-size", "2"), "--device cuda computes on one GPU so far"),
+    (("serve", DEMO, "--device", "cuda", "--quantization", "int8"), "use --quantization none"),
+    (("serve", DEMO, "--device", "cuda", "--batch-invariant"), "--batch-invariant is a promise of --device cpu"),
+    (("serve", DEMO, "--device", "cpu", "--gpu-memory-utilization", "0.5"), "is for GPUs; --device cpu does not use"),
+    (("serve", DEMO, "--device", "cuda", "--backend", "vllm"), "--backend vllm needs vllm"),
+    (("serve", DEMO, "--device", "cuda", "--backend", "sim"), "--device is a setting of --backend native and vllm"),
+    (("serve", DEMO, "--backend", "vllm", "--gpu-memory-utilization", "0.5"), "is for GPUs; --device auto does not"),
+    (("serve", DEMO, "--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization: input should be less than"),
     (("serve", DEMO, "--kv-cache-memory-bytes", "lots"), "--kv-cache-memory-bytes: input should be a valid integer"),
     (("serve", DEMO, "--backend", "vllm"), "--backend vllm needs vllm; docs/vllm.md has the installation"),
     (("serve", DEMO, "--load-format", "gguf"), "--load-format is a setting of --backend vllm"),
     (("serve", DEMO, "--quantization", "awq"), "--quantization awq: --backend native has int8, int4, none"),
-    (("serve", DEMO, "--gpu-memory-utilization", "0.9"), "give the size of the KV cache: --kv-cache-memory-bytes 4G"),
+    (("serve", DEMO, "--mem-fraction-static", "0.9"), "use --gpu-memory-utilization, or --kv-cache-memory-bytes 4G"),
     (("serve", DEMO, "--max-modle-len", "512"), "--max-model-len"),
     (("serve", DEMO, "--port", "{port}"), "cannot listen on 127.0.0.1 port {port}: address already in use"),
     (("serve", DEMO, "--port", "80000"), "--port: input should be less than or equal to 65535, not '80000'"),
@@ -36,6 +46,20 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("serve", DEMO, "--enable-auto-tool-choice"), "--enable-auto-tool-choice needs --tool-call-parser"),
     (("serve", DEMO, "--tool-call-parser", "hermse"), "--tool-call-parser: input should be"),
     (("serve", DEMO, "--chat-template", "/no/such.jinja"), "--chat-template: cannot read /no/such.jinja"),
+    (("serve", DEMO, "--api-key", ""), "--api-key: a key is empty; give a key, or leave the setting out"),
+    (("serve", "{weightless}"), "has no safetensors files; convert its .bin files"),
+    (("serve", "{incomplete}"), "has no model-2.safetensors, which its index names; download the model again"),
+    (("serve", "{wordless}"), "has no tokenizer.json; name another tokenizer with --tokenizer"),
+    (("serve", DEMO, "--tokenizer", "/no/such"), "--tokenizer: no such model directory: /no/such"),
+    (("serve", "my model"), "model my model: no such directory, and not a name on the hub"),
+    (("serve", DEMO, "--chat-template", "{broken}"), "line 2: Unexpected end of template"),
+    (("serve", DEMO, "--batching-policy", "clever"), "--batching-policy clever: there is no such policy; choose one"),
+    (("serve", DEMO, "--speculative-config", DRAFTER), "--speculative-config: no such model directory: /no/such"),
+    (("serve", DEMO, "--kv-cache-memory-bytes", "1k"), "1000 bytes hold no KV block; one takes"),
+    (("serve", DEMO, "--uds", "{yaml}"), "--uds: {yaml} is a file; give a path that a socket can have"),
+    (("bench", "--base-url", "http://"), "--base-url: string should match pattern"),
+    (("serve", DEMO, "--uds", "/no/such/socket"), "--uds: /no/such/socket is no path of a file"),
+    (("serve", DEMO, "--step-trace", "{folder}"), "--step-trace: {folder} is no path of a file"),
     (("serve", DEMO, "--api-key-file", "/no/such/keys"), "--api-key-file: cannot read /no/such/keys"),
     (("serve", DEMO, "--ssl-keyfile", "key.pem"), "--ssl-keyfile needs --ssl-certfile"),
     (("serve", DEMO, "--config", "{yaml}"), "unknown keys: max-num-seq (max-num-seqs?)"),
@@ -48,13 +72,36 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """Paths that stand in the command lines."""
+    """Return paths that stand in the command lines, in braces."""
     folder, other, yaml = tmp_path / "folder", tmp_path / "other", tmp_path / "config.yaml"
     folder.mkdir()
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     yaml.write_text("max-num-seq: 4\n")
-    return {"folder": str(folder), "other": str(other), "yaml": str(yaml)}
+    (tmp_path / "broken.jinja").write_text("{{ messages }}\n{% for x in messages %}")
+    return {
+        "broken": str(tmp_path / "broken.jinja"),
+        "folder": str(folder),
+        "other": str(other),
+        "yaml": str(yaml),
+        **incomplete_models(tmp_path),
+    }
+
+
+def incomplete_models(tmp_path: Path) -> dict[str, str]:
+    """Copies of the demo model, each without something."""
+    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    added = {
+        "weightless": {"tokenizer.json": "{}", "pytorch_model.bin": ""},
+        "incomplete": {"model-1.safetensors": "", "model.safetensors.index.json": index},
+        "wordless": {"model.safetensors": ""},
+    }
+    for name, files in added.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    return {name: str(tmp_path / name) for name in added}
 
 
 @pytest.mark.parametrize(
@@ -74,9 +121,7 @@ def test_mistake_is_answered_in_one_line_without_starting_a_process(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
     with socket.create_server(("127.0.0.1", 0)) as used:
         places["port"] = str(used.getsockname()[1])
-        done = run_command(
-            capsys, *(argument.format(**places) if "{" in argument else argument for argument in arguments)
-        )
+        done = run_command(capsys, *(places.get(argument.strip("{}"), argument) for argument in arguments))
     assert (done.status, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("runahead: ")
     assert reason.format(**places) in done.stderr

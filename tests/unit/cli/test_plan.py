@@ -3,7 +3,8 @@
 import pytest
 
 from services.checkpoint import DEMO_MODEL
-from services.worker import machine
+from services.cli import serving_memory
+from services.worker import gpus, machine
 from tests.unit.cli.command import Done, run_command
 
 Capture = pytest.CaptureFixture[str]
@@ -40,3 +41,25 @@ def test_context_beyond_the_model_is_refused(capsys: Capture) -> None:
     done, _ = plan(capsys, "--max-model-len", "4096")
     assert (done.status, done.stdout) == (2, "")
     assert "more than the 2048 positions" in done.stderr
+
+
+def test_a_gpu_is_planned_with_its_own_memory(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = gpus.Gpu("NVIDIA Example", total=100 << 20, free=95 << 20)
+    monkeypatch.setattr(gpus, "gpus", lambda: [gpu])
+    monkeypatch.setattr(serving_memory, "torch_version", lambda: "2.13.0+cu130")
+    done, rows = plan(capsys, "--max-model-len", "1K")
+    assert "85.0 MiB of NVIDIA Example (100.0 MiB) may be used" in done.stdout
+    assert list(rows) == [1]
+    assert rows[1][2:4] == ["77.1", "MiB"]  # what the weights leave
+    done, _ = plan(capsys, "--max-model-len", "1K", "--gpu-memory-utilization", "0.05")
+    assert done.status == 1
+    done, rows = plan(capsys, "--device", "cpu")
+    assert list(rows) == [1, 2, 4]
+
+
+def test_gpus_are_read_from_the_output_of_nvidia_smi() -> None:
+    text = "NVIDIA H200, 143771, 143000\nNVIDIA A, B, 1024, 24\n[Insufficient Permissions], [N/A], [N/A]\n\n"
+    assert [*gpus.parse(text)] == [
+        gpus.Gpu("NVIDIA H200", 143771 << 20, 143000 << 20),
+        gpus.Gpu("NVIDIA A, B", 1 << 30, 24 << 20),
+    ]

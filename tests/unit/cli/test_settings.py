@@ -176,7 +176,10 @@ def test_sizes_have_suffixes(given: str, size: int) -> None:
             {"load_format": "dummy"},
             "--load-format is a setting of --backend vllm; --backend native does not use it",
         ),
-        ({"enforce_eager": True, "backend": "sim"}, "--enforce-eager is a setting of --backend vllm"),
+        (
+            {"enforce_eager": True, "backend": "sim"},
+            "--enforce-eager is a setting of --backend native and vllm; --backend sim does not use it",
+        ),
         ({"dtype": "float32", "backend": "sim"}, "--dtype is a setting of --backend native and vllm"),
         (
             {"sim_step_ms": "7"},

@@ -146,7 +146,7 @@ def test_images_are_targets_of_the_dockerfile_at_this_version() -> None:
 
 
 def test_every_overlay_is_tested_with_docker() -> None:
-    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "observability", "vllm"]
+    assert OVERLAYS == ["api-key", "frontends", "gpu", "model", "observability", "vllm", "vllm-gpu"]
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "observability"])
@@ -158,14 +158,13 @@ def test_overlays_keep_the_restrictions(overlay: str) -> None:
             "cap_drop",
             "security_opt",
             "user",
-            "tmpfs",
             "ports",
             "networks",
             "container_name",
         }
         assert not kept & set(definition)
+        assert not [mount for mount in definition.get("tmpfs", []) if mount.startswith("/tmp")]
         environment = base[service]["environment"] | definition.get("environment", {})
-        environment.pop("RUNAHEAD_DEVICE", None)
         check_environment(service, environment)
         for volume in definition.get("volumes", []):
             assert volume.endswith(":ro")
@@ -199,12 +198,39 @@ def test_overlay_names_a_missing_variable(overlay: str, name: str) -> None:
         loaded(f"deploy/compose/{overlay}.yml")
 
 
-def test_gpus_are_reserved_for_workers_only() -> None:
-    (service,) = services("deploy/compose/gpu.yml").items()
+@pytest.mark.parametrize(("overlay", "backend"), [("gpu", "native"), ("vllm-gpu", "vllm")])
+def test_gpus_are_reserved_for_workers_only(overlay: str, backend: str) -> None:
+    (service,) = services(f"deploy/compose/{overlay}.yml").items()
     assert service[0] == "worker"
     (device,) = service[1]["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
-    assert service[1]["image"] != services()["worker"]["image"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert service[1]["image"].startswith(f"runahead-{service[1]['build']['target']}:")
+    environment = services()["worker"]["environment"] | service[1]["environment"]
+    assert (environment["RUNAHEAD_DEVICE"], environment["RUNAHEAD_BACKEND"]) == ("cuda", backend)
+    assert str(environment["RUNAHEAD_KV_CACHE_MEMORY_BYTES"]) == "0"
+
+
+def test_the_image_for_gpus_can_compile_and_load_kernels() -> None:
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    image = dockerfile.partition("AS worker-cuda\n")[2].partition("\nFROM ")[0]
+    assert "gcc" in image
+    assert "Python.h" in image
+
+
+@pytest.mark.parametrize(("overlay", "target"), [("gpu", "worker-cuda"), ("vllm-gpu", "worker-vllm")])
+def test_what_is_compiled_is_on_a_mount_that_allows_code(overlay: str, target: str) -> None:
+    """/tmp, where the user's directory is, allows none."""
+    dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    image = dockerfile.partition(f"AS {target}\n")[2].partition("\nFROM ")[0]
+    directories = dict(re.findall(r"\b(\w+)=(/cache\S*)", image))
+    assert "TRITON_CACHE_DIR" in directories
+    if target == "worker-vllm":
+        assert {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"} < set(directories)
+    worker = services(f"deploy/compose/{overlay}.yml")["worker"]
+    assert worker["build"]["target"] == target
+    (mount,) = worker["tmpfs"]
+    assert mount.startswith("/cache:")
+    assert "exec" in mount.split(",")
 
 
 def test_vllm_has_an_image_of_its_own_and_a_block_size_that_it_supports() -> None:

@@ -48,6 +48,8 @@ def test_provisioned_paths_are_those_of_the_overlay() -> None:
     assert volumes[scrape["rule_files"][0]] == "./deploy/grafana/alerts.yml"
     (job,) = scrape["scrape_configs"]
     assert job["dns_sd_configs"] == [{"names": ["frontend"], "type": "A", "port": 8000}]
+    assert job["authorization"] == {"credentials_file": "/run/secrets/metrics_key"}
+    assert overlay["prometheus"]["secrets"] == ["metrics_key"]
     assert f'job="{job["job_name"]}"' in (GRAFANA / "alerts.yml").read_text()
 
 

@@ -1,7 +1,10 @@
 """The Kubernetes manifests, offline: against Kubernetes' schemas, one another and the settings of the services."""
 
+import copy
 import ipaddress
 import re
+import shutil
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -17,7 +20,7 @@ from services.cli.start import check_endpoints
 from services.config import SERVICES, SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / "deploy" / "kubernetes"
+FOLDER = ROOT / "deploy" / "kubernetes" / "base"
 LEADER_WORKER_SET_API = "leaderworkerset.x-k8s.io/v1"
 SERVICE_NAMES = ("frontend", "scheduler", "worker")
 
@@ -284,3 +287,104 @@ def test_grace_period_covers_the_pre_stop_hook_and_open_streams() -> None:
     assert frontend["terminationGracePeriodSeconds"] > before + 60
     budgets = {o["metadata"]["name"] for o in objects() if o["kind"] == "PodDisruptionBudget"}
     assert budgets == {"runahead-frontend", "runahead-worker"}
+
+
+def patched(found: Object, patches: list[Object]) -> Object:
+    """Return a copy of an object after JSON patches: test, replace and add."""
+    found = copy.deepcopy(found)
+    for patch in patches:
+        *path, last = patch["path"].split("/")[1:]
+        where: Any = found
+        for key in path:
+            where = where[int(key) if isinstance(where, list) else key]
+        key = int(last) if isinstance(where, list) and last != "-" else last
+        match patch["op"]:
+            case "test":
+                assert where[key] == patch["value"], patch["path"]
+            case "replace":
+                assert where[key] is not None
+                where[key] = patch["value"]
+            case "add":
+                assert last == "-"
+                where.append(patch["value"])
+    return found
+
+
+def overlaid(overlay: str, kind: str, name: str) -> Object:
+    """Return an object with the patches of an overlay, and before them those of the overlay that it is made from."""
+    content = yaml.safe_load((FOLDER.parent / overlay / "kustomization.yaml").read_text())
+    (base,) = content["resources"]
+    found = named(kind, name) if base == "../base" else overlaid(base.removeprefix("../"), kind, name)
+    for entry in content["patches"]:
+        if entry["target"] == {"kind": kind, "name": name}:
+            found = patched(found, yaml.safe_load((FOLDER.parent / overlay / entry["path"]).read_text()))
+    return found
+
+
+def image_of(overlay: str) -> tuple[str, str]:
+    """Return name and tag of an overlay's worker."""
+    content = yaml.safe_load((FOLDER.parent / overlay / "kustomization.yaml").read_text())
+    (base,), (image,) = content["resources"], content["images"]
+    before = "runahead-worker" if base == "../base" else image_of(base.removeprefix("../"))[0]
+    assert image["name"] == before
+    return image["newName"], image["newTag"]
+
+
+OVERLAYS = sorted({path.parent.name for path in FOLDER.parent.glob("*/kustomization.yaml")} - {"base"})
+
+
+def test_no_kustomization_is_made_from_a_folder_above_it() -> None:
+    """kustomize calls that a cycle."""
+    for file in FOLDER.parent.rglob("kustomization.yaml"):
+        for resource in yaml.safe_load(file.read_text())["resources"]:
+            assert not file.parent.is_relative_to((file.parent / resource).resolve()), file
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+@pytest.mark.parametrize("overlay", [".", *OVERLAYS])
+def test_kubectl_builds_every_kustomization(overlay: str) -> None:
+    command = ["kubectl", "kustomize", str(FOLDER.parent / overlay)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    made = list(yaml.safe_load_all(result.stdout))
+    assert len(made) == len(objects())
+    image = "runahead-worker" if overlay == "." else image_of(overlay)[0]
+    assert f"image: {image}:" in result.stdout
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_for_gpus_has_one_rank_with_one_gpu(overlay: str) -> None:
+    group = overlaid(overlay, "LeaderWorkerSet", "runahead-worker")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 1
+    pod = group["workerTemplate"]["spec"]
+    (worker,) = pod["containers"]
+    values = {entry["name"]: entry.get("value", "") for entry in worker["env"]}
+    assert (values["RUNAHEAD_DEVICE"], values["RUNAHEAD_KV_CACHE_MEMORY_BYTES"]) == ("cuda", "0")
+    assert set(values) <= {f"{PREFIX}{name.upper()}" for name in SERVICES["worker"].model_fields}
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert {mount["name"] for mount in worker["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    assert "/cache" in [mount["mountPath"] for mount in worker["volumeMounts"]]
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "worker"}, "spec": pod}, "1.33", strict=True
+    )
+    (scheduler,) = overlaid(overlay, "Deployment", "runahead-scheduler")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    settings = {entry["name"]: entry.get("value", "") for entry in scheduler["env"]}
+    assert settings["RUNAHEAD_TENSOR_PARALLEL_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(("overlay", "backend"), [("gpu", "native"), ("vllm-gpu", "vllm")])
+def test_an_overlay_for_gpus_has_the_image_of_its_backend(overlay: str, backend: str) -> None:
+    pod = overlaid(overlay, "LeaderWorkerSet", "runahead-worker")["spec"]["leaderWorkerTemplate"]
+    (worker,) = pod["workerTemplate"]["spec"]["containers"]
+    values = {entry["name"]: entry.get("value", "") for entry in worker["env"]}
+    assert values.get("RUNAHEAD_BACKEND", "native") == backend
+    assert OVERLAYS == ["gpu", "vllm-gpu"]
+    name, tag = image_of(overlay)
+    compose = yaml.safe_load((ROOT / "deploy" / "compose" / f"{overlay}.yml").read_text())["services"][
+        "worker"
+    ]
+    assert compose["image"] == f"{name}:${{RUNAHEAD_VERSION:-{tag}}}"
+    assert {image["newTag"] for image in kustomization["images"]} == {tag}

@@ -130,7 +130,7 @@ class EagleSetup:
             write(directory / "head", head.whole_config(), self.tensors), dtype, **speculation
         )
         self.table = SlotTable(NUM_SLOTS, BLOCK_SIZE, NUM_BLOCKS, CONTEXT)
-        self.history = TokenHistory(NUM_SLOTS, CONTEXT, VOCAB)
+        self.history = TokenHistory(NUM_SLOTS, CONTEXT, VOCAB, self.kernels)
         blocks = np.random.default_rng(0).permutation(NUM_BLOCKS)[: self.table.block_table.size]
         self.table.block_table[:] = blocks.reshape(self.table.block_table.shape)
         self.table.num_blocks[:] = self.table.block_table.shape[1]
@@ -141,8 +141,8 @@ class EagleSetup:
     ) -> EagleDrafter:
         checkpoint = open_checkpoint(self.path)
         part = ModelPart.from_shard(ModelConfig.from_checkpoint(self.path), shard)
-        kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
-        model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
+        self.kernels = create(choose(self.implementation, "cpu", dtype, processor_features()))
+        model = Model(part, checkpoint, dtype, self.kernels, lambda *_: None)
         wanted = Speculation(self.head.method, 4, str(head), **speculation)
         target = TargetModel(wanted, model, self.path, checkpoint, BLOCK_SIZE, CONTEXT)
         return EagleDrafter(target)

@@ -3,16 +3,31 @@
 import pytest
 import torch
 
+from protocol.rows import LogprobRows
+from services.worker.backends.native.device.cpu import CpuDevice
 from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.selection import TABLE, create
+from services.worker.backends.native.kernels.selection import TABLE, TILES, create
+from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
+from services.worker.backends.native.sampling.sampler import SampledTokens
 
 IMPLEMENTATIONS = ("compiled", "reference")
 F32, BF16 = torch.float32, torch.bfloat16
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
+def scores_of(result: SampledTokens) -> LogprobRows:
+    """The log-probabilities of a sampler's result, on the host."""
+    assert result.logprobs is not None
+    rows = ScoresOnTheirWay.begin([result.logprobs], CpuDevice()).get()
+    assert rows is not None
+    return rows
+
+
 def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype | None = None) -> Kernels:
-    """One row of the table; `activations` choose between those for one dtype."""
+    """One row of the table that any processor computes, but for products; `activations` choose between those for one
+    dtype."""
     wanted = activations or dtype
-    rows = [c for c in TABLE if (c.implementation, c.dtype) == (implementation, dtype)]
+    rows = [
+        c for c in TABLE if (c.implementation, c.dtype) == (implementation, dtype) and TILES not in c.needs
+    ]
     return create(next(c for c in rows if c.activations == wanted or implementation == "reference"))

@@ -7,6 +7,7 @@ from services.worker.backends.native.drafters.base import I32, Advance, Drafter,
 from services.worker.backends.native.drafters.deferred import MOST_BYTES, MOST_TOKENS, DeferredDrafter
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
+from tests.unit.native.implementations import make
 
 
 class RecordingProposer(Proposer):
@@ -39,7 +40,8 @@ class Deferred:
         drafter = RecordingDrafter()
         self.advances = drafter.proposer.advances
         self.drafter = DeferredDrafter(drafter)
-        self.propose = self.drafter.start(DrafterSlots(self.table, TokenHistory(8, 8, 8), 8)).propose
+        history = TokenHistory(8, 8, 8, make("reference"))
+        self.propose = self.drafter.start(DrafterSlots(self.table, history, 8)).propose
 
 
 def step(*rows: tuple[int, int, int], samples: bool = True, generation: int = 1) -> Advance:

@@ -16,7 +16,7 @@ from services.worker.backends.native.sampling.sampler import SampledTokens, Samp
 from services.worker.backends.native.token_history import TokenHistory
 from services.worker.batch.slots import SlotTable
 from services.worker.sampling.reference import adjusted
-from tests.unit.native.implementations import IMPLEMENTATIONS, make
+from tests.unit.native.implementations import IMPLEMENTATIONS, make, scores_of
 
 VOCAB, SLOTS, LIMIT = 131, 24, 64
 LAST = VOCAB - 1
@@ -55,9 +55,10 @@ class SampledBatch:
     def __init__(self, implementation: str, vocab: int = VOCAB) -> None:
         self.vocab, self.steps = vocab, 0
         self.table = SlotTable(SLOTS, 16, SLOTS * LIMIT, LIMIT)
-        self.history = TokenHistory(SLOTS, LIMIT, vocab)
+        kernels = make(implementation)
+        self.history = TokenHistory(SLOTS, LIMIT, vocab, kernels)
         self.history.tokens.fill_(-1)  # what was not written is no token
-        self.sampler = Sampler(self.table, self.history, vocab, make(implementation))
+        self.sampler = Sampler(self.table, self.history, vocab, kernels)
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[int, list[int]] = {}
 
@@ -330,8 +331,7 @@ def test_logprobs_are_of_the_raw_logits(new_batch: NewBatch) -> None:
     grammar = GrammarOutput(1, 1, i32(5), bitmask({LAST}))
     _, result = batch.sample(slots, logits, grammar)
     expected = logits.double().log_softmax(-1)
-    rows = result.logprobs
-    assert rows is not None
+    rows = scores_of(result)
     assert rows.owners.tolist() == slots[1:]
     assert rows.positions.tolist() == [2] * 6
     assert rows.counts.tolist() == [1, 2, 6, 21, 6, 6]
@@ -366,8 +366,7 @@ def test_logprobs_at_every_size_of_vocabulary(new_batch: NewBatch, vocab: int) -
         if not torch.isfinite(row).any():
             continue
         _, result = batch.sample([0], row)
-        rows, top = result.logprobs, min(20, vocab)
-        assert rows is not None
+        rows, top = scores_of(result), min(20, vocab)
         assert rows.counts.tolist() == [top + 1]
         order = row[0].sort(descending=True, stable=True).indices[:top]
         assert rows.token_ids[1:].tolist() == order.tolist()
@@ -383,8 +382,8 @@ def test_logprobs_do_not_depend_on_the_batch(new_batch: NewBatch) -> None:
         for slot in range(SLOTS):
             batch.add(slot, [1], params(logprobs=slot % 21, temperature=slot % 2 * 1.0, seed=slot))
     _, result = together.sample(list(range(SLOTS)), logits)
-    assert result.logprobs is not None
+    rows = scores_of(result)
     for slot in range(SLOTS):
         _, one = alone.sample([slot], logits[slot : slot + 1])
-        ours = result.logprobs.select(result.logprobs.owners == slot)
-        assert ours.to_message() == one.logprobs.to_message()
+        ours = rows.select(rows.owners == slot)
+        assert ours.to_message() == scores_of(one).to_message()

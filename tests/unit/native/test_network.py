@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from services.worker.backends.native.device.cpu import HOST
 from services.worker.backends.native.kernels.interface.buffers import Buffers
 from services.worker.backends.native.kernels.interface.network import NetworkKernels
 from services.worker.backends.native.kernels.selection import ONEDNN_BFLOAT16, processor_features
@@ -114,7 +115,7 @@ def test_most_likely(implementation: str, vocab: int) -> None:
 
 class Squares(Buffers):
     def __init__(self, rows: int, picked: int) -> None:
-        super().__init__(rows=rows, picked=picked)
+        super().__init__(HOST, rows=rows, picked=picked)
         self.x, self.sum = self._rows("rows", 20), self._rows("rows", 20)
         self.normed = self._rows("rows", 20)
         self.index = self._rows("picked", dtype=torch.int32)

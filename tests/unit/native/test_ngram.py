@@ -21,11 +21,11 @@ class Lookup:
     """A proposer, and the history that it reads."""
 
     def __init__(self, implementation: str, least: int, most: int, limit: int = LIMIT) -> None:
-        self.history = TokenHistory(SLOTS, LIMIT, 100)
+        kernels = make(implementation)
+        self.history = TokenHistory(SLOTS, LIMIT, 100, kernels)
         self.history.tokens.fill_(99)  # what is not written is no request's token
         slots = DrafterSlots(SlotTable(SLOTS, 16, SLOTS * 5, LIMIT), self.history, SLOTS * 5)
-        kernels = make(implementation).drafting
-        self.proposer = NgramProposer(kernels, range(least, most + 1), limit, slots)
+        self.proposer = NgramProposer(kernels.drafting, range(least, most + 1), limit, slots)
 
     def propose(
         self, sequences: dict[int, list[int]], k: int, min_acceptance: float = 0.0

@@ -31,7 +31,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
         grammar: GrammarOutput | None = None,
     ) -> torch.Tensor:
         vocab_size = logits.shape[1]
-        history = TokenHistory(slots.num_slots, slots.max_model_len, vocab_size)
+        history = TokenHistory(slots.num_slots, slots.max_model_len, vocab_size, kernels)
         sampler = Sampler(slots, history, vocab_size, kernels)
         for slot in rows.tolist():
             sampler.assign(slot)

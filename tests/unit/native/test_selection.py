@@ -46,7 +46,8 @@ def test_first_row_that_fits(
 @pytest.mark.parametrize(
     ("dtype", "features", "quantized", "invariant", "products"),
     [
-        (BF16, (ONEDNN_BFLOAT16, TILES), False, False, "oneDNN, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, TILES), False, False, "our own, AMX, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16,), False, False, "oneDNN, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16, TILES), True, False, "our own, AMX, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16, TILES), False, True, "our own, AMX, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16,), True, False, "our own, float32 from bfloat16 weights"),

@@ -26,7 +26,7 @@ EXAMPLES = 200 if os.environ.get("RUNAHEAD_SOAK") else 25
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_every_message_is_restored(struct: type[msgspec.Struct], data: st.DataObject) -> None:
     message = data.draw(values(struct))

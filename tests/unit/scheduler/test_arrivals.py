@@ -4,7 +4,6 @@ from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.request import ARRIVAL_BITS
 from services.scheduler.leadership import Leadership
 from services.scheduler.leases import Leases
-from services.worker.silence import SilenceWatch
 
 
 def test_older_requests_come_first_and_all_before_new_ones() -> None:
@@ -21,16 +20,21 @@ def test_equal_ages_keep_the_order_in_which_they_were_sent() -> None:
 
 
 def test_a_scheduler_that_did_not_run_for_long_has_lost_its_place() -> None:
-    leadership = Leadership(10.0)
-    assert leadership.lost(1000.0, replaced=False) is None
+    leadership = Leadership(10.0, 1000.0)
     assert leadership.lost(1009.0, replaced=False) is None
+    leadership.on_sign_of_life(1009.0)
+    assert leadership.lost(1019.0, replaced=False) is None, "the others have heard it within the limit"
     why = leadership.lost(1020.5, replaced=False)
     assert why is not None
     assert "did not run for 11.5 s" in why
 
 
+def test_a_scheduler_that_was_stopped_before_its_first_turn_has_lost_its_place() -> None:
+    assert Leadership(10.0, 1000.0).lost(1011.0, replaced=False) is not None
+
+
 def test_a_scheduler_whose_socket_was_replaced_has_lost_its_place() -> None:
-    leadership = Leadership(10.0)
+    leadership = Leadership(10.0, 1000.0)
     why = leadership.lost(1000.0, replaced=True)
     assert why is not None
     assert "another scheduler" in why
@@ -45,14 +49,3 @@ def test_a_lease_ends_without_a_sign_of_life_and_is_renewed_by_any_message() -> 
     assert leases.expired(12.0) == [2]
     leases.end(2)
     assert leases.expired(12.0) == []
-
-
-def test_silence_counts_from_the_first_sign_of_life_while_this_process_runs() -> None:
-    watch = SilenceWatch(2.0)
-    assert watch.check(50.0) is None
-    watch.heard(50.0)
-    assert watch.check(50.5) is None
-    assert watch.check(90.0) is None, "this process was stopped"
-    for tenths in range(1, 20):
-        assert watch.check(90.0 + tenths / 10) is None
-    assert watch.check(92.1) is not None

@@ -153,7 +153,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCache = KVCacheMachine.TestCase
-TestKVCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestKVCache.settings = settings(max_examples=150, stateful_step_count=40, derandomize=True)
 
 
 def test_tail_blocks_are_evicted_before_the_prefix_they_extend() -> None:

@@ -32,6 +32,7 @@ from services.scheduler.membership import (
     Started,
     WorkerGroup,
 )
+from services.scheduler.membership.formation import RETURN_SECONDS
 from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
@@ -288,6 +289,15 @@ def loaded_parts(epoch: int, **parts: str) -> Loaded:
     return msgspec.structs.replace(LOADED, epoch=epoch, contents=parts)
 
 
+@pytest.mark.parametrize(("theirs", "fits"), [("same", True), ("", True), ("other", False)])
+def test_a_worker_whose_model_has_another_tokenizer_is_refused(theirs: str, fits: bool) -> None:
+    g = ScriptedGroup(SchedulerConfig(), tokenizer="same")
+    actions = g.register("a", tokenizer=theirs)
+    reason = next((action.reason for action in actions if isinstance(action, Refuse)), "")
+    assert g.names == ("a" if fits else "")
+    assert ("the digest other, that of the scheduler's same; give both the same --model" in reason) != fits
+
+
 def test_rank_with_other_weights_is_refused_and_named() -> None:
     """The registrations agree: the weights' contents are known only after they are loaded."""
     g = group(tensor_parallel_size=2)
@@ -500,6 +510,36 @@ def test_a_group_that_hangs_while_it_loads_is_given_up_soon() -> None:
     ends = sent(g.check_at(744.5), EndEpoch)
     reason = "no rank did any work for 120 s (--load-timeout-seconds): loading m"
     assert ends == {name: EndEpoch(1, reason) for name in "ab"}
+
+
+def test_a_rank_that_hangs_while_another_has_loaded_is_given_up_soon() -> None:
+    """A rank that waits for the others measures no work."""
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+    g.send("ab", Heartbeat(1, 0, work=5.0), 1.0)
+    g.send("a", replace_blocks(700, 1), 2.0)
+    for now in range(3, 125):
+        g.send("a", Heartbeat(1, 0), float(now))
+        g.send("b", Heartbeat(1, 0, work=5.0), float(now))
+    ends = sent(g.check_at(124.0), EndEpoch)
+    reason = "no rank did any work for 120 s (--load-timeout-seconds): loading m"
+    assert ends == {name: EndEpoch(1, reason) for name in "ab"}
+
+
+def test_a_spare_of_a_lost_scheduler_waits_for_the_rank_with_the_weights() -> None:
+    g = group()
+    assert g.register("a", at=10.0, returns=True) == []
+    assert "weights in memory" in g.status.detail
+    assert list(sent(g.register("b", at=11.0, returns=True, shard=Shard()), Assignment)) == ["b"]
+
+
+def test_a_spare_of_a_lost_scheduler_does_not_wait_for_long_and_only_once() -> None:
+    g = group()
+    assert g.register("a", at=10.0, returns=True) == []
+    assert list(sent(g.check_at(10.0 + RETURN_SECONDS), Assignment)) == ["a"]
+    g.start(14.0)
+    g.lose("a", 15.0)
+    assert list(sent(g.register("b", at=15.1, returns=True), Assignment)) == ["b"]
 
 
 def test_an_epoch_without_memory_for_a_step_is_retried_with_smaller_steps_once() -> None:

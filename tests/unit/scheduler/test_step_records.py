@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.records import EngineEventKind, StepRecords
-from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepTimes
+from protocol.records import EngineEventKind, RankTimes, RequestRecord, RequestTimes, StepRecords
+from protocol.requests import Finish, FinishReason
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import (
@@ -13,6 +15,7 @@ from services.scheduler.core.observer import (
     EpochEnded,
     EpochStarted,
     ObserverAttached,
+    RequestFinished,
     ResultApplied,
     ResultArrived,
     StepDispatched,
@@ -31,17 +34,17 @@ class RecordedCore:
         self.recorder = StepRecorder(num_ranks, epoch=1, clock=lambda: self.now)
         self.recorder.observe(ObserverAttached(((3, (0, 7), 9), (0, (1, 2**32 - 1), 1))))
 
-    def dispatch(self, step_id: int, epoch: int = 1) -> StepDispatched:
+    def dispatch(self, step_id: int, epoch: int = 1, new: tuple[NewRequest, ...] = ()) -> StepDispatched:
         slots, ones = np.array([3, 0], np.int64), np.ones(2, np.int32)
         samples = np.array([False, True])
         step = InflightStep(
             step_id, slots, ones, ones, np.array([5, 1], np.int32), samples, np.zeros(2, np.int32)
         )
-        plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"")
+        plan = SchedulerOutput(epoch, step_id, b"", b"", b"", b"", b"", list(new))
         event = StepDispatched(
             step,
             plan,
-            requests=(),
+            requests=tuple((2, 40 + i) for i in range(len(new))),
             steps_in_flight=2,
             num_running=2,
             num_waiting=5,
@@ -57,7 +60,7 @@ class RecordedCore:
         self.recorder.observe(ResultApplied(event.step, result, np.ones(1, np.int8), counts, ()))
 
     def report(self, event: StepDispatched, rank: int, offset: float = 0.0) -> None:
-        self.recorder.add_times(event.plan.epoch, event.plan.step_id, rank, MEASURED, offset)
+        self.recorder.add_times(event.plan.epoch, event.plan.step_id, RankTimes(rank, MEASURED), offset)
 
     def take(self) -> StepRecords:
         taken = self.recorder.take()
@@ -90,13 +93,14 @@ def test_a_record_tells_rows_counts_and_times_in_order() -> None:
 def test_a_rank_s_times_are_shifted_to_the_scheduler_s_clock_and_what_was_not_measured_stays_zero() -> None:
     core = RecordedCore()
     event = core.dispatch(1)
-    durations = {"idle": 0.5, "plan_wait": 0.25, "forward_gap": 0.75}
+    durations = {"idle": 0.5, "plan_wait": 0.25, "prepared_wait": 0.125, "forward_gap": 0.75}
     times = StepTimes(received=101.0, sampled=102.0, **durations)
-    core.recorder.add_times(1, 1, 0, times, clock_offset=100.0)
+    core.recorder.add_times(1, 1, RankTimes(0, times, returns_result=True), clock_offset=100.0)
     core.apply(event)
     (record,) = core.take().records
+    assert record.ranks[0].returns_result
     assert record.ranks[0].times == StepTimes(
-        received=1.0, sampled=2.0, idle=0.5, plan_wait=0.25, forward_gap=0.75
+        received=1.0, sampled=2.0, idle=0.5, plan_wait=0.25, prepared_wait=0.125, forward_gap=0.75
     )
 
 
@@ -149,12 +153,45 @@ def test_steps_in_flight_when_the_epoch_ends_have_no_record_and_the_end_is_an_ev
         (EngineEventKind.EPOCH_ENDED, 1),
         (EngineEventKind.EPOCH_STARTED, 2),
     ]
+    assert taken.events[0].text == "1 steps in flight are void"
 
 
 def test_a_step_dispatched_before_the_recorder_was_attached_has_no_record() -> None:
     core, other = RecordedCore(), RecordedCore()
     core.apply(other.dispatch(1))
     assert core.recorder.take() is None
+
+
+def test_a_request_is_recorded_when_it_enters_a_slot_and_when_it_ends() -> None:
+    core = RecordedCore()
+    event = core.dispatch(
+        1, new=(NewRequest(1, 1, pack([7] * 6), 5, b"", SamplingParams(4), request_id="cmpl-1"),)
+    )
+    assert core.recorder.take() is None
+    core.report(event, 0)
+    core.apply(event)
+    times = RequestTimes(1.0, 2.0, 3.0, 4.0)
+    core.recorder.observe(
+        RequestFinished(2, "cmpl-1", Finish(40, FinishReason.LENGTH, None, 16, 1, times=times))
+    )
+    assert core.take().requests == [
+        RequestRecord(2, 40, "cmpl-1", num_prompt_tokens=5),
+        RequestRecord(
+            2, 40, "cmpl-1", outcome="LENGTH", times=times, num_cached_tokens=16, num_preemptions=1
+        ),
+    ]
+
+
+def test_requests_are_bounded_too() -> None:
+    core = RecordedCore()
+    for number in range(MAX_RECORDS + 3):
+        core.recorder.observe(RequestFinished(0, "", Finish(number, FinishReason.ABORT)))
+    taken = core.take()
+    assert (len(taken.requests), taken.dropped, taken.requests[-1].number) == (
+        MAX_RECORDS,
+        3,
+        MAX_RECORDS + 2,
+    )
 
 
 @pytest.mark.parametrize("more", [1, 7])

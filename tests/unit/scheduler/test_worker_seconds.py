@@ -14,6 +14,7 @@ def test_sums_of_steps() -> None:
                 sampled=start + 3,
                 idle=0.5,
                 plan_wait=0.75,
+                prepared_wait=0.25,
                 forward_gap=1.5,
             )
         )
@@ -23,5 +24,6 @@ def test_sums_of_steps() -> None:
         "worker_forward_seconds_total": 4.0,
         "worker_sampling_seconds_total": 2.0,
         "worker_plan_wait_seconds_total": 1.5,
+        "worker_prepared_wait_seconds_total": 0.5,
         "worker_forward_gap_seconds_total": 3.0,
     }

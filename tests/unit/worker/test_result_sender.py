@@ -13,6 +13,7 @@ from protocol.handshake import Hello
 from protocol.membership import EndEpoch, Heartbeat, RankLost, Shutdown, WorkerMessage
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, PeerGone, Server
+from services.worker import result_sender
 from services.worker.result_sender import RESULTS_KEPT, LaunchedStep, ResultSender
 from services.worker.runner import Output, RanksLost
 from services.worker.session import ResendResult
@@ -209,6 +210,25 @@ def test_a_wait_for_ranks_is_aborted_when_the_scheduler_is_gone(connection: Resu
     assert isinstance(connection.results.lost, PeerGone)
 
 
+def test_work_is_measured_after_the_scheduler_is_gone(
+    connection: ResultConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, a rank that hangs would never be found, and one that still loads would seem to hang."""
+    measured = threading.Semaphore(0)
+
+    def processor_seconds() -> float:
+        measured.release()
+        return 1.0
+
+    connection.next_message(Heartbeat)
+    connection.server.close()
+    assert connection.results.failed.wait(PATIENCE)
+    monkeypatch.setattr(result_sender, "processor_seconds", processor_seconds)
+    connection.results.waits_for_ranks = True
+    for _ in range(2):
+        assert measured.acquire(timeout=PATIENCE)
+
+
 def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: ResultConnection) -> None:
     """A wait for ranks is aborted; a step that still ends cannot be reported, which is not a failure."""
     connection.next_message(Heartbeat)
@@ -222,6 +242,22 @@ def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: Resu
     assert late.begun.wait(PATIENCE)
     assert connection.results.lost is None
     assert not connection.results.failed.is_set()
+
+
+def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch(
+    connection: ResultConnection,
+) -> None:
+    copy = PendingCopy(RanksLost("aborted"))
+    connection.results.begin_epoch(2, 3)
+    connection.results.put(launched(2, 1, copy))
+    assert copy.begun.wait(PATIENCE)
+    connection.send(EndEpoch(1))
+    for _ in range(2):
+        connection.next_message(Heartbeat)
+    assert not connection.aborted.is_set()
+    connection.send(EndEpoch(2))
+    assert connection.aborted.wait(PATIENCE)
+    copy.ended.set()
 
 
 def test_the_gap_between_forward_passes_is_measured(connection: ResultConnection) -> None:

@@ -5,7 +5,7 @@ import pytest
 from protocol.codec import ProtocolError
 from protocol.membership import Assignment, EndEpoch, InitializeCache, Ping, Shutdown
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput, StepFault
-from services.worker.session import ExecuteStep, Phase, ResendResult, SampleStep, Session
+from services.worker.session import AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
 
 ASSIGNMENT = Assignment(3, 0, 1, 16, 8, 64)
 INIT = InitializeCache(10, 64)
@@ -249,3 +249,13 @@ def test_effect_of_each_message_in_each_phase(phase: Phase, name: str) -> None:
         case "silent":
             assert action is None
             assert vars(session) == before
+
+
+def test_a_worker_that_leaves_rows_out_takes_masks_at_any_time(session: Session) -> None:
+    session.leaves_rows_out = True
+    assert session.on(plan(1, grammar=True)) == ExecuteStep(plan(1, grammar=True))
+    assert session.phase is Phase.SERVING
+    assert session.on(plan(2)) == ExecuteStep(plan(2))
+    for step_id in (1, 2, 1):
+        assert session.on(grammar(step_id)) == AddMasks(grammar(step_id))
+    assert isinstance(session.on(grammar(3)), StepFault)

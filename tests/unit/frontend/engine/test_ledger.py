@@ -142,6 +142,27 @@ async def test_a_suspect_that_makes_progress_is_cleared() -> None:
     assert [(r.number, r.attempts) for r in requests.reconnect(FOURTH)] == [(1, 1)]
 
 
+async def test_expulsions_accuse_requests_without_output_and_end_the_one_that_was_alone() -> None:
+    """The scheduler reads what comes before a bad message: a request with an output since it was sent was read."""
+    requests = OpenRequests(1, 2)
+    requests.connect(FIRST)
+    requests.deliver(2, 7)
+    for attempts in (1, 2):
+        requests.ledger.expelled()
+        assert [(r.number, r.attempts) for r in requests.reconnect(FIRST)] == [(1, attempts), (2, 0)]
+        requests.deliver(2, 7)
+    requests.ledger.expelled()
+    assert [r.number for r in requests.reconnect(FIRST)] == [2]
+    assert requests.streams[1].end == Finish(1, FinishReason.ERROR, message=GUILTY)
+
+
+async def test_a_scheduler_that_expelled_a_request_and_died_counts_once_for_it() -> None:
+    requests = OpenRequests(1)
+    requests.connect(FIRST)
+    requests.ledger.expelled()
+    assert [r.attempts for r in requests.reconnect(SECOND)] == [1]
+
+
 async def test_a_request_without_progress_is_stuck_wherever_it_waits() -> None:
     requests = OpenRequests(1, 2)
     requests.connect(FIRST)

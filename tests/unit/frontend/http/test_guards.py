@@ -45,6 +45,17 @@ async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
             assert "x-request-id" in response.headers
 
 
+async def test_public_files_need_no_key_but_a_known_host() -> None:
+    config = HttpConfig.model_validate({"api_key": ["right"], "allowed_hosts": ["llm.example.com"]})
+    transport = httpx.ASGITransport(app=Guards(echo, config, 1000, frozenset({"/", "/page/main.js"})))
+    async with httpx.AsyncClient(transport=transport, base_url="http://llm.example.com") as client:
+        for path in ("/", "/page/main.js"):
+            assert (await client.get(path)).status_code == 200
+            assert (await client.get(path, headers={"host": "evil.example.com"})).status_code == 400
+        for path in ("/page", "/page/", "/page/other.js", "/page/../v1/models", "/%2e/v1/models"):
+            assert (await client.get(path)).status_code == 401
+
+
 async def test_probes_are_open_and_any_configured_key_opens_the_rest() -> None:
     async with guarded(["one", "two"]) as client:
         for path in ("/livez", "/readyz", "/health", "/ping"):

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
@@ -13,8 +13,9 @@ from services.frontend.openai.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    unserved_in,
+    OpenObject,
 )
+from services.frontend.openai.scores import RerankRequest
 
 ROUTER = {
     "no_stop_trim": False, "skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True,
@@ -33,7 +34,7 @@ def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
     )
 
 
-def ignored(body: BaseModel, mode: UnknownFieldMode = "warn") -> list[str]:
+def ignored(body: OpenObject, mode: UnknownFieldMode = "warn") -> list[str]:
     return ExtraFields(mode).check(body, "r-1")
 
 
@@ -59,6 +60,29 @@ def test_names_of_messages_parts_and_calls_are_listed_once() -> None:
     ]  # fmt: skip
 
 
+def test_names_within_tools_and_options_are_listed() -> None:
+    function = {"name": "f", "returns": {}}
+    tool = {"type": "function", "function": function, "cache_control": {}}
+    body = chat(tools=[tool, tool], stream=True, stream_options={"include_usage": True, "include_cost": True})
+    assert ignored(body) == ["stream_options.include_cost", "tools.cache_control", "tools.function.returns"]
+    assert body.tools is not None
+    assert body.tools[0].plain() == {"type": "function", "function": {"name": "f"}}
+
+
+def test_names_within_some_items_of_a_list_are_listed() -> None:
+    body = RerankRequest.model_validate({"query": "x", "documents": ["x", {"text": "x", "title": "y"}]})
+    assert ignored(body) == ["documents.title"]
+
+
+def test_unknown_field_of_a_constraint_is_refused() -> None:
+    for format in (
+        {"type": "json_object", "schema": {}},
+        {"type": "json_schema", "json_schema": {"rules": 1}},
+    ):
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            chat(response_format=format)
+
+
 def test_header_lists_few_harmless_names(caplog: pytest.LogCaptureFixture) -> None:
     hostile = {"a\r\nset-cookie: x": 1, "": 1, "x" * 65: 1, "é": 1}
     with caplog.at_level(logging.WARNING, "runahead.frontend"):
@@ -81,7 +105,7 @@ def test_modes(caplog: pytest.LogCaptureFixture) -> None:
         (chat({"role": "user", "content": "x", "colour": "red"}), "messages.0.colour", "messages"),
         (
             chat({"role": "user", "content": [{"type": "text", "text": "x", "a": 1}]}),
-            "messages.0.content.a",
+            "messages.0.content.0.a",
             "messages",
         ),
     ):
@@ -120,7 +144,7 @@ def test_neutral_values_of_parameters_that_are_not_served_are_accepted() -> None
     for name, values in NEUTRAL.items():
         for value in (*values, None):
             assert ignored(completion(**{name: value}), "refuse") == []
-    for name, values in unserved_in(EmbeddingRequest).items():
+    for name, values in EmbeddingRequest.unserved().items():
         for value in values:
             assert ignored(EmbeddingRequest.model_validate({"input": "x", name: value}), "refuse") == []
 

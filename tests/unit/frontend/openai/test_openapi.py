@@ -1,5 +1,7 @@
 """/openapi.json is valid, complete, and as strict as the checks of the bodies."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,13 +9,8 @@ import pytest
 import schemathesis
 from fastapi.routing import APIRoute
 
-from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
-from services.frontend.app import build
-from services.frontend.engine.client import EngineClient
-from services.frontend.metrics import Metrics
-from services.frontend.model import ServedModel
-from services.frontend.openai.schemas.openapi import document
+from services.frontend.app import with_routes
 
 FREE = {
     "parameters", "schema", "format", "json", "structures", "chat_template_kwargs", "metadata", "prediction",
@@ -27,31 +24,52 @@ OPEN = {
     "CountTokensRequest", "AnthropicMessage", "AnthropicTool", "TextBlock", "ToolUseBlock", "ToolResultBlock",
     "ThinkingBlock", "RedactedThinkingBlock", "ResponsesRequest", "ResponsesTool", "InputMessage", "FunctionCallItem",
     "FunctionCallOutput", "ReasoningItem", "InputText", "RefusalPart", "ReasoningText",
+    "StreamOptions", "Tool", "FunctionDefinition", "NamedTool", "FunctionName", "AnthropicToolChoice", "Thinking",
+    "OutputConfig", "RerankDocument", "ResponsesToolName", "TextOptions", "ReasoningOptions", "ResponsesStreamOptions",
 }  # fmt: skip
 """Objects whose unknown fields are ignored."""
 
 
 @pytest.fixture(scope="module")
 def doc() -> dict[str, Any]:
-    return document(closed=False)
+    return with_routes(FrontendConfig()).openapi()
 
 
 def test_document_is_valid_openapi(doc: dict[str, Any]) -> None:
     schemathesis.openapi.from_dict(doc).validate()
 
 
-def test_document_has_exactly_the_served_routes(doc: dict[str, Any]) -> None:
-    config = FrontendConfig(model=str(DEMO_MODEL))
-    engine = EngineClient("ipc:///nowhere", 1, 10.0, 300.0, 600.0)
-    app = build(config, ServedModel.load(config), engine, Metrics(engine, "demo"))
+@pytest.mark.parametrize("admin", [False, True])
+def test_every_route_is_described(admin: bool) -> None:
+    app = with_routes(FrontendConfig(enable_admin_routes=admin))
     served = {
-        (route.path.replace(":path", ""), method.lower())
+        (route.path_format, method.lower())
         for route in app.routes
         if isinstance(route, APIRoute)
         for method in route.methods - {"HEAD"}
     }
-    documented = {(path, method) for path, operations in doc["paths"].items() for method in operations}
-    assert documented == served - {("/openapi.json", "get")}
+    operations = [
+        (path, method, operation)
+        for path, methods in app.openapi()["paths"].items()
+        for method, operation in methods.items()
+    ]
+    assert {(path, method) for path, method, _ in operations} == served
+    assert len({operation["operationId"] for *_, operation in operations}) == len(operations)
+    for path, method, operation in operations:
+        assert operation["summary"], path
+        assert operation["responses"]["500"]["content"]["application/json"]["schema"], path
+        succeeded = operation["responses"].get("200") or operation["responses"]["400"]
+        assert all(content["schema"] for content in succeeded["content"].values()), path
+        assert "x-request-id" in succeeded["headers"]
+        assert "422" not in operation["responses"]
+        assert "requestBody" in operation or method != "post" or path in (
+            "/ping", "/classify", "/reset_prefix_cache"
+        )  # fmt: skip
+
+
+def test_every_reference_has_a_definition(doc: dict[str, Any]) -> None:
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(doc)))
+    assert names == set(doc["components"]["schemas"])
 
 
 def parts(doc: dict[str, Any], node: Any, name: str, seen: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,7 +138,8 @@ def test_streams_and_errors_are_described(doc: dict[str, Any]) -> None:
 def test_bodies_name_what_is_not_served_and_are_closed_if_unknown_fields_are_refused(
     doc: dict[str, Any],
 ) -> None:
-    closed, schemas = document(closed=True)["components"]["schemas"], doc["components"]["schemas"]
+    schemas = doc["components"]["schemas"]
+    closed = with_routes(FrontendConfig(unknown_parameters="refuse")).openapi()["components"]["schemas"]
     for name in OPEN:
         assert schemas[name]["additionalProperties"] is True
         assert closed[name]["additionalProperties"] is False

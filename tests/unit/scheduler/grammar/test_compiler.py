@@ -103,8 +103,8 @@ def test_close_ends_processes_and_threads_and_returns_open_tickets(monkeypatch: 
     assert not children() - others
 
 
-def test_no_process_is_started_before_there_is_work() -> None:
-    others, compiler = children(), new_compiler()
+def test_no_process_is_started_before_there_is_work_and_one_serves_all_of_a_thread() -> None:
+    others, compiler = children(), new_compiler(num_threads=1)
     try:
         assert not children() - others
         for work in ("some", "more", "yet more"):

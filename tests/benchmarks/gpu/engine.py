@@ -1,0 +1,124 @@
+"""The stages of the native runner without scheduler and sockets, over random weights."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+import torch
+
+from protocol.membership import Assignment, InitializeCache, Shard
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
+from services.worker.backends.native.epoch import NativeEpoch
+from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.backends.native.model.model import Model
+from services.worker.backends.native.model.partition import ModelPart
+from services.worker.backends.native.stages import NativeStages
+from services.worker.batch.slots import SlotTable
+from services.worker.distributed.ranks import Ranks
+from services.worker.runner import Output
+from tests.benchmarks.gpu.shapes import RandomCheckpoint
+
+BLOCK_SIZE = 16
+Params = Callable[[int], SamplingParams]
+"""Parameters of the request in a slot."""
+
+
+def greedy(slot: int) -> SamplingParams:
+    return SamplingParams(max_tokens=1 << 20, temperature=0.0)
+
+
+def column(values: list[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+class StageEngine:
+    """A batch of requests of equal length: prefill once, then decode.
+
+    Args:
+        context: tokens of a request's blocks
+        budget: tokens of the largest step
+    """
+
+    def __init__(
+        self, shape: ModelConfig, kernels: Kernels, dtype: torch.dtype, batch: int, context: int, budget: int
+    ) -> None:
+        self.shape, self.batch, self.device = shape, batch, kernels.device
+        self._context, self._budget = context, budget
+        blocks = batch * -(-context // BLOCK_SIZE)
+        assignment = Assignment(1, 0, 1, BLOCK_SIZE, batch, budget)
+        ranks = Ranks(assignment).join()
+        part = ModelPart.from_shard(shape, Shard())
+        with torch.inference_mode():
+            checkpoint = RandomCheckpoint(kernels.device.where)
+            self.model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
+            epoch = NativeEpoch(self.model, ranks, None, assignment, InitializeCache(blocks, context))
+        self._stages = NativeStages(SlotTable(batch, BLOCK_SIZE, blocks, context), epoch, ranks)
+        self._steps = self._length = 0
+        self._flying: deque[Output] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stages.close()
+
+    def prefill(self, length: int, params: Params = greedy) -> list[ModelRunnerOutput]:
+        """Compute random prompts of all requests, one step after the other, as many whole prompts in each as fit."""
+        rng = np.random.default_rng(0)
+        together, self._length = max(1, self._budget // length), length
+        results = []
+        for first in range(0, self.batch, together):
+            slots = list(range(first, min(first + together, self.batch)))
+            new = [
+                self._request(slot, rng.integers(0, self.shape.vocab_size, length), params) for slot in slots
+            ]
+            results += self._launched(self._plan(slots, 0, length, new), depth=1)
+        return results
+
+    def decode(self, steps: int, depth: int) -> list[ModelRunnerOutput]:
+        """Compute a token of every request in each step, with `depth` steps in flight."""
+        results: list[ModelRunnerOutput] = []
+        for _ in range(steps):
+            plan = self._plan(list(range(self.batch)), self._length, 1, [])
+            self._length += 1
+            results += self._launched(plan, depth)
+        while self._flying:
+            results.append(_result(self._flying.popleft()))
+        return results
+
+    def _request(self, slot: int, prompt: np.ndarray, params: Params) -> NewRequest:
+        each = -(-self._context // BLOCK_SIZE)
+        blocks = list(range(slot * each, (slot + 1) * each))
+        tokens = prompt.astype(np.int32).tobytes()
+        return NewRequest(slot, 1, tokens, len(prompt), column(blocks), params(slot))
+
+    def _plan(self, slots: list[int], start: int, count: int, new: list[NewRequest]) -> SchedulerOutput:
+        self._steps += 1
+        rows = len(slots)
+        return SchedulerOutput(
+            *(
+                1,
+                self._steps,
+                column(slots),
+                column([1] * rows),
+                column([start] * rows),
+                column([count] * rows),
+            ),
+            bytes([1] * rows),
+            new,
+        )
+
+    def _launched(self, plan: SchedulerOutput, depth: int) -> list[ModelRunnerOutput]:
+        """Launch a step; return the result of the oldest one, if `depth` steps are in flight."""
+        self._stages.execute(plan)
+        self._flying.append(self._stages.sample(None))
+        return [_result(self._flying.popleft())] if len(self._flying) >= depth else []
+
+
+def _result(output: Output) -> ModelRunnerOutput:
+    result = output.get()
+    assert not isinstance(result, StepTimes)
+    return result

@@ -1,0 +1,316 @@
+"""The parts of the measurement on a GPU. Each returns what its JSON file contains."""
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from protocol.sampling import SamplingParams
+from protocol.steps import ModelRunnerOutput
+from services.checkpoint import DEMO_MODEL
+from services.config import WorkerConfig
+from services.worker.backends.native.runner import NativeRunner
+from tests.benchmarks.gpu.engine import Params, StageEngine, greedy
+from tests.benchmarks.gpu.served import served
+from tests.benchmarks.gpu.shapes import (
+    SHAPES,
+    head_parameters,
+    kv_bytes_per_token,
+    product_parameters,
+)
+from tests.benchmarks.gpu.target import MeasuredDevice
+
+Result = dict[str, Any]
+
+
+def machine(target: MeasuredDevice) -> Result:
+    """Bandwidth of a copy, bytes read and written, and the rate of a matrix product in bfloat16."""
+    device = target.make(target.dtype).device
+    with torch.inference_mode(), device.working():
+        source = torch.empty(target.copied, dtype=torch.uint8, device=device.where)
+        copy = torch.empty_like(source)
+        copied = target.seconds(device, lambda: copy.copy_(source), 10)
+        size = target.matrix
+        a, b = (torch.randn(size, size, device=device.where).to(target.dtype) for _ in range(2))
+        c = torch.empty_like(a)
+        multiplied = target.seconds(device, lambda: torch.mm(a, b, out=c), 20)
+    return {
+        "bytes_per_second": 2 * target.copied / copied,
+        "operations_per_second": 2 * size**3 / multiplied,
+        **target.properties,
+    }
+
+
+def device(target: MeasuredDevice) -> Result:
+    """Tests of copies, order and times."""
+    return _tested("device")
+
+
+def kernels(target: MeasuredDevice) -> Result:
+    """Tests of the kernels, in float32 and bfloat16 against the reference. They are compiled first, and kept."""
+    return _tested("kernels")
+
+
+def runner(target: MeasuredDevice) -> Result:
+    """Tests of the whole runner, with graphs and eagerly."""
+    return _tested("runner")
+
+
+def _tested(name: str) -> Result:
+    command = [sys.executable, "-m", "pytest", "-c", "tests/benchmarks/gpu/pytest.ini", "--rootdir", "."]
+    command += ["-p", "no:cacheprovider", "-rs", f"tests/gpu/test_{name}.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return {"passed": done.returncode == 0, "output": done.stdout[-6000:]}
+
+
+def tokens(target: MeasuredDevice) -> Result:
+    """Tokens of the demo model in float32, against the reference kernels on the processor.
+
+    Where tokens first differ, the gap is the difference of the two tokens' log-probabilities on the processor.
+    """
+    answers = []
+    for settings, make in (
+        ({"kernels": "reference", "device": "cpu"}, NativeRunner),
+        (target.settings, target.runner),
+    ):
+        config = WorkerConfig(model=str(DEMO_MODEL), dtype="float32", **settings)
+        answers.append(_answers(make(config), {name: (PROMPT, params) for name, params in WANTED.items()}))
+    rows, worst = [], 0.0
+    for name in answers[0]:
+        (ours, ours_scores), (theirs, their_scores) = answers[0][name], answers[1][name]
+        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+        gaps = [abs(a - b) for a, b in zip(ours_scores[:same], their_scores[:same], strict=True)]
+        worst = max([worst, *gaps])
+        rows.append(
+            {"request": name, "equal_tokens": same, "of": len(ours), "logprob_gap": max(gaps, default=0.0)}
+        )
+    return {
+        "rows": rows,
+        "equal": all(row["equal_tokens"] == row["of"] for row in rows),
+        "logprob_gap": worst,
+    }
+
+
+WANTED = {
+    "greedy": SamplingParams(max_tokens=1000, temperature=0.0, logprobs=0),
+    "sampled": SamplingParams(max_tokens=1000, temperature=0.9, seed=3, top_k=40, top_p=0.9, logprobs=0),
+    "penalised": SamplingParams(
+        max_tokens=1000,
+        temperature=0.7,
+        seed=4,
+        min_p=0.02,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        logprobs=0,
+    ),
+    "biased": SamplingParams(max_tokens=1000, temperature=0.0, logit_bias=((17, 3.0),), logprobs=0),
+}
+
+
+PROMPT = list(range(20, 61))
+PLAIN = [PROMPT[start:] for start in (0, 9, 20, 31)]
+"""Prompts of greedy requests."""
+
+
+def _answers(
+    runner: NativeRunner, wanted: Mapping[str, tuple[list[int], SamplingParams]]
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of all requests, served together at depth two."""
+    from tests.integration.native.driver import RunnerDriver
+
+    driver = RunnerDriver(DEMO_MODEL, runner=runner, keeps_logits=False)
+    requests = {name: driver.add(prompt, params) for name, (prompt, params) in wanted.items()}
+    driver.generate(list(requests.values()), 48, chunk=16, depth=2)
+    runner.shutdown()
+    return {
+        name: (each.output[:48], [each.scores[at].values[0] for at in sorted(each.scores)][:48])
+        for name, each in requests.items()
+    }
+
+
+def transformers(target: MeasuredDevice) -> Result:
+    """Greedy tokens of the demo model against transformers on the same device, up to the first divergence.
+
+    transformers computes the runner's own tokens in one pass. Where it prefers another token, the gap is the difference
+    of the two tokens' log-probabilities: how undecided it is.
+    """
+    runner = target.runner(WorkerConfig(model=str(DEMO_MODEL), dtype=_name(target), **target.settings))
+    wanted = {str(number): (prompt, WANTED["greedy"]) for number, prompt in enumerate(PLAIN)}
+    where = target.make(target.dtype).device.where
+    rows = []
+    for name, (tokens, _) in _answers(runner, wanted).items():
+        prompt = wanted[name][0]
+        scores = _transformers_scores([*prompt, *tokens], target.dtype, where)[len(prompt) - 1 :]
+        best = scores.argmax(1).tolist()
+        same = next((i for i, (a, b) in enumerate(zip(tokens, best, strict=False)) if a != b), len(tokens))
+        gap = float(scores[same, best[same]] - scores[same, tokens[same]]) if same < len(tokens) else 0.0
+        rows.append({"request": name, "equal_tokens": same, "of": len(tokens), "logprob_gap": gap})
+    return {"dtype": _name(target), "rows": rows, "logprob_gap": max(row["logprob_gap"] for row in rows)}
+
+
+def _name(target: MeasuredDevice) -> str:
+    return str(target.dtype).removeprefix("torch.")
+
+
+def _transformers_scores(tokens: list[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    """Return float32[tokens, vocab] log-probabilities of the token after each one, on the host."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=dtype).to(where).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens], device=where)).logits[0]
+    return logits.float().log_softmax(1).cpu()
+
+
+def gap(target: MeasuredDevice) -> Result:
+    """Time between the forward passes of decode steps, at depth one and two, in each batch."""
+    rows = []
+    for name in target.shapes:
+        for batch in target.batches:
+            for params, kind in ((greedy, "greedy"), (_sampled, "sampled")):
+                rows += _gaps(target, name, batch, params, kind)
+    return {"rows": rows}
+
+
+def _sampled(slot: int) -> SamplingParams:
+    return SamplingParams(max_tokens=1 << 20, temperature=0.8, top_k=50, top_p=0.95, seed=slot)
+
+
+def _gaps(target: MeasuredDevice, name: str, batch: int, params: Params, kind: str) -> list[Result]:
+    context = target.prompt + 2 * (target.warm + target.steps) + 1
+    kernels = target.make(target.dtype)
+    budget = max(target.prompt * min(batch, 64), batch)
+    rows = []
+    with StageEngine(SHAPES[name], kernels, target.dtype, batch, context, budget) as engine:
+        engine.prefill(target.prompt, params)
+        for depth in (1, 2):
+            engine.decode(target.warm, depth)
+            times = step_times(engine.decode(target.steps, depth))
+            rows.append({"model": name, "batch": batch, "sampling": kind, "depth": depth, **times})
+    kernels.device.free()
+    rows[-1]["speedup"] = rows[0]["step"] / rows[1]["step"] if rows[1]["step"] else None
+    return rows
+
+
+def step_times(results: list[ModelRunnerOutput]) -> Result:
+    """Medians over decode steps, in seconds: the step, its forward pass, and the pauses around it.
+
+    Returns:
+        gap: from the end of a forward pass to the next, with the sampling between them
+        idle: from the end of sampling to the next forward pass
+    """
+    times = [result.times for result in results]
+    pairs = list(pairwise(times))
+    step = median(b.forward_began - a.forward_began for a, b in pairs)
+    between = median(b.forward_began - a.forward_ended for a, b in pairs)
+    idle = median(max(0.0, b.forward_began - a.sampled) for a, b in pairs)
+    return {
+        "step": step,
+        "forward": median(each.forward_ended - each.forward_began for each in times),
+        "gap": between,
+        "idle": idle,
+        "gap_share": between / step if step else None,
+        "idle_share": idle / step if step else None,
+    }
+
+
+def floor(target: MeasuredDevice) -> Result:
+    """Decode of one request against the time that reading weights and KV cache takes at the measured bandwidth."""
+    bandwidth, rows = machine(target)["bytes_per_second"], []
+    for name in target.shapes:
+        shape = SHAPES[name]
+        context = target.prompt + target.warm + target.steps + 1
+        with StageEngine(shape, target.make(target.dtype), target.dtype, 1, context, target.prompt) as engine:
+            engine.prefill(target.prompt)
+            engine.decode(target.warm, 2)
+            times = step_times(engine.decode(target.steps, 2))
+        item = target.dtype.itemsize
+        read = (product_parameters(shape) + head_parameters(shape)) * item
+        read += kv_bytes_per_token(shape, item) * (target.prompt + target.warm + target.steps // 2)
+        least = read / bandwidth
+        rows.append({"model": name, "bytes": read, "least": least, **times, "share": least / times["step"]})
+    return {"bytes_per_second": bandwidth, "rows": rows}
+
+
+def prefill(target: MeasuredDevice) -> Result:
+    """One prompt in one step, against the measured rate of a matrix product."""
+    rate, rows, length = machine(target)["operations_per_second"], [], target.prefill
+    for name in target.shapes:
+        shape = SHAPES[name]
+        with StageEngine(shape, target.make(target.dtype), target.dtype, 4, length + 8, length) as engine:
+            results = engine.prefill(length)[1:]  # the first one compiles
+        seconds = min(each.times.forward_ended - each.times.forward_began for each in results)
+        attended = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length**2  # causal: half of 4
+        operations = 2 * product_parameters(shape) * length + attended + 2 * head_parameters(shape)
+        share = operations / seconds / rate
+        rows.append(
+            {"model": name, "tokens": length, "seconds": seconds, "operations": operations, "share": share}
+        )
+    return {"operations_per_second": rate, "rows": rows}
+
+
+def syncs(target: MeasuredDevice) -> Result:
+    """Number of times that the thread which computes waits for the device, in decode steps."""
+    rows = []
+    for params, kind in (
+        (greedy, "greedy"),
+        (_sampled, "sampled"),
+        (_penalised, "penalised, log-probabilities"),
+    ):
+        context = target.prompt + target.warm + 40
+        kernels = target.make(target.dtype)
+        engine = StageEngine(SHAPES[target.shapes[0]], kernels, target.dtype, 2, context, 2 * target.prompt)
+        with engine:
+            engine.prefill(target.prompt, params)
+            engine.decode(target.warm, 2)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                _watch_syncs(kernels.device.where, True)
+                engine.decode(32, 2)
+                _watch_syncs(kernels.device.where, False)
+        found = sorted(
+            {str(each.message)[:200] for each in caught if "synchroniz" in str(each.message).lower()}
+        )
+        rows.append({"sampling": kind, "steps": 32, "synchronisations": len(found), "messages": found})
+    return {"rows": rows}
+
+
+def _watch_syncs(where: torch.device, watched: bool) -> None:
+    if where.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn" if watched else "default")
+
+
+def _penalised(slot: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1 << 20,
+        temperature=0.8,
+        seed=slot,
+        frequency_penalty=0.3,
+        logit_bias=((5, 1.0),),
+        logprobs=2,
+    )
+
+
+PARTS: dict[str, Callable[[MeasuredDevice], Result]] = {
+    "machine": machine,
+    "device": device,
+    "kernels": kernels,
+    "runner": runner,
+    "tokens": tokens,
+    "transformers": transformers,
+    "gap": gap,
+    "floor": floor,
+    "prefill": prefill,
+    "syncs": syncs,
+    "served": served,
+}
+"""In the order in which they are run."""
+IN_CI = ("machine", "tokens", "transformers", "gap", "floor", "prefill", "syncs")
+"""Parts that run on the simulated device too."""
+SECONDS = 450
+"""Limit of a part."""

@@ -1,0 +1,104 @@
+"""Depth two beside depth one, as clients of `runahead serve` see it: throughput, time to first token, inter-token
+latency, time per output token and end-to-end latency.
+
+The servers of both depths run at the same time and get the load in turns, so that both meet the same machine; a server
+without requests does not compute. m135 has the shape of SmolLM2-135M.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from tests.benchmarks.support.random_llama import SHAPES, random_llama
+from tests.benchmarks.support.report import report
+from tests.benchmarks.support.servers import end_on_sigterm, runahead, served, vllm_python
+
+DEPTHS = (1, 2)
+BACKENDS: dict[str, Callable[[], str]] = {"native": lambda: sys.executable, "vllm": vllm_python}
+"""Backend -> its Python interpreter."""
+COLUMNS = {
+    "tokens/s": "output_throughput",
+    "TTFT": "mean_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "ITL": "mean_itl_ms",
+    "ITL p99": "p99_itl_ms",
+    "TPOT": "mean_tpot_ms",
+    "E2E": "mean_e2el_ms",
+}
+"""Column -> metric of a load; milliseconds but for the first."""
+
+Loads = dict[int, list[dict[str, Any]]]
+"""Depth -> the metrics of each load."""
+
+
+def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
+    """Serve the load `args.repeats` times at each depth."""
+    loads: Loads = {depth: [] for depth in DEPTHS}
+    with ExitStack() as stack:
+        urls = {
+            depth: stack.enter_context(
+                runahead(
+                    random_llama(model),
+                    f"--backend={backend}",
+                    f"--batch-queue-depth={depth}",
+                    f"--threads={args.threads}",
+                    f"--dtype={args.dtype}",
+                    "--max-model-len=1024",
+                    "--kv-cache-memory-bytes=1G",
+                    python=BACKENDS[backend](),
+                )
+            )
+            for depth in DEPTHS
+        }
+        for number in range(args.repeats):
+            for depth in DEPTHS if number % 2 == 0 else reversed(DEPTHS):
+                loads[depth].append(
+                    served(urls[depth], args.concurrency, args.input_len, args.output_len, args.waves)
+                )
+    return loads
+
+
+def medians(loads: Loads, depth: int) -> dict[str, float]:
+    return {name: statistics.median(load[key] for load in loads[depth]) for name, key in COLUMNS.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["m4", "m155", "m135"], choices=SHAPES)
+    parser.add_argument("--backends", nargs="+", default=["native"], choices=BACKENDS)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    for name, default in (
+        ("threads", 1), ("concurrency", 16), ("input-len", 128), ("output-len", 128), ("waves", 2), ("repeats", 3),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    end_on_sigterm()
+    cases = {
+        f"{model}, {backend}": measure(model, backend, args)
+        for model in args.models
+        for backend in args.backends
+    }
+    report(
+        "served_depths",
+        title=f"{args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians of {args.repeats}; ms",
+        rows=[
+            {"model, backend": case, "depth": depth, **medians(loads, depth)}
+            for case, loads in cases.items()
+            for depth in DEPTHS
+        ],
+        figures={
+            f"{case}: depth 2 over depth 1": {
+                name: medians(loads, 2)[name] / medians(loads, 1)[name] for name in COLUMNS
+            }
+            for case, loads in cases.items()
+        },
+        settings={"columns": COLUMNS, **vars(args)},
+        repeats=cases,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The measurements on a GPU run on a tiny SIMULATED device, so that their code does not rot."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from services.worker.backends.native.model.config import ModelConfig
+from services.worker.weights import open_checkpoint
+from tests.benchmarks.gpu.__main__ import main
+from tests.benchmarks.gpu.parts import IN_CI, PARTS
+from tests.benchmarks.gpu.served import write_checkpoint
+from tests.benchmarks.gpu.shapes import SHAPES, TINY, head_parameters, product_parameters
+from tests.benchmarks.gpu.target import tiny
+
+TESTS = ["device", "kernels", "runner"]
+"""Parts that run tests of tests/gpu."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("gpu")
+    assert main(["--tiny", "--out", str(directory)]) == 0
+    return {file.stem: json.loads(file.read_text()) for file in directory.iterdir()}
+
+
+def test_every_part_writes_a_file_that_says_what_it_measured_on(results: dict[str, Any]) -> None:
+    assert list(PARTS) == [*IN_CI[:1], *TESTS, *IN_CI[1:], "served"]
+    assert sorted(results) == sorted(IN_CI)
+    assert {result["device"] for result in results.values()} == {"SIMULATED"}
+
+
+def test_a_part_whose_tests_fail_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARTS, "kernels", lambda _: {"passed": False, "output": "1 failed"})
+    assert main(["kernels", "--tiny", "--out", str(tmp_path)]) == 1
+    assert json.loads((tmp_path / "kernels.json").read_text())["output"] == "1 failed"
+
+
+def test_tokens_of_the_device_equal_those_of_the_processor(results: dict[str, Any]) -> None:
+    assert results["tokens"]["equal"]
+    assert results["tokens"]["logprob_gap"] < 1e-4
+    assert [row["of"] for row in results["tokens"]["rows"]] == [48] * 4
+
+
+def test_the_first_divergence_from_transformers_is_stated(results: dict[str, Any]) -> None:
+    """In float32 there is none."""
+    rows = results["transformers"]["rows"]
+    assert [(row["equal_tokens"], row["of"], row["logprob_gap"]) for row in rows] == [(48, 48, 0.0)] * 4
+    assert results["transformers"]["dtype"] == "float32"
+
+
+def test_gaps_are_stated_for_each_batch_and_depth(results: dict[str, Any]) -> None:
+    rows = results["gap"]["rows"]
+    assert {(row["batch"], row["depth"], row["sampling"]) for row in rows} == {
+        (batch, depth, kind) for batch in (1, 3) for depth in (1, 2) for kind in ("greedy", "sampled")
+    }
+    assert all(row["step"] > 0 and row["forward"] > 0 and row["gap"] >= row["idle"] >= 0 for row in rows)
+
+
+def test_floor_and_prefill_state_a_share(results: dict[str, Any]) -> None:
+    for part in ("floor", "prefill"):
+        (row,) = results[part]["rows"]
+        assert math.isfinite(row["share"])
+    assert all(row["synchronisations"] == 0 for row in results["syncs"]["rows"])
+
+
+@pytest.mark.parametrize("part", TESTS)
+def test_the_tests_for_a_gpu_are_collected_by_a_pytest_without_plugins(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Here each is skipped with its reason."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    result = PARTS[part](tiny())
+    assert result["passed"], result["output"]
+    assert "torch" in result["output"]
+    assert re.search(r"\b\d{1,3} skipped", result["output"])
+
+
+def test_shapes_have_the_parameters_of_their_names() -> None:
+    for name, billions in (("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03)):
+        shape = SHAPES[name]
+        total = product_parameters(shape) + head_parameters(shape) * (1 if shape.tied else 2)
+        assert total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_random_checkpoint_can_be_served(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, SHAPES[TINY], torch.bfloat16)
+    config = ModelConfig.from_checkpoint(tmp_path)
+    assert (config.num_layers, config.vocab_size) == (2, 64)
+    embedding = open_checkpoint(tmp_path).take("model.embed_tokens.weight", (64, 32), torch.float32)
+    assert 0 < embedding.abs().max() < 1
+
+
+def test_packages_that_travel_have_the_versions_of_the_project() -> None:
+    def pinned(file: str) -> set[str]:
+        lines = Path(file).read_text().splitlines()
+        return {line for line in lines if line and not line.startswith("#")}
+
+    packages = pinned("tests/benchmarks/gpu/packages.txt")
+    assert packages <= pinned("deploy/constraints.txt")
+    assert len(packages) > 5
+
+
+def test_every_package_of_the_measurement_travels_or_is_on_a_gpu_machine() -> None:
+    """A GPU machine has torch, transformers and pytest with what they require, and no network."""
+    present = _required({"torch", "triton", "transformers", "numpy", "safetensors", "pytest"})
+    lines = Path("tests/benchmarks/gpu/packages.txt").read_text().splitlines()
+    travel = {canonicalize_name(line.partition("==")[0]) for line in lines if not line.startswith("#")}
+    modules = (
+        "tests.benchmarks.gpu.__main__", "tests.benchmarks.support.random_llama", "services.cli.serve",
+        "services.cli.bench.load", "services.frontend.service", "services.scheduler.service",
+        "services.worker.service",
+    )  # fmt: skip
+    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    owners = metadata.packages_distributions()
+    used = {canonicalize_name(owner) for name in result.stdout.split() for owner in owners.get(name, ())}
+    assert used - present - travel <= {"runahead-engine", "setuptools"}
+
+
+def _required(names: set[str]) -> set[str]:
+    """Return installed distributions and all that they require."""
+    found: set[str] = set()
+    waiting = {canonicalize_name(name) for name in names}
+    while waiting:
+        found.add(name := waiting.pop())
+        with suppress(metadata.PackageNotFoundError):
+            wanted = [Requirement(text) for text in metadata.requires(name) or ()]
+            here = (each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""}))
+            waiting |= {canonicalize_name(each.name) for each in here} - found
+    return found
+
+
+def test_the_measurement_imports_no_numba() -> None:
+    """The version of NumPy on a GPU machine may be one that numba refuses."""
+    code = (
+        "import sys; sys.modules['numba'] = None; import tests.benchmarks.gpu.__main__; "
+        "import tests.integration.native.driver, services.worker.backends.native.device.cuda"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,83 @@
+"""Changes of the prefix cache as events: a listener always knows which blocks can be found, and their tokens."""
+
+from hashlib import sha256
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.engine import EngineCore
+from services.scheduler.core.observer import (
+    AllRequestsFailed,
+    BlocksCached,
+    BlocksEvicted,
+    EpochEnded,
+    Event,
+    PrefixCacheReset,
+    ResultApplied,
+    StepDispatched,
+)
+from services.scheduler.recording.conversion import Converter
+from tests.simulation.driver import play
+from tests.simulation.workload import draw
+
+
+class CacheListener:
+    """The cached blocks as the events tell them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self.tokens_of: dict[bytes, bytes] = {}
+        self.num_cached = self.num_evicted = 0
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case BlocksCached(hashes=hashes, parent=parent, salt=salt, block_size=size):
+                assert parent is None or parent in self.tokens_of
+                before = sha256(salt.encode()).digest() if parent is None else parent
+                for at, block_hash in enumerate(hashes):
+                    tokens = event.token_ids[at * size : (at + 1) * size].tobytes()
+                    assert sha256(before + tokens).digest() == block_hash
+                    assert block_hash not in self.tokens_of
+                    self.tokens_of[block_hash] = tokens
+                    before = block_hash
+                self.num_cached += len(hashes)
+            case BlocksEvicted(hashes=hashes):
+                for block_hash in hashes:
+                    del self.tokens_of[block_hash]
+                self.num_evicted += len(hashes)
+            case PrefixCacheReset() | EpochEnded() | AllRequestsFailed():
+                self.tokens_of.clear()
+            case StepDispatched() | ResultApplied():
+                assert set(self.tokens_of) == set(self._core.epoch.kv.pool.by_hash)
+
+
+class ListenedCore(EngineCore):
+    """A core with such a listener."""
+
+    listeners: ClassVar[list[CacheListener]]
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.listener = CacheListener(self)
+        self.listeners.append(self.listener)
+        self.observers.add(self.listener)
+        self.observers.blocks = True
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_events_tell_which_blocks_can_be_found(depth: int) -> None:
+    class Core(ListenedCore):
+        listeners: ClassVar[list[CacheListener]] = []
+
+    for seed in range(20):
+        if depth in draw(seed).depths:
+            play(seed, depth, engine=Core)
+    assert sum(listener.num_cached for listener in Core.listeners) > 100
+    assert sum(listener.num_evicted for listener in Core.listeners) > 10
+
+
+def test_events_of_blocks_are_not_recorded() -> None:
+    for converter in (Converter(keeps_tokens=True), Converter(keeps_tokens=False)):
+        assert converter.record(BlocksEvicted((b"hash",))) is None
+        assert converter.record(BlocksCached((b"hash",), None, np.zeros(4, np.int32), 4, "")) is None

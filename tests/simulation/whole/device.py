@@ -1,0 +1,270 @@
+"""The simulated device of a rank, behind the production worker: a `ModelRunner` with the oracle in place of a model.
+
+Loading, steps and operations that need all ranks take virtual time. A rank may hang in any of them.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import encode, pack
+from protocol.membership import Assignment, InitializeCache, Loaded, Shard
+from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
+from services.scheduler.core.limits import Limits
+from services.worker.runner import Identity, Output, Progress, RanksLost
+from tests.simulation.drafts import Speculating
+from tests.simulation.oracle import HIDDEN_SIZE
+from tests.simulation.whole.hub import Hub, SimulatedProcess, Waiters
+from tests.simulation.whole.stage import (
+    JOIN_TIMEOUT,
+    CanaryOutput,
+    ComputeStage,
+    Outcomes,
+    RankOracle,
+    StageOutput,
+)
+
+VOCAB = 64
+MAX_MODEL_LEN = 96
+LOAD_PARTS = 4
+"""Progress reports while weights are read."""
+
+Foresight = Callable[[list[int], int], list[int]]
+"""(prompt, seed) -> prompt and answer of the request."""
+
+
+@dataclass
+class Meeting:
+    """An operation that all ranks of an epoch must reach."""
+
+    present: set[int] = field(default_factory=set)
+    waiters: Waiters = field(default_factory=Waiters)
+    broken: bool = False
+
+
+class Collectives:
+    """torch.distributed: meetings by (epoch, operation, step), and the messages of the rank that samples."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._meetings: dict[tuple[int, str, int], Meeting] = {}
+        self._outcomes: dict[int, Outcomes] = {}
+
+    def outcomes(self, epoch: int) -> Outcomes:
+        self._outcomes = {number: kept for number, kept in self._outcomes.items() if number >= epoch}
+        return self._outcomes.setdefault(epoch, Outcomes())
+
+    def meet(self, key: tuple[int, str, int], rank: int) -> Meeting:
+        if key not in self._meetings:
+            old = [other for other in self._meetings if other[0] < key[0]]
+            for other in old:
+                del self._meetings[other]
+        meeting = self._meetings.setdefault(key, Meeting())
+        meeting.present.add(rank)
+        meeting.waiters.wake()
+        return meeting
+
+    def leave(self, epoch: int) -> None:
+        """A rank of an epoch is gone. Those that wait for it may notice."""
+        if self._hub.rng.random() < 0.7:
+            self._hub.after(self._hub.rng.uniform(0.01, 1.0), partial(self._break, epoch))
+
+    def _break(self, epoch: int) -> None:
+        for (number, _, _), meeting in self._meetings.items():
+            if number == epoch:
+                meeting.broken = True
+                meeting.waiters.wake()
+        if epoch in self._outcomes:
+            self._outcomes[epoch].broken = True
+            self._outcomes[epoch].arrived.wake()
+
+
+@dataclass(frozen=True)
+class DeviceTraits:
+    num_blocks: int = 48
+    load_seconds: float = 0.5
+    step_seconds: float = 0.05
+    leaves_rows_out: bool = False
+
+
+class SimulatedDevice:
+    """A `ModelRunner`."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        process: SimulatedProcess,
+        collectives: Collectives,
+        traits: DeviceTraits,
+        foresight: Foresight,
+        happened: Counter[str],
+    ) -> None:
+        self._hub, self._process, self._collectives = hub, process, collectives
+        self._traits, self._foresight, self._happened = traits, foresight, happened
+        self.num_loads = 0
+        """Number of times that weights were read."""
+        self.hangs = False
+        """True: the next operation never ends."""
+        self.lacks_memory = False
+        """True: the next step runs out of memory."""
+        self.last_epoch = 0
+        """The latest epoch of which anything was executed."""
+        self.num_steps = 0
+        self._shard: Shard | None = None
+        self._assignment: Assignment | None = None
+        self._stage: ComputeStage | None = None
+        """In an epoch."""
+        self._launched: tuple[int, float, float] = (0, 0.0, 0.0)
+        """The step executed last: its id, time of its launch, seconds of its forward pass."""
+        self._in_canary = False
+        self._aborted = False
+        self._on_abort = Waiters()
+        process.on_end.append(self._leave_meetings)
+
+    def _leave_meetings(self) -> None:
+        if self._assignment is not None:
+            self._collectives.leave(self._assignment.epoch)
+
+    # -- ModelRunner ---------------------------------------------------------------------------------------------
+
+    def identify(self) -> Identity:
+        return Identity("hash", "float32", (1, 2, 4), 4, leaves_rows_out=self._traits.leaves_rows_out)
+
+    def load(
+        self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
+    ) -> Loaded:
+        self._notice(assignment.epoch)
+        self._aborted, self._assignment, self._stage = False, assignment, None
+        if self._shard != assignment.shard:
+            self._shard = None
+            self.num_loads += 1
+            for part in range(LOAD_PARTS):
+                self._compute(self._traits.load_seconds / LOAD_PARTS)
+                progress("weights", (part + 1) / LOAD_PARTS)
+            self._shard = assignment.shard
+        self._together("join", 0)
+        blocks = self._traits.num_blocks
+        return Loaded(
+            "hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads
+        )
+
+    def init_kv_cache(self, init: InitializeCache) -> None:
+        a = self._assignment
+        assert a is not None
+        limits = Limits(
+            a.num_slots // 2,
+            a.max_num_batched_tokens,
+            init.max_model_len,
+            init.num_blocks,
+            a.block_size,
+            stages=a.pipeline_parallel_size,
+            leaves_rows_out=self._traits.leaves_rows_out,
+        )
+        drafts = a.speculation
+        lengths = () if drafts is None else tuple(range(1, drafts.num_speculative_tokens + 1))
+        speculating = None if drafts is None else Speculating("by request", lengths)
+        outcomes = self._collectives.outcomes(a.epoch)
+        decides = a.rank == a.output_rank or not limits.leaves_rows_out
+        oracle = RankOracle(outcomes, decides, limits, VOCAB, a.epoch, speculating, self._future)
+        self._stage = ComputeStage(self._hub, oracle, outcomes, self._happened)
+
+    def _future(self, slot: int) -> list[int]:
+        assert self._stage is not None
+        s = self._stage.oracle.slots[slot]
+        return self._foresight(s.tokens[: s.num_prompt], s.params.seed)
+
+    def execute_model(self, step: SchedulerOutput) -> None:
+        if step.step_id == 0:
+            self._in_canary = True
+            self._together("canary", 0)
+            return
+        self._notice(step.epoch)
+        self._hang_perhaps()
+        if self.lacks_memory:
+            self.lacks_memory = False
+            raise MemoryError
+        self._together("step", step.step_id)
+        self._launched = step.step_id, self._hub.now, self._seconds(self._traits.step_seconds)
+        self.num_steps += 1
+        assert self._stage is not None
+        self._stage.receive(encode(step))
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Output:
+        if self._in_canary:
+            return CanaryOutput()
+        if grammar is not None:
+            self.add_masks(grammar)
+        a = self._assignment
+        assert a is not None
+        assert self._stage is not None
+        return StageOutput(self._stage, *self._launched, is_output=a.rank == a.output_rank)
+
+    def add_masks(self, grammar: GrammarOutput) -> None:
+        assert self._stage is not None
+        self._stage.receive(encode(grammar))
+
+    def release(self, slots: NDArray[np.int32]) -> None:
+        if self._in_canary:
+            self._in_canary = False
+        else:
+            assert self._assignment is not None
+            assert self._stage is not None
+            self._stage.receive(encode(ReleaseSlots(self._assignment.epoch, pack(slots.tolist()))))
+
+    def leave(self) -> None:
+        self._leave_meetings()
+        if self._stage is not None:
+            self._stage.end()
+        self._stage, self._in_canary = None, False
+
+    def abort(self) -> None:
+        self._aborted = True
+        self._on_abort.wake()
+        if self._stage is not None:
+            self._stage.end()
+
+    def shutdown(self) -> None:
+        self._leave_meetings()
+
+    # -- virtual time --------------------------------------------------------------------------------------------
+
+    def _seconds(self, mean: float) -> float:
+        return mean * (0.5 + self._hub.rng.random())
+
+    def _compute(self, mean: float) -> None:
+        self._hang_perhaps()
+        seconds = self._seconds(mean)
+        self._hub.sleep(seconds)
+        self._process.work += seconds
+
+    def _hang_perhaps(self) -> None:
+        while self.hangs:
+            self._hub.wait((), None)
+
+    def _together(self, operation: str, step: int) -> None:
+        """Wait for the other ranks. Raises: RanksLost"""
+        self._hang_perhaps()
+        a = self._assignment
+        assert a is not None
+        if a.world_size == 1:
+            return
+        meeting = self._collectives.meet((a.epoch, operation, step), a.rank)
+        until = self._hub.now + JOIN_TIMEOUT
+        while len(meeting.present) < a.world_size:
+            if self._aborted or meeting.broken or self._hub.now >= until:
+                raise RanksLost("aborted" if self._aborted else "another rank does not answer")
+            self._hub.wait((meeting.waiters, self._on_abort), until - self._hub.now)
+        self._hang_perhaps()
+
+    # -- what is checked -----------------------------------------------------------------------------------------
+
+    def _notice(self, epoch: int) -> None:
+        """Older incarnations have no effect."""
+        if epoch < self.last_epoch:
+            self._hub.failures.append(AssertionError(f"epoch {epoch} is executed after {self.last_epoch}"))
+        self.last_epoch = epoch

@@ -1,0 +1,439 @@
+"""A whole engine under one virtual clock: production code from the frontend's client to the worker's session.
+
+Simulated are the network, the clock and threads, the devices of the workers, the HTTP clients, and the supervisor that
+starts processes again. Everything else is production code: `EngineClient` with its ledger and streams, the scheduler's
+`Service` with `EngineCore` and `WorkerGroup`, both connections of the worker with `Worker`, `Session` and
+`ResultSender`, `protocol.transport` and the codec. They reach the simulation through the interfaces of the libraries
+that they use: `time`, `threading`, `queue`, `zmq`, an event loop of asyncio, `ModelRunner`.
+"""
+
+import gc
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+import pytest
+import zmq
+
+from protocol.epochs import incarnation_of
+from protocol.requests import EnginePhase
+from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
+from services.config import SchedulerConfig, WorkerConfig
+from services.scheduler.grammar import Grammar, Masks
+from services.scheduler.service import Service
+from services.worker import result_sender
+from services.worker import service as worker_service
+from services.worker.service import Worker, run_worker
+from tests.simulation.grammar import Automaton, Compilation, LateMasks, structured
+from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
+from tests.simulation.whole.device import VOCAB, Collectives, DeviceTraits, SimulatedDevice
+from tests.simulation.whole.hub import Hub, Primitives, SimulatedProcess
+from tests.simulation.whole.network import SimulatedNetwork, Wakeup
+
+CLIENTS, WORKERS = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
+SILENCE = 4.0
+"""Seconds without a message after which the others look for another scheduler."""
+PATIENCE = 60.0
+REQUEST_TIMEOUT = 40.0
+EOS = 1
+LOGS = "runahead"
+
+
+class SimulatedCompiler:
+    """The scheduler's grammar compiler, with automata in place of grammars. Each takes some virtual time."""
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self._network, self._wakeup = network, Wakeup(network)
+        self._compilation = Compilation(VOCAB)
+        self._ready: deque[tuple[int, Automaton | str]] = deque()
+
+    def submit(self, ticket: int, params: StructuredOutputParams, eos_token_ids: tuple[int, ...]) -> None:
+        self._compilation.submit(ticket, params, eos_token_ids)
+        self._network.hub.after(self._network.rng.choice((0.001, 0.05, 0.5)), partial(self._finish, ticket))
+
+    def _finish(self, ticket: int) -> None:
+        self._ready.append((ticket, self._compilation.finish(ticket)))
+        self._wakeup.put()
+
+    def cancel(self, ticket: int) -> None:
+        """The result arrives all the same."""
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def take(self) -> list[tuple[int, Automaton | str]]:
+        self._wakeup.inbox.clear()
+        ready, self._ready = list(self._ready), deque()
+        return ready
+
+    def set_vocab_size(self, size: int) -> None:
+        assert size == VOCAB
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedMaskThread:
+    """The scheduler's thread for masks. Some are made within a step, some take several."""
+
+    late = True
+
+    def __init__(self, network: SimulatedNetwork) -> None:
+        self._network, self._wakeup = network, Wakeup(network)
+        self._masks = LateMasks()
+        self._made: deque[tuple[int, Masks]] = deque()
+        self._submitted = 0.0
+
+    def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
+        self._masks.submit(ticket, grammar, draft_ids, num_words)
+        self._submitted = self._network.hub.now
+        seconds = self._network.rng.choice((0.0, 0.0002, 0.01, 0.1, 0.6))
+        self._network.hub.after(seconds, partial(self._finish, ticket))
+        return None
+
+    def _finish(self, ticket: int) -> None:
+        self._made.append((ticket, self._masks.finish(ticket)))
+        self._wakeup.put()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def wait(self, seconds: float) -> None:
+        hub = self._network.hub
+        while self._masks.waiting and (left := self._submitted + seconds - hub.now) > 0:
+            hub.wait((self._wakeup.waiters,), left)
+
+    def take(self) -> list[tuple[int, Masks]]:
+        self._wakeup.inbox.clear()
+        made, self._made = list(self._made), deque()
+        return made
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class WorkerProcess:
+    process: SimulatedProcess
+    device: SimulatedDevice
+
+
+@dataclass
+class Layout:
+    """Sizes and settings of one system."""
+
+    num_frontends: int = 2
+    tensor_parallel: int = 1
+    num_spares: int = 0
+    depth: int = 2
+    drafts: bool = False
+    late_masks: bool = True
+    """Masks are made beside the scheduler's loop."""
+    leaves_rows_out: bool = True
+    """Workers sample a step without the rows whose masks are late."""
+    num_blocks: int = 48
+    step_seconds: float = 0.05
+    load_seconds: float = 0.5
+    latencies: tuple[float, ...] = (0.0002, 0.0005, 0.002)
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel + self.num_spares
+
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            worker_endpoint=WORKERS,
+            client_endpoint=CLIENTS,
+            block_size=4,
+            max_num_seqs=6,
+            max_num_batched_tokens=24,
+            tensor_parallel_size=self.tensor_parallel,
+            batch_queue_depth=self.depth,
+            heartbeat_timeout_seconds=3.0,
+            step_timeout_seconds=8.0,
+            load_timeout_seconds=10.0,
+            scheduler_timeout_seconds=SILENCE,
+            recovery_timeout_seconds=PATIENCE,
+            speculative_config=(
+                {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if self.drafts else None
+            ),
+        )
+
+
+class System:
+    def __init__(self, seed: int, layout: Layout, trace: Callable[[str], None] | None = None) -> None:
+        self.hub = Hub(seed, trace)
+        self.rng: Random = self.hub.rng
+        self.layout, self.config = layout, layout.config()
+        self.network = SimulatedNetwork(self.hub, layout.latencies)
+        self.collectives = Collectives(self.hub)
+        self.happened: Counter[str] = self.network.happened
+        self.frontends: list[SimulatedFrontend] = []
+        self.workers: list[WorkerProcess] = []
+        self.schedulers: list[SimulatedProcess] = []
+        """Schedulers that have not ended, stopped ones included."""
+        self.scheduler: SimulatedProcess | None = None
+        """The latest one."""
+        self.service: Service | None = None
+        self.requests: list[ClientRequest] = []
+        self.starting = 0
+        """Processes that the supervisor will start."""
+        self.expected_statuses: set[int] = {0, 8}
+        """With which a process may end by itself."""
+        self._incarnation = 1_000_000
+        self._names = Counter[str]()
+        self._sequences: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def _name(self, kind: str) -> str:
+        self._names[kind] += 1
+        return f"{kind}{self._names[kind]}"
+
+    def start(self) -> None:
+        self._soon(1.0, self.start_scheduler)
+        for _ in range(self.layout.num_frontends):
+            self._soon(1.0, self.start_frontend)
+        for _ in range(self.layout.num_workers):
+            self._soon(1.0, self.start_worker)
+
+    def _soon(self, seconds: float, start: Callable[[], None]) -> None:
+        self.starting += 1
+
+        def do() -> None:
+            self.starting -= 1
+            start()
+
+        self.hub.after(self.rng.uniform(0.0, seconds), do)
+
+    def _supervise(self, process: SimulatedProcess, again: Callable[[], None]) -> None:
+        """Start another process after one has ended."""
+
+        def ended() -> None:
+            if process.status not in (self.expected_statuses | {-9}):
+                self.hub.failures.append(
+                    AssertionError(f"{process.name} has ended with status {process.status}")
+                )
+            self.happened[f"{process.name.rstrip('0123456789')} status {process.status}"] += 1
+            self._soon(2.0, again)
+
+        process.on_end.append(ended)
+
+    def start_scheduler(self) -> None:
+        self._incarnation += self.rng.randint(1, 5000)
+        process = self.scheduler = SimulatedProcess(self.hub, self._name("scheduler"))
+        self.schedulers.append(process)
+        process.on_end.append(lambda: self.schedulers.remove(process))
+        self.service = None
+        incarnation = self._incarnation
+
+        def main() -> None:
+            compiler, wakeup = SimulatedCompiler(self.network), Wakeup(self.network)
+            masks = SimulatedMaskThread(self.network) if self.layout.late_masks else None
+            service = Service(self.config, incarnation, compiler, mask_thread=masks)
+            if self.scheduler is process:
+                self.service = service
+            process.end(service.run(wakeup))
+
+        self._supervise(process, self._start_scheduler_again)
+        process.start(main)
+
+    def _start_scheduler_again(self) -> None:
+        if self.scheduler is None or not self.scheduler.alive:  # otherwise another one has taken its place
+            self.start_scheduler()
+
+    def start_worker(self) -> None:
+        process, layout = SimulatedProcess(self.hub, self._name("worker")), self.layout
+        traits = DeviceTraits(
+            layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out
+        )
+        device = SimulatedDevice(self.hub, process, self.collectives, traits, self._future, self.happened)
+        worker = WorkerProcess(process, device)
+        self.workers.append(worker)
+        config = WorkerConfig(
+            backend="sim",
+            scheduler_endpoint=WORKERS,
+            host_ip="127.0.0.1",
+            scheduler_timeout_seconds=SILENCE,
+            recovery_timeout_seconds=PATIENCE,
+        )
+        process.on_end.append(lambda: self.workers.remove(worker))
+        self._supervise(process, self.start_worker)
+        process.start(lambda: process.end(run_worker(Worker(config, device))))
+
+    def start_frontend(self) -> None:
+        frontend = SimulatedFrontend(
+            self.network, self._name("frontend"), CLIENTS, SILENCE, PATIENCE, REQUEST_TIMEOUT
+        )
+        self.frontends.append(frontend)
+        frontend.process.on_end.append(lambda: self.frontends.remove(frontend))
+        self._supervise(frontend.process, self.start_frontend)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def draw_request(self, at: float) -> ClientRequest:
+        rng = self.rng
+        prompt = [rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 3, 8, 13, 24)))]
+        if self.requests and rng.random() < 0.3:  # a shared prefix
+            prompt = self.requests[-1].prompt[:8] + prompt[:8]
+        kind = rng.choice(("plain", "plain", "sampled", "n", "grammar", "logprobs", "embedding"))
+        grammar = structured(rng.randrange(1000)) if kind == "grammar" else None
+        pooling = Pooling.MEAN if kind == "embedding" else Pooling.NONE
+        choices = []
+        most = 1 if kind == "embedding" else rng.choice((1, 4, 12, 30, 30))
+        for index in range(3 if kind == "n" else 1):
+            params = SamplingParams(
+                max_tokens=most,
+                temperature=1.0 if kind in ("sampled", "n") else 0.0,
+                seed=rng.randrange(1000) + 1000 * index,
+                eos_token_ids=(EOS,),
+                logprobs=2 if kind == "logprobs" else None,
+                prompt_logprobs=1 if kind == "logprobs" else None,
+            )
+            choice = make_choice(prompt, params, grammar, pooling)
+            self._sequences[tuple(prompt), params.seed] = prompt + choice.expected.tokens
+            choices.append(choice)
+        leaves = rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None
+        return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, leaves)
+
+    def _future(self, prompt: list[int], seed: int) -> list[int]:
+        return self._sequences[tuple(prompt), seed]
+
+    def send_later(self, request: ClientRequest) -> None:
+        self.requests.append(request)
+        self.hub.after(request.at - self.hub.now, partial(self._send, request))
+
+    def _send(self, request: ClientRequest) -> None:
+        if self.frontends:
+            self.rng.choice(self.frontends).accept(request)
+        else:
+            request.outcome = "broken"
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def answered(self) -> bool:
+        return all(request.outcome for request in self.requests)
+
+    @property
+    def serving(self) -> bool:
+        """Return whether all processes run, and every frontend can execute requests."""
+        return (
+            not self.starting
+            and self.service is not None
+            and len(self.frontends) == self.layout.num_frontends
+            and len(self.workers) == len(self.service.workers) == self.layout.num_workers
+            and self.service.group.status.num_workers == self.layout.num_workers
+            and all(frontend.engine.ready for frontend in self.frontends)
+        )
+
+    @property
+    def quiet(self) -> bool:
+        """Return whether the scheduler has nothing to do."""
+        engine = self.service.engine if self.service is not None else None
+        return self.serving and engine is not None and not engine.requests and not engine.queue
+
+    def check_leaks(self) -> None:
+        """Nothing is left of requests, steps and processes that have ended."""
+        service = self.service
+        assert service is not None
+        engine = service.engine
+        assert engine is not None
+        epoch, slots = engine.epoch, engine.epoch.slots
+        assert epoch.kv.num_free == epoch.limits.num_blocks, f"{epoch.kv.num_free} blocks are free"
+        assert len(slots.free) == epoch.limits.num_slots, "slots are held"
+        assert not len(epoch.running)
+        assert not engine.store.num_waiting
+        assert not epoch.fences
+        assert not engine.queue.unmasked, "a step waits for masks"
+        assert len(service.frontends) == len(self.frontends), f"{len(service.frontends)} frontends"
+        assert len(service.leases) == len(self.frontends), f"{len(service.leases)} leases"
+        assert len(service.workers) == len(self.workers), f"{len(service.workers)} workers"
+        for frontend in self.frontends:
+            assert not frontend.engine.num_open, "a frontend keeps a request"
+            assert not frontend.engine.ledger.has_unsent
+        assert incarnation_of(service.group.epoch) == service.incarnation
+        assert service.group.status.phase is EnginePhase.READY
+        running = [scheduler for scheduler in self.schedulers if not scheduler.stopped]
+        assert len(running) == 1, "a scheduler that was replaced goes on"
+
+    # -- the libraries -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def libraries(self) -> Iterator[None]:
+        """Replace clocks, threads and sockets while this system runs."""
+        hub, primitives = self.hub, Primitives(self.hub)
+        disabled = logging.root.manager.disable
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", hub.monotonic)
+            patch.setattr(time, "sleep", hub.sleep)
+            patch.setattr(os, "_exit", hub.exit_now)
+            patch.setattr(zmq.Context, "instance", self.network.context)
+            patch.setattr(zmq, "Poller", self.network.poller)
+            patch.setattr(result_sender, "threading", primitives)
+            patch.setattr(result_sender, "queue", primitives)
+            patch.setattr(
+                result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0
+            )
+            patch.setattr(worker_service, "listen", lambda host: SimulatedListener(self.network.next_id()))
+            patch.setattr(logging, "shutdown", lambda: None)
+            patch.setattr(gc, "collect", lambda *_: 0)
+            patch.setattr(gc, "freeze", lambda: None)
+            handler = _EventLog(hub)
+            root = logging.getLogger(LOGS)
+            if hub.tracing:
+                root.addHandler(handler)
+            else:
+                logging.disable(logging.CRITICAL)
+            try:
+                yield
+            finally:
+                self.close()
+                root.removeHandler(handler)
+                logging.disable(disabled)
+
+    def close(self) -> None:
+        """End all processes."""
+        self.expected_statuses.add(-15)
+        for frontend in list(self.frontends):
+            frontend.process.end(-15)
+        for worker in list(self.workers):
+            worker.process.end(-15)
+        for scheduler in list(self.schedulers):
+            scheduler.end(-15)
+        self.hub.failures.clear()
+        self.hub.run(0.0)
+
+
+class SimulatedListener:
+    """The rendezvous of a worker."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", self._port
+
+    def close(self) -> None:
+        pass
+
+
+class _EventLog(logging.Handler):
+    """Adds the log lines of services to the event log."""
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__()
+        self._hub = hub
+
+    def emit(self, record: logging.LogRecord) -> None:
+        process = self._hub.process
+        self._hub.log(process.name if process else "-", record.levelname.lower(), record.getMessage())

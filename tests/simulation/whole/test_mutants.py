@@ -1,0 +1,119 @@
+"""Faults that are put into production code on purpose: the simulation of the whole must notice each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.frontend.engine.client import EngineClient
+from services.frontend.engine.ledger import LedgerEntry, RequestLedger
+from services.scheduler.core.lifecycle import Lifecycle
+from services.scheduler.io.frontends import FrontendConnections
+from services.scheduler.leadership import Leadership
+from services.worker.session import Session
+from tests.simulation.whole.device import SimulatedDevice
+from tests.simulation.whole.faults import play
+
+SEEDS = 60
+Patch = pytest.MonkeyPatch
+
+
+def requests_are_not_submitted_again(patch: Patch) -> None:
+    patch.setattr(RequestLedger, "disconnected", lambda self: None)
+
+
+def a_token_with_any_index_is_stored(patch: Patch) -> None:
+    def deliver(self: RequestLedger, numbers: Any, tokens: Any) -> None:
+        for number, token in zip(numbers, tokens, strict=True):
+            if (stream := self.streams.get(number)) is not None:
+                stream.output.append(token[1])
+                stream.tokens.append(token)
+                stream.response.mark_due(stream)
+
+    patch.setattr(RequestLedger, "deliver", deliver)
+
+
+def the_last_delivered_token_is_not_submitted(patch: Patch) -> None:
+    submission = LedgerEntry.submission
+
+    def broken(self: LedgerEntry, incarnation: int, now: float) -> Any:
+        output = self.stream.output
+        self.stream.output = [*output[:-1], (output[-1] + 1) % 60 + 2] if output else output
+        try:
+            return submission(self, incarnation, now)
+        finally:
+            self.stream.output = output
+
+    patch.setattr(LedgerEntry, "submission", broken)
+
+
+def a_scheduler_that_died_is_blamed_on_everyone(patch: Patch) -> None:
+    def count_death(self: LedgerEntry, incarnation: int) -> None:
+        if self.holder not in (0, incarnation):
+            self.attempts, self.holder = self.attempts + 3, 0
+
+    patch.setattr(LedgerEntry, "count_death", count_death)
+
+
+def a_stopped_scheduler_goes_on(patch: Patch) -> None:
+    patch.setattr(Leadership, "lost", lambda self, now, replaced: None)
+
+
+def silence_of_the_scheduler_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(EngineClient, "_drop_connection", lambda self, why: None)
+
+
+def lost_frontends_are_kept(patch: Patch) -> None:
+    patch.setattr(FrontendConnections, "take_gone", lambda self: [])
+
+
+def old_plans_are_executed(patch: Patch) -> None:
+    """A worker goes on with its epoch after the scheduler was lost."""
+    patch.setattr(Session, "reconnected", lambda self: None)
+
+
+def weights_are_read_for_every_scheduler(patch: Patch) -> None:
+    leave = SimulatedDevice.leave
+
+    def broken(self: SimulatedDevice) -> None:
+        leave(self)
+        self._shard = None
+
+    patch.setattr(SimulatedDevice, "leave", broken)
+
+
+def tokens_in_flight_count_after_a_loss(patch: Patch) -> None:
+    void = Lifecycle.void
+
+    def broken(self: Lifecycle) -> None:
+        for slot in self.epoch.running.tolist():
+            if self.epoch.slots.placeholders[slot]:
+                self.epoch.slots.tokens[slot] -= 1
+        void(self)
+
+    patch.setattr(Lifecycle, "void", broken)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    requests_are_not_submitted_again,
+    a_token_with_any_index_is_stored,
+    the_last_delivered_token_is_not_submitted,
+    a_scheduler_that_died_is_blamed_on_everyone,
+    a_stopped_scheduler_goes_on,
+    silence_of_the_scheduler_is_not_noticed,
+    lost_frontends_are_kept,
+    old_plans_are_executed,
+    weights_are_read_for_every_scheduler,
+    tokens_in_flight_count_after_a_loss,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutant_is_noticed(mutant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            play(seed)
+        except Exception:
+            return
+    pytest.fail(f"{SEEDS} seeds did not notice: {mutant.__name__}")

@@ -1,0 +1,60 @@
+"""The whole engine when processes die, stop and are cut off: no stream loses, repeats or changes a token.
+
+`play` checks each run: every answer equals that of a run without faults, nothing is left when it is quiet, weights are
+not read again, older incarnations have no effect, and requests are served after the faults. Orderly runs have even
+seeds, noisy ones (test_noisy.py) odd ones; both files together are 1,000 seeds.
+"""
+
+from collections import Counter
+
+import pytest
+
+from tests.simulation.whole.faults import play
+from tests.simulation.whole.seeds import run_seeds
+
+SEEDS, CHUNK = 1000, 100
+MUST_HAPPEN = [
+    "workers killed",
+    "schedulers killed",
+    "frontends killed",
+    "workers stopped",
+    "schedulers stopped",
+    "frontends stopped",
+    "schedulers replaced",
+    "workers cut off",
+    "frontends cut off",
+    "scheduler status 8",
+    "steps sampled without rows",
+    "requests done",
+    "requests left",
+    "requests broken",
+]
+
+
+@pytest.fixture(scope="module")
+def happened() -> Counter[str]:
+    """Events of all seeds together."""
+    return Counter()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_any_faults_leave_each_answer_as_it_was(first: int, happened: Counter[str]) -> None:
+    happened.update(run_seeds(range(first, first + CHUNK, 2)))
+
+
+def test_every_fault_has_happened(happened: Counter[str]) -> None:
+    ended = sum(count for name, count in happened.items() if name.startswith("requests "))
+    if ended < SEEDS:
+        pytest.skip("not all seeds have run")
+    assert [name for name in MUST_HAPPEN if not happened[name]] == []
+    assert happened["requests done"] > 0.7 * ended
+
+
+def test_a_run_replays_exactly() -> None:
+    def traced(seed: int) -> list[str]:
+        lines: list[str] = []
+        play(seed, lines.append)
+        return lines
+
+    for seed in (4, 5):
+        assert traced(seed) == traced(seed)

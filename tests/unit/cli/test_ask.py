@@ -1,0 +1,47 @@
+"""`runahead status` and `runahead trace`, when another program answers at the address."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.command import run_command
+
+ANSWERS = {"/page": b"<html>", "/list": b"[1]", "/other": b'{"version": "1"}', "/binary": b"\xff\xfe"}
+
+
+class _OtherProgram(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = ANSWERS["/" + self.path.split("/")[1]]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def other_program() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherProgram) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+def test_answer_of_another_program_is_one_line(
+    other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, file = other_program + path, tmp_path / "trace.json"
+    for command in (["status", url], ["trace", "--url", url, "-o", str(file)]):
+        done = run_command(capsys, *command)
+        assert (done.status, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert done.stderr.startswith(f"runahead: {url}/")
+        assert "the answer is not that of a Runahead server" in done.stderr
+    assert not file.exists()

@@ -1,0 +1,224 @@
+"""A SIMULATED device with two streams that do nothing until somebody waits: the worst order that streams allow.
+
+Memory of the device is memory of the host here, but it contains poison until the work that writes it has run, and that
+runs only when an event behind it is waited for. So code that reads a result on the host too early, or overwrites memory
+that a pending copy reads, gets wrong data every time, and not only in a rare race.
+
+Hazards are recorded, and poison the data that they concern:
+
+- memory of the host that changes while an upload from it is pending,
+- memory of the device that changes, or is freed, while a download from it is pending.
+
+Streams can also be eager: their work runs when it is enqueued, as on a device that is faster than the host. An eager
+compute stream with a lazy copy stream shows whether a later step overwrites what an earlier one downloads.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from services.worker.backends.device_times import DeviceTime
+from services.worker.backends.native.device.interface import DeviceMemory, DeviceMirror, HostCopy
+from services.worker.backends.native.device.pending import CopyOnItsWay, UploadedMirror
+from services.worker.backends.native.device.pinned_memory import PinnedStaging
+
+POISON = -(2**31) + 77
+Work = Callable[[], object]
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return poison(torch.empty(shape, dtype=dtype))
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return tensor.fill_(torch.nan)
+    return tensor.fill_(POISON if tensor.dtype in (torch.int32, torch.int64) else 0x9B)
+
+
+class LazyStream:
+    """Work in order, under the device's lock."""
+
+    def __init__(self, lock: threading.RLock, eager: bool) -> None:
+        self._lock, self._eager = lock, eager
+        self._work: deque[Work] = deque()
+        self._done = self._put = 0
+        self._error: Exception | None = None
+
+    def put(self, work: Work) -> "LazyEvent":
+        with self._lock:
+            self._work.append(work)
+            self._put += 1
+            event = LazyEvent(self, self._put)
+            if self._eager:
+                self.run(event.number)
+        return event
+
+    def run(self, number: int) -> None:
+        """Run work up to this number. After an error nothing more is run."""
+        with self._lock, torch.inference_mode():
+            while self._done < number:
+                work = self._work.popleft()
+                self._done += 1
+                try:
+                    if self._error is None:
+                        work()
+                except Exception as error:
+                    self._error = error
+
+    def check(self) -> None:
+        """Raises: the error of earlier work"""
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class LazyEvent:
+    """Passed when the stream's work up to a number has run. Waiting for it runs the work."""
+
+    stream: LazyStream
+    number: int
+
+    def synchronize(self) -> None:
+        self.stream.run(self.number)
+        self.stream.check()
+
+
+@dataclass(frozen=True)
+class LazyTime:
+    """`DeviceTime`: the number of the work before it."""
+
+    event: LazyEvent
+
+    def seconds(self) -> float:
+        self.event.synchronize()
+        return float(self.event.number)
+
+
+class LazyDevice:
+    """`ComputeDevice`
+
+    Args:
+        eager: names of streams, "compute" and "copies", whose work runs at once.
+        waits: False plants a fault: staging memory is used again without waiting for copies from it.
+        keeps: False plants a fault: the sources of downloads are not kept.
+    """
+
+    where = torch.device("cpu")
+    is_host = False
+
+    def __init__(self, eager: frozenset[str] = frozenset(), waits: bool = True, keeps: bool = True) -> None:
+        lock = threading.RLock()
+        self._compute, self._copies = (LazyStream(lock, name in eager) for name in ("compute", "copies"))
+        self._staging = PinnedStaging(self._passed if waits else lambda: Passed(), pinned=False)
+        self._keeps = keeps
+        self._running: int | None = None
+        """Thread that runs work; what it calls is part of the work."""
+        self.hazards: list[str] = []
+        self.uploads = self.downloads = 0
+
+    # -- work ----------------------------------------------------------------------------------------------------
+
+    def launch(self, function: Work) -> None:
+        if self._running == threading.get_ident():
+            function()
+        else:
+            self._compute.put(lambda: self._run(function))
+
+    def _run(self, function: Work) -> None:
+        with self.immediately():
+            function()
+
+    @contextmanager
+    def immediately(self) -> Iterator[None]:
+        """Run what is launched inside at once."""
+        before, self._running = self._running, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def working(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _passed(self) -> LazyEvent:
+        return self._compute.put(lambda: None)
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self._staging.begin_step()
+
+    def upload(self, *columns: NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        self.uploads += 1
+        staged = self._staging.stage(columns)
+        source, before = staged.memory, staged.memory.clone()
+        whole = poison(torch.empty_like(source))
+
+        def copy() -> None:
+            if torch.equal(source, before):
+                whole.copy_(source)
+            else:
+                self.hazards.append("memory of the host changed while an upload from it was pending")
+
+        self.launch(copy)
+        return staged.split(whole)
+
+    def download(self, *tensors: torch.Tensor) -> HostCopy:
+        self.downloads += 1
+        copies = [poisoned(*each.shape, dtype=each.dtype) for each in tensors]
+        sources = [weakref.ref(each) for each in tensors]
+        values: list[torch.Tensor] = []
+        ready = self._compute.put(lambda: values.extend(_value(source) for source in sources))
+
+        def copy() -> None:
+            ready.synchronize()
+            for target, source, value in zip(copies, sources, values, strict=True):
+                if _same(_value(source), value):
+                    target.copy_(value)
+                else:
+                    self.hazards.append("memory of the device changed while a download from it was pending")
+
+        return CopyOnItsWay(self._copies.put(copy), copies, tensors if self._keeps else ())
+
+    def mirror(self, array: NDArray[Any]) -> DeviceMirror:
+        return UploadedMirror(self, array)
+
+    def capacity(self, few: Mapping[str, int], most: Mapping[str, int]) -> dict[str, int]:
+        return dict(most)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def now(self) -> DeviceTime:
+        return LazyTime(self._passed())
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def free(self) -> None:
+        """Do nothing: the memory is the host's."""
+
+
+class Passed:
+    """An event that has passed."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+def _value(source: "weakref.ref[torch.Tensor]") -> torch.Tensor:
+    """A copy of the tensor; poison if it was freed, as its memory has another owner."""
+    tensor = source()
+    return torch.full((1,), torch.nan) if tensor is None else tensor.clone()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

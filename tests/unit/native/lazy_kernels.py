@@ -1,0 +1,340 @@
+"""The reference kernels on a simulated device (lazy_device.py): calls enqueue, and kernels run later.
+
+Columns of the host are uploaded as the interface says, and what a kernel returns contains poison until it has run.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protocol.steps import NO_DRAFT
+from services.worker.backends.native.device.interface import ComputeDevice
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.buffers import Buffers
+from services.worker.backends.native.kernels.interface.drafting import DraftingKernels
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.logit_rules import LogitRule, LogitRules
+from services.worker.backends.native.kernels.interface.network import NetworkKernels
+from services.worker.backends.native.kernels.interface.products import EmbeddingTable, Linear
+from services.worker.backends.native.kernels.interface.recording import Captured, Recording
+from services.worker.backends.native.kernels.interface.rows import (
+    BatchTensors,
+    SettledRows,
+    SlotDrafts,
+    Verified,
+)
+from services.worker.backends.native.kernels.interface.sampling import DrawColumns, ScoredTokens
+from services.worker.backends.native.kernels.interface.workspaces import EpochSizes, Uses
+from services.worker.backends.native.kernels.quantized_weight import Weight
+from services.worker.backends.native.kernels.reference.drafting import ReferenceDrafting
+from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
+from services.worker.backends.native.kernels.reference.rows import ReferenceRows
+from services.worker.backends.native.kernels.reference.sampling import ReferenceSampling
+from services.worker.batch.slots import Rows
+from tests.unit.native.lazy_device import LazyDevice, poisoned
+
+I32 = NDArray[np.int32]
+B = TypeVar("B", bound=Buffers)
+T = TypeVar("T")
+
+
+class LazyKernels:
+    """`Kernels`"""
+
+    def __init__(self, activations: torch.dtype, device: LazyDevice) -> None:
+        self.device: ComputeDevice = device
+        self._lazy = device
+        inner = self._inner = ReferenceKernels(activations)
+        self.network: NetworkKernels = LazyNetwork(inner.network, device)
+        self.rows = LazyRows(device)
+        self.sampling = LazySampling(device)
+        self.drafting: DraftingKernels = LazyDrafting(device)
+
+    def float32_network(self) -> NetworkKernels:
+        return LazyNetwork(self._inner.float32_network(), self._lazy)
+
+    def workspaces(self, sizes: EpochSizes) -> Uses:
+        return {}
+
+    def use_threads(self, number: int) -> None:
+        self._inner.use_threads(number)
+
+
+class LazyNetwork:
+    """`NetworkKernels`"""
+
+    def __init__(self, inner: NetworkKernels, device: LazyDevice) -> None:
+        self._inner, self._launch, self._device = inner, device.launch, device
+        self.activations = inner.activations
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
+        return LazyLinear(self._inner.linear(weight, bias), self._device)
+
+    def embedding(self, weight: Weight) -> EmbeddingTable:
+        return LazyEmbedding(self._inner.embedding(weight), self._device)
+
+    def tied(self, embedding: EmbeddingTable) -> Linear:
+        assert isinstance(embedding, LazyEmbedding), "it is one of this network's"
+        return LazyLinear(self._inner.tied(embedding.inner), self._device)
+
+    def bytes_per_block(self, shape: CacheShape) -> int:
+        return self._inner.bytes_per_block(shape)
+
+    def kv_cache(self, shape: CacheShape, num_blocks: int) -> KVCache:
+        return self._inner.kv_cache(shape, num_blocks)
+
+    def attention(
+        self, shape: AttentionShape, cache: KVCache, table: torch.Tensor, most_tokens: int
+    ) -> Attention:
+        return LazyAttention(self._inner.attention(shape, cache, table, most_tokens), self._device)
+
+    def gather(self, index: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.gather(index, source, out))
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.copy(source, out))
+
+    def add(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.add(source, out))
+
+    def norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        self._launch(lambda: self._inner.norm(residual, delta, weight, eps, out))
+
+    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.silu_and_multiply(gate_up, out))
+
+    def most_likely(
+        self, logits: torch.Tensor, sharpness: torch.Tensor, ids: torch.Tensor, chances: torch.Tensor
+    ) -> None:
+        self._launch(lambda: self._inner.most_likely(logits, sharpness, ids, chances))
+
+    def call(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        raise AssertionError("a device has one rank")
+
+    def record(self, body: Callable[[B], T], buffers: B) -> Recording[T]:
+        return LazyRecording(body, buffers, self._device)
+
+
+class LazyRecording(Generic[T]):
+    """`Recording`. `body` returns a buffer."""
+
+    def __init__(self, body: Callable[[Any], T], buffers: Buffers, device: LazyDevice) -> None:
+        self._body, self._buffers, self._device = body, buffers, device
+        with device.immediately():
+            result = body(buffers.first(**dict.fromkeys(buffers.capacity, 0)))
+        assert isinstance(result, torch.Tensor)
+        tensors = [each for each in vars(buffers).values() if isinstance(each, torch.Tensor)]
+        self._result: Any = next(each for each in tensors if _memory(each) == _memory(result))
+
+    def run(self, **counts: int) -> T:
+        views = self._buffers.first(**counts)
+        self._device.launch(lambda: self._body(views))
+        return self._result[: counts[self._buffers.kind_of(self._result)]]  # type: ignore[no-any-return]  # a tensor
+
+    def capture(self, progress: Captured) -> int:
+        """Do nothing: the function is called each time."""
+        return 0
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class LazyLinear:
+    """`Linear`"""
+
+    def __init__(self, inner: Linear, device: LazyDevice) -> None:
+        self._inner, self._device, self.num_bytes = inner, device, inner.num_bytes
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self._device.launch(lambda: self._inner(x, out))
+        return out
+
+
+class LazyEmbedding:
+    """`EmbeddingTable`"""
+
+    def __init__(self, inner: EmbeddingTable, device: LazyDevice) -> None:
+        self.inner, self._device = inner, device
+        self.tensor, self.num_bytes = inner.tensor, inner.num_bytes
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def look_up(self, index: torch.Tensor, out: torch.Tensor) -> None:
+        self._device.launch(lambda: self.inner.look_up(index, out))
+
+
+class LazyAttention:
+    """`Attention`"""
+
+    def __init__(self, inner: Attention, device: LazyDevice) -> None:
+        self._inner, self._launch = inner, device.launch
+
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.begin(positions, slots))
+
+    def write(
+        self, layer: int, qkv: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        self._launch(lambda: self._inner.write(layer, qkv, norms))
+
+    def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
+        self._launch(lambda: self._inner.attend(layer, tiles, out))
+
+
+class LazyRows:
+    """`RowKernels`"""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._inner, self._device = ReferenceRows(), device
+        self.tile = self._inner.tile
+
+    def spread(self, counts: I32) -> tuple[I32, I32]:
+        return self._inner.spread(counts)
+
+    def write_prompt(self, history: torch.Tensor, slot: int, tokens: I32) -> None:
+        (uploaded,) = self._device.upload(tokens)
+        self._device.launch(lambda: self._inner.write_prompt(history, slot, uploaded.numpy()))
+
+    def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
+        uploaded = self._device.upload(slots, positions)
+        self._device.launch(
+            lambda: self._inner.write_tokens(history, *(each.numpy() for each in uploaded), ids)
+        )
+
+    def read_tokens(self, history: torch.Tensor, slots: I32, positions: I32) -> torch.Tensor:
+        uploaded, ids = self._device.upload(slots, positions), poisoned(len(slots), dtype=torch.int32)
+        self._device.launch(
+            lambda: ids.copy_(self._inner.read_tokens(history, *(each.numpy() for each in uploaded)))
+        )
+        return ids
+
+    def settle(self, rows: Rows, drafts: SlotDrafts, history: torch.Tensor) -> tuple[SettledRows | None, int]:
+        written = torch.full_like(history, NO_DRAFT)
+        settled = self._inner.settle(rows, drafts, written)
+        slots, positions = (each.astype(np.int32) for each in np.nonzero(written.numpy() != NO_DRAFT))
+        (ids,) = self._device.upload(written.numpy()[slots, positions])
+        self.write_tokens(history, slots, positions, ids)
+        return settled
+
+    def lay_out(
+        self, rows: Rows, history: torch.Tensor | None, vocab_size: int, batch: BatchTensors
+    ) -> tuple[int, int]:
+        host = BatchTensors(*(torch.empty_like(each) for each in batch))
+        tokens = int(rows.counts.sum())
+        tiles, sampled = self._inner.lay_out(rows, None, vocab_size, host)
+        counts = {"slots": tokens, "positions": tokens, "tiles": tiles, "sampled": sampled}
+        uploaded = self._device.upload(*(getattr(host, name)[:n].numpy() for name, n in counts.items()))
+
+        def write() -> None:
+            for (name, number), column in zip(counts.items(), uploaded, strict=True):
+                getattr(batch, name)[:number] = column
+            if history is not None:
+                batch.ids[:tokens] = history[uploaded[0].long(), uploaded[1].long()]
+
+        self._device.launch(write)
+        return tiles, sampled
+
+    def verify(
+        self, slots: I32, firsts: I32, drafts: I32, acceptable: I32, ids: torch.Tensor, history: torch.Tensor
+    ) -> Verified:
+        """Waits for the device, as the host plans with the number of accepted drafts."""
+        self._device.now().seconds()
+        return self._inner.verify(slots, firsts, drafts, acceptable, ids, history)
+
+
+class LazyDrafting(ReferenceDrafting):
+    """`DraftingKernels`. Only lookups run on a device."""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._device = device
+
+    def lookup(
+        self, history: torch.Tensor, slots: I32, lengths: I32, sizes: range, k: int, min_acceptance: float
+    ) -> I32:
+        """Waits for the device, as the host plans with the number of drafts."""
+        self._device.now().seconds()
+        return super().lookup(history, slots, lengths, sizes, k, min_acceptance)
+
+
+class LazySampling:
+    """`SamplingKernels`"""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._inner, self._device = ReferenceSampling(), device
+
+    def logit_rules(self, num_slots: int, vocab_size: int, history: torch.Tensor) -> LogitRules:
+        return LazyLogitRules(
+            self._inner.logit_rules(num_slots, vocab_size, history), num_slots, self._device
+        )
+
+    def apply_bitmask(self, logits: torch.Tensor, rows: I32, words: I32) -> None:
+        uploaded = self._device.upload(rows, words)
+        self._device.launch(lambda: self._inner.apply_bitmask(logits, *(each.numpy() for each in uploaded)))
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        ids = poisoned(len(logits), dtype=torch.int32)
+        self._device.launch(lambda: ids.copy_(self._inner.greedy(logits)))
+        return ids
+
+    def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
+        ids, uploaded = poisoned(len(logits), dtype=torch.int32), self._device.upload(*columns)
+
+        def draw() -> None:
+            here = DrawColumns(*(each.numpy() for each in uploaded))
+            ids.copy_(self._inner.choose(logits, here._replace(seed=here.seed.view(np.uint64))))
+
+        self._device.launch(draw)
+        return ids
+
+    def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
+        entries = int((tops + 1).sum())
+        scored = ScoredTokens(
+            tops + np.int32(1),
+            poisoned(entries, dtype=torch.int32),
+            poisoned(entries, dtype=torch.float32),
+            poisoned(len(rows), dtype=torch.int32),
+        )
+        uploaded = self._device.upload(rows, tops)
+
+        def write() -> None:
+            index, most = (each.numpy() for each in uploaded)
+            for target, value in zip(
+                scored[1:], self._inner.logprobs(logits, index, tokens, most)[1:], strict=True
+            ):
+                target.copy_(value)
+
+        self._device.launch(write)
+        return scored
+
+
+class LazyLogitRules:
+    """`LogitRules`"""
+
+    def __init__(self, inner: LogitRules, num_slots: int, device: LazyDevice) -> None:
+        self._inner, self._device = inner, device
+        self._has = np.zeros(num_slots, np.bool_)
+
+    def assign(self, slot: int, rule: LogitRule | None) -> None:
+        self._has[slot] = rule is not None
+        self._device.launch(lambda: self._inner.assign(slot, rule))
+
+    def changes(self, slots: I32) -> NDArray[np.bool_]:
+        return self._has[slots]
+
+    def apply(self, logits: torch.Tensor, slots: I32, positions: I32) -> None:
+        uploaded = self._device.upload(slots, positions)
+        self._device.launch(lambda: self._inner.apply(logits, *(each.numpy() for each in uploaded)))

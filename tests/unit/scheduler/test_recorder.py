@@ -1,0 +1,70 @@
+"""The flight recorder's thread: a recording ends at the first problem, and the scheduler goes on."""
+
+import errno
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.core.limits import Limits
+from services.scheduler.core.observer import CoreRestarted, TimeAdvanced
+from services.scheduler.recording import (
+    EventRecording,
+    FlightRecorder,
+    RecordingHeader,
+    SegmentWriter,
+    recorder,
+)
+from services.scheduler.recording.records import VERSION, Record
+
+LIMITS = Limits(4, 64, 256, 32, 16)
+
+
+def header(segment: int) -> RecordingHeader:
+    return RecordingHeader(VERSION, 7, segment, True, "{}", LIMITS, 1, 100, 0, False, "test")
+
+
+class FullDisk(SegmentWriter):
+    def write(self, records: Sequence[Record]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recording = FlightRecorder(header(0), FullDisk(tmp_path, header, 1 << 20))
+    recording.observe(TimeAdvanced(1.0))
+    recording.close()
+    assert "the recording has ended: No space left on device" in caplog.text
+    assert [*EventRecording(tmp_path).records()] == []
+
+
+def test_a_recording_with_a_gap_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_WAITING", 4)
+    monkeypatch.setattr(recorder, "WRITE_SECONDS", 3600.0)
+    recording = FlightRecorder(header(0), SegmentWriter(tmp_path, header, 1 << 20))
+    for second in range(5):
+        recording.observe(TimeAdvanced(float(second)))
+    recording.close()
+    assert "events come faster than they can be written" in caplog.text
+    assert [*EventRecording(tmp_path).records()] == []
+
+
+def test_a_start_is_needed_once_and_begins_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "WRITE_SECONDS", 0.01)
+    recording = FlightRecorder(header(0), SegmentWriter(tmp_path, header, 1 << 14))
+    for number in range(2000):
+        recording.observe(TimeAdvanced(1 / (number + 1.1)))
+    while not recording.needs_start():  # a quarter of the bound is written
+        time.sleep(0.01)
+    assert not recording.needs_start()
+    restart = CoreRestarted(1, LIMITS, 17, 0, bytes(16))
+    recording.observe(restart)
+    recording.observe(TimeAdvanced(2.0))
+    recording.close()
+    assert not recording.needs_start()
+    *older, _ = sorted(tmp_path.iterdir())
+    for file in older:
+        file.unlink()
+    assert [*EventRecording(tmp_path).records_from_start()] == [restart, TimeAdvanced(2.0)]

@@ -1,0 +1,219 @@
+"""The page in a real browser, on real servers. Some tests write the pictures of the documentation."""
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.web.conftest import KEY, NATIVE, PATIENCE_MS, Opener, WebServer, picture, serving
+
+expect.set_options(timeout=PATIENCE_MS)
+ASK = "List three planets of the solar system, one short line each, with the names in bold."
+
+
+def ask(page: Page, text: str, **options: str | int) -> Locator:
+    """Send a message with options of the form. Return the place of the (first) answer."""
+    if options and page.locator("#options").is_hidden():
+        page.click("#options-toggle")
+    for name, value in options.items():
+        page.fill(f"#{name}", str(value))
+    if options:
+        page.click("#options-toggle")
+    count = page.locator(".turn:not(.user)").count()
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    return page.locator(".turn:not(.user)").nth(count)
+
+
+def wait_for_steps(page: Page) -> None:
+    expect(page.locator("#timeline")).to_have_attribute("aria-label", re.compile("[0-9]+ steps on"))
+
+
+def select_step(page: Page, *texts: str) -> None:
+    """Go back from the last step to one whose facts contain the texts."""
+    page.locator("#timeline").focus()
+    page.keyboard.press("End")
+    facts = page.locator("#detail p")
+    for _ in range(80):
+        page.keyboard.press("ArrowLeft")
+        if all(text in facts.inner_text() for text in texts):
+            return
+    raise AssertionError(f"no step with {texts}: {facts.inner_text()}")
+
+
+def wait_for_frame(page: Page) -> None:
+    """Wait until the canvas shows what was changed before."""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def colour_share(page: Page, x: float, y: float) -> list[int]:
+    """Return red, green and blue of the canvas at a share of its width and height."""
+    return page.evaluate(
+        """([x, y]) => { const c = document.getElementById("timeline"), p = c.getContext("2d");
+        return [...p.getImageData(c.width * x, c.height * y, 1, 1).data].slice(0, 3); }""",
+        [x, y],
+    )
+
+
+def test_a_stream_appears_and_its_steps_are_seen(model: WebServer, open_page: Opener) -> None:
+    page = open_page(model)
+    answer = ask(page, ASK, max_tokens=160, temperature=0, parallel=1)
+    expect(answer.locator(".markdown")).not_to_be_empty()
+    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    expect(page.locator("#send")).to_be_visible()
+    wait_for_steps(page)
+    assert page.locator("#server").inner_text().endswith("on 1 rank, native backend, batch queue depth 2")
+    select_step(page, "0 prefill and 1 decode tokens")
+    expect(page.locator("#detail table").nth(2)).to_contain_text("decode")
+    wait_for_frame(page)
+    picture(page, "page")
+
+
+def test_an_answer_is_stopped(model: WebServer, open_page: Opener) -> None:
+    page = open_page(model)
+    answer = ask(page, "Tell me a very long story.", max_tokens=1500, temperature=0)
+    expect(answer.locator(".markdown")).not_to_be_empty()
+    expect(page.locator("#live")).to_contain_text("live")
+    page.click("#stop")
+    expect(answer.locator(".note")).to_have_text("stopped")
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#live")).to_contain_text("idle")
+
+
+def test_markup_from_a_model_is_harmless(model: WebServer, open_page: Opener) -> None:
+    """A schema with one value makes the model write it."""
+    attack = (
+        "<img src=x onerror=window.harm=1><script>window.harm=1</script><style>body{display:none}</style>"
+        "<a href=javascript:window.harm=1>one</a> [two](javascript:window.harm=1) ![three](http://example.com/x.png) "
+        "<form action=http://example.com><input></form><svg onload=window.harm=1></svg> **bold**"
+    )
+    page = open_page(model)
+    answer = ask(page, "Go.", schema=json.dumps({"const": attack}), max_tokens=600, temperature=0)
+    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    expect(answer.locator(".markdown strong")).to_have_text("bold")
+    assert page.evaluate("window.harm") is None
+    for tag in ("img", "script", "style", "form", "input", "svg", "a[href^=javascript]"):
+        assert answer.locator(f".markdown {tag}").count() == 0, tag
+
+
+def test_a_tool_call_is_shown_with_its_arguments(model: WebServer, open_page: Opener) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    page = open_page(model)
+    page.click("#options-toggle")
+    page.select_option("#tool_choice", "required")
+    answer = ask(page, "The weather in Paris?", tools=json.dumps(tools), max_tokens=200, temperature=0)
+    expect(answer.locator(".call h4")).to_have_text("calls weather")
+    expect(answer.locator(".call code")).to_contain_text('"city": "Paris"')
+
+
+def test_an_option_that_is_not_valid_is_named(model: WebServer, open_page: Opener) -> None:
+    page = open_page(model)
+    ask(page, "Hello", schema="{")
+    expect(page.get_by_role("alert")).to_contain_text("Structured output: this is not valid JSON")
+
+
+def test_the_timeline_is_used_with_the_keyboard_alone(model: WebServer, open_page: Opener) -> None:
+    page = open_page(model)
+    ask(page, "Hello", max_tokens=24, temperature=0)
+    wait_for_steps(page)
+    expect(page.locator("#live")).to_contain_text("idle")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "timeline":
+            break
+    label = page.locator("#timeline")
+    page.keyboard.press("End")
+    expect(label).to_have_attribute("aria-label", re.compile(r"Step \d+ of epoch 1 is selected"))
+    last = label.get_attribute("aria-label")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowRight")
+    expect(label).not_to_have_attribute("aria-label", last or "")
+    expect(page.locator("#detail-title")).to_contain_text("of epoch 1")
+    expect(page.locator("#detail table").nth(2)).to_contain_text("decode")
+    page.keyboard.press("+")
+    page.keyboard.press("-")
+    page.keyboard.press("Escape")
+    expect(page.locator("#detail-title")).to_have_text("No step selected")
+    pause = page.locator("#pause")
+    paused = pause.get_attribute("aria-pressed") == "true"  # if a selected step was outside the view
+    for expected in (not paused, paused):
+        page.keyboard.press("Space")
+        expect(pause).to_have_attribute("aria-pressed", str(expected).lower())
+
+
+def test_a_narrow_dark_window(model: WebServer, open_page: Opener) -> None:
+    page = open_page(model, 420, 860, "dark")
+    ask(page, "What is the capital of France?", max_tokens=60, temperature=0)
+    expect(page.locator("#engine")).to_be_hidden()
+    page.click("#tab-engine")
+    expect(page.locator("#chat")).to_be_hidden()
+    wait_for_steps(page)
+    expect(page.locator("#live")).to_contain_text("idle")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    picture(page, "narrow-dark")
+
+
+def test_with_a_wrong_key_nothing_is_shown(ranks: WebServer, open_page: Opener) -> None:
+    page = open_page(ranks)
+    expect(page.locator("#lock")).to_be_visible()
+    page.fill("#key", "wrong")
+    page.click("#lock button")
+    expect(page.locator("#lock-reason")).to_have_text("This key is not valid.")
+    expect(page.locator("#main")).to_be_hidden()
+    expect(page.locator("#server")).to_have_text("locked")
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    expect(page.locator("#main")).to_be_visible()
+    assert KEY not in page.content()
+    assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+    assert page.context.cookies() == []
+    page.reload()
+    expect(page.locator("#lock")).to_be_visible()
+
+
+def test_a_killed_rank_and_the_recovery_are_seen(ranks: WebServer, open_page: Opener) -> None:
+    page = open_page(ranks)
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    answer = ask(page, "Hello", max_tokens=400, parallel=8)
+    expect(answer.locator(".markdown")).not_to_be_empty()
+    wait_for_steps(page)
+    ranks.worker(2).kill()
+    expect(page.locator("#events")).to_contain_text(
+        re.compile("Epoch 1 ended: [0-2] steps in flight are void")
+    )
+    started = page.locator("#events button.started")
+    expect(started.first).to_contain_text("Epoch 2 started after")
+    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    started.first.click()
+    expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
+    wait_for_frame(page)
+    red, green, blue = colour_share(page, 0.55, 0.42)
+    assert red > green
+    assert red > blue
+    assert "on 4 ranks" in page.locator("#server").inner_text()
+    picture(page, "recovery")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_figure_of_run_ahead(open_page: Opener, depth: int) -> None:
+    """Eight answers at once, at both depths of the batch queue: the figures of docs/run-ahead.md."""
+    with serving(*NATIVE, "--batch-queue-depth", str(depth)) as server:
+        page = open_page(server, 1240, 900)
+        answer = ask(page, "Tell me a very long story.", max_tokens=120, temperature=0, parallel=8)
+        expect(answer.locator(".note")).to_contain_text("in 8 answers")
+        for index in range(8):
+            expect(page.locator(".turn .markdown").nth(index)).not_to_be_empty()
+        expect(page.locator("#live")).to_contain_text("idle")
+        in_flight = "2 steps in flight" if depth == 2 else "1 step in flight"
+        select_step(page, in_flight, "8 requests running, 0 waiting", "0 prefill and 8 decode tokens")
+        for _ in range(4):  # others like it stand beside it
+            page.keyboard.press("ArrowLeft")
+        page.keyboard.press("Escape")
+        page.locator("#timeline").blur()
+        wait_for_frame(page)
+        picture(page, f"depth-{depth}", ".canvas")
