@@ -143,7 +143,7 @@ class Service:
                 poller.register(self.mask_thread.fileno(), zmq.POLLIN)
             while not self._finished():
                 ready = dict(poller.poll(self._poll_ms()))
-                self._check_leadership()
+                self._check_leadership(time.monotonic())
                 if self.engine is not None:
                     self.engine.advance(time.monotonic())
                 if wakeup.fileno() in ready:
@@ -172,10 +172,9 @@ class Service:
             if self._kv_events is not None:
                 self._kv_events.close()
 
-    def _check_leadership(self) -> None:
+    def _check_leadership(self, now: float) -> None:
         """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
         files, and a message would disturb it."""
-        now = time.monotonic()
         due = now >= self._next_sign
         if (why := self._leadership.lost(now, due and self.frontends.replaced)) is not None:
             log.error("%s; it exits", why)
@@ -367,6 +366,7 @@ class Service:
         now = time.monotonic()
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
+            self._check_leadership(now)  # the process may have been stopped in the middle of this turn
             self._next_sign = now + STATE_INTERVAL
             self._leadership.on_sign_of_life(now)
             self.workers.beat()

@@ -68,8 +68,12 @@ class ServeProcess:
         self.find_services()
 
     def find_services(self) -> None:
-        """Find the child processes by name. Call it again after a restart."""
-        for child in psutil.Process(self.process.pid).children():
+        """Find the child processes by name. Call it again after a restart. A server that has ended has none."""
+        try:
+            children = psutil.Process(self.process.pid).children()
+        except psutil.NoSuchProcess:
+            return
+        for child in children:
             with contextlib.suppress(
                 psutil.NoSuchProcess, ValueError
             ):  # it has ended, or its command line is not there yet
