@@ -125,10 +125,11 @@ class StepTimes(msgspec.Struct, array_like=True, frozen=True):
     plan_wait: Finite = 0.0
     """Seconds that the executing thread waited for this plan with none queued."""
     prepared_wait: Finite = 0.0
-    """Seconds from the end of the step before until the thread that computes began this one; 0.0 also where no other
-    thread prepares steps."""
+    """Seconds from the end of the step before until the thread that computes began this one, without those of
+    `plan_wait`; 0.0 also where no other thread prepares steps."""
     forward_gap: Finite = 0.0
-    """Seconds from the end of the forward pass before to the beginning of this one."""
+    """Seconds from the end of the forward pass before, of the same epoch, to the beginning of this one, without those
+    of `plan_wait`."""
 
 
 STEP_DURATIONS = ("idle", "plan_wait", "prepared_wait", "forward_gap")

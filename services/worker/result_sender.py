@@ -63,6 +63,12 @@ class LaunchedStep:
     def step_id(self) -> int:
         return self.step.step_id
 
+    def seconds_with_plan(self, since: float, until: float) -> float:
+        """Return the seconds between two times without those in which the executing thread waited for this plan. A
+        worker without requests waits for a plan, so idleness is not counted."""
+        waited = self.received - max(since, self.received - self.waited)
+        return max(0.0, until - since - max(0.0, waited))
+
 
 def fault(epoch: int, step_id: int, error: Exception) -> StepFault:
     """Return a fault with the exception's type and text, cut to the length that a message may have."""
@@ -195,7 +201,12 @@ class ResultSender:
         measured = result if isinstance(result, StepTimes) else result.times
         # The device is idle while both hold: no plan is queued, and the step before has ended.
         pause = measured.forward_began - self._last_sampled if self._last_sampled else 0.0
-        gap = measured.forward_began - self._last_forward if self._last_forward else 0.0
+        gap = prepared_wait = 0.0
+        if self._last_forward:
+            gap = launched.seconds_with_plan(self._last_forward, measured.forward_began)
+        if measured.prepared_wait:
+            since = measured.prepared - measured.prepared_wait
+            prepared_wait = launched.seconds_with_plan(since, measured.prepared)
         self._last_sampled, self._last_forward = measured.sampled, measured.forward_ended
         times = msgspec.structs.replace(
             measured,
@@ -203,7 +214,8 @@ class ResultSender:
             sent=time.monotonic(),
             idle=max(0.0, min(pause, launched.waited)),
             plan_wait=launched.waited,
-            forward_gap=max(0.0, gap),
+            prepared_wait=prepared_wait,
+            forward_gap=gap,
         )
         if isinstance(result, StepTimes):  # another rank returns the result
             report = StepReport(self._epoch, launched.step_id, self._rank, times)

@@ -44,7 +44,8 @@ class Output(Protocol):
         """Wait, without spinning, for the host copy. No later step changes the result (immutable result).
 
         Return `StepTimes` on other ranks than the output rank: their part of the step has ended, and the output rank
-        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`.
+        returns the result. The caller sets `received`, `sent`, `idle`, `plan_wait` and `forward_gap`, and
+        takes the wait for the plan out of `prepared_wait`.
         """
         ...
 

@@ -2,14 +2,17 @@
 
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
 
-from protocol.membership import Assignment, InitializeCache, Shard
+from protocol.membership import Assignment, InitializeCache, Shard, Speculation
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, NewRequest, SchedulerOutput, StepTimes
+from services.worker.backends.native.drafters.base import TargetModel
+from services.worker.backends.native.drafters.ngram import NgramDrafter
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.model.config import ModelConfig
@@ -38,23 +41,35 @@ class StageEngine:
     """A batch of requests of equal length: prefill once, then decode.
 
     Args:
-        context: tokens of a request's blocks
+        context: tokens of a request's blocks. With drafts, each step takes as many as if all were accepted.
         budget: tokens of the largest step
+        drafts: number of drafts of a row, from prompt lookup; prompts then repeat a few tokens
     """
 
     def __init__(
-        self, shape: ModelConfig, kernels: Kernels, dtype: torch.dtype, batch: int, context: int, budget: int
+        self,
+        shape: ModelConfig,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        batch: int,
+        context: int,
+        budget: int,
+        drafts: int = 0,
     ) -> None:
         self.shape, self.batch, self.device = shape, batch, kernels.device
-        self._context, self._budget = context, budget
+        self._context, self._budget, self._drafts = context, budget, drafts
         blocks = batch * -(-context // BLOCK_SIZE)
-        assignment = Assignment(1, 0, 1, BLOCK_SIZE, batch, budget)
+        lookup = Speculation("ngram", drafts, prompt_lookup_min=1, prompt_lookup_max=2)
+        speculation = lookup if drafts else None
+        assignment = Assignment(1, 0, 1, BLOCK_SIZE, batch, budget, speculation=speculation)
         ranks = Ranks(assignment).join()
         part = ModelPart.from_shard(shape, Shard())
         with torch.inference_mode():
             checkpoint = RandomCheckpoint(kernels.device.where)
             self.model = Model(part, checkpoint, dtype, kernels, lambda *_: None)
-            epoch = NativeEpoch(self.model, ranks, None, assignment, InitializeCache(blocks, context))
+            target = TargetModel(lookup, self.model, Path(), checkpoint, BLOCK_SIZE, context)
+            drafter = NgramDrafter(target) if drafts else None
+            epoch = NativeEpoch(self.model, ranks, drafter, assignment, InitializeCache(blocks, context))
         self._stages = NativeStages(SlotTable(batch, BLOCK_SIZE, blocks, context), epoch, ranks)
         self._steps = self._length = 0
         self._flying: deque[Output] = deque()
@@ -72,9 +87,7 @@ class StageEngine:
         results = []
         for first in range(0, self.batch, together):
             slots = list(range(first, min(first + together, self.batch)))
-            new = [
-                self._request(slot, rng.integers(0, self.shape.vocab_size, length), params) for slot in slots
-            ]
+            new = [self._request(slot, self._prompt(rng, length), params) for slot in slots]
             results += self._launched(self._plan(slots, 0, length, new), depth=1)
         return results
 
@@ -82,12 +95,16 @@ class StageEngine:
         """Compute a token of every request in each step, with `depth` steps in flight."""
         results: list[ModelRunnerOutput] = []
         for _ in range(steps):
-            plan = self._plan(list(range(self.batch)), self._length, 1, [])
-            self._length += 1
+            plan = self._plan(list(range(self.batch)), self._length, 1, [], self._drafts)
+            self._length += 1 + self._drafts
             results += self._launched(plan, depth)
         while self._flying:
             results.append(_result(self._flying.popleft()))
         return results
+
+    def _prompt(self, rng: np.random.Generator, length: int) -> np.ndarray:
+        different = min(length, 8) if self._drafts else length
+        return np.resize(rng.integers(0, self.shape.vocab_size, different), length)
 
     def _request(self, slot: int, prompt: np.ndarray, params: Params) -> NewRequest:
         each = -(-self._context // BLOCK_SIZE)
@@ -95,20 +112,16 @@ class StageEngine:
         tokens = prompt.astype(np.int32).tobytes()
         return NewRequest(slot, 1, tokens, len(prompt), column(blocks), params(slot))
 
-    def _plan(self, slots: list[int], start: int, count: int, new: list[NewRequest]) -> SchedulerOutput:
+    def _plan(
+        self, slots: list[int], start: int, count: int, new: list[NewRequest], drafts: int = 0
+    ) -> SchedulerOutput:
         self._steps += 1
         rows = len(slots)
+        columns = (column([each] * rows) for each in (1, start, count + drafts))
         return SchedulerOutput(
-            *(
-                1,
-                self._steps,
-                column(slots),
-                column([1] * rows),
-                column([start] * rows),
-                column([count] * rows),
-            ),
-            bytes([1] * rows),
-            new,
+            *(1, self._steps, column(slots), *columns, bytes([1] * rows), new),
+            drafts=column([drafts] * rows) if drafts else b"",
+            num_speculative_tokens=self._drafts,
         )
 
     def _launched(self, plan: SchedulerOutput, depth: int) -> list[ModelRunnerOutput]:

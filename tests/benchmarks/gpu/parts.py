@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from protocol.sampling import SamplingParams
@@ -24,6 +24,7 @@ from tests.benchmarks.gpu.shapes import (
     product_parameters,
 )
 from tests.benchmarks.gpu.target import MeasuredDevice
+from tests.benchmarks.gpu.waits import counted_waits
 
 Result = dict[str, Any]
 
@@ -255,34 +256,37 @@ def prefill(target: MeasuredDevice) -> Result:
 
 
 def syncs(target: MeasuredDevice) -> Result:
-    """Number of times that the thread which computes waits for the device, in decode steps."""
+    """Number of times that the compute thread waits for the device, in decode steps with and without drafts."""
     rows = []
-    for params, kind in (
-        (greedy, "greedy"),
-        (_sampled, "sampled"),
-        (_penalised, "penalised, log-probabilities"),
+    for params, kind, drafts in (
+        (greedy, "greedy", 0),
+        (_sampled, "sampled", 0),
+        (_penalised, "penalised, log-probabilities", 0),
+        (greedy, "greedy", 3),
     ):
-        context = target.prompt + target.warm + 40
+        context = target.prompt + (target.warm + COUNTED + 8) * (1 + drafts)
         kernels = target.make(target.dtype)
-        engine = StageEngine(SHAPES[target.shapes[0]], kernels, target.dtype, 2, context, 2 * target.prompt)
-        with engine:
+        shape, budget = SHAPES[target.shapes[0]], 2 * target.prompt
+        with StageEngine(shape, kernels, target.dtype, 2, context, budget, drafts) as engine:
             engine.prefill(target.prompt, params)
             engine.decode(target.warm, 2)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                _watch_syncs(kernels.device.where, True)
-                engine.decode(32, 2)
-                _watch_syncs(kernels.device.where, False)
-        found = sorted(
-            {str(each.message)[:200] for each in caught if "synchroniz" in str(each.message).lower()}
+            with counted_waits(target.event) as waits:
+                results = engine.decode(COUNTED, 2)
+        rows.append(
+            {
+                "sampling": kind,
+                "drafts": drafts,
+                "drafted": sum(int(np.frombuffer(each.drafted, np.int32).sum()) for each in results),
+                "steps": COUNTED,
+                "synchronisations": waits.operations,
+                "event_waits": waits.events,
+            }
         )
-        rows.append({"sampling": kind, "steps": 32, "synchronisations": len(found), "messages": found})
     return {"rows": rows}
 
 
-def _watch_syncs(where: torch.device, watched: bool) -> None:
-    if where.type == "cuda":
-        torch.cuda.set_sync_debug_mode("warn" if watched else "default")
+COUNTED = 32
+"""Decode steps whose waits are counted."""
 
 
 def _penalised(slot: int) -> SamplingParams:

@@ -12,6 +12,7 @@ from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.runner import NativeRunner
+from tests.benchmarks.gpu.waits import WaitedEvent
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class MeasuredDevice:
     """Rows and columns of the measured product."""
     copied: int
     """Bytes of the measured copy."""
+    event: type[WaitedEvent]
+    """Class of the device's events."""
     properties: Mapping[str, object] = field(default_factory=dict)
 
     def seconds(self, device: ComputeDevice, work: Callable[[], object], repeats: int) -> float:
@@ -76,6 +79,7 @@ def gpu() -> MeasuredDevice:
         prefill=8192,
         matrix=8192,
         copied=4 << 30,
+        event=torch.cuda.Event,
         properties={
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
@@ -88,7 +92,7 @@ def gpu() -> MeasuredDevice:
 
 def tiny() -> MeasuredDevice:
     """A simulated device: its times are numbers of operations, not seconds."""
-    from tests.unit.native.lazy_device import LazyDevice
+    from tests.unit.native.lazy_device import LazyDevice, LazyEvent
     from tests.unit.native.lazy_kernels import LazyKernels
 
     return MeasuredDevice(
@@ -107,4 +111,5 @@ def tiny() -> MeasuredDevice:
         prefill=64,
         matrix=8,
         copied=1 << 12,
+        event=LazyEvent,
     )

@@ -5,6 +5,8 @@ import math
 import re
 import subprocess
 import sys
+import threading
+import warnings
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +24,8 @@ from tests.benchmarks.gpu.parts import IN_CI, PARTS
 from tests.benchmarks.gpu.served import write_checkpoint
 from tests.benchmarks.gpu.shapes import SHAPES, TINY, head_parameters, product_parameters
 from tests.benchmarks.gpu.target import tiny
+from tests.benchmarks.gpu.waits import counted_waits
+from tests.unit.native.lazy_device import LazyEvent, LazyStream
 
 TESTS = ["device", "kernels", "runner"]
 """Parts that run tests of tests/gpu."""
@@ -71,7 +75,43 @@ def test_floor_and_prefill_state_a_share(results: dict[str, Any]) -> None:
     for part in ("floor", "prefill"):
         (row,) = results[part]["rows"]
         assert math.isfinite(row["share"])
-    assert all(row["synchronisations"] == 0 for row in results["syncs"]["rows"])
+
+
+def test_waits_are_counted_with_and_without_drafts(results: dict[str, Any]) -> None:
+    """With drafts a step waits for the number of accepted ones and for the next ones."""
+    rows = results["syncs"]["rows"]
+    assert [row["drafts"] for row in rows] == [0, 0, 0, 3]
+    assert [row["event_waits"] for row in rows] == [0, 0, 0, 2 * rows[-1]["steps"]]
+    assert [row["synchronisations"] for row in rows] == [0] * 4
+    assert rows[-1]["drafted"] > 0
+
+
+def test_every_synchronisation_is_counted_and_the_note_on_the_mode_is_not() -> None:
+    with counted_waits(LazyEvent) as waits:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+            "operations",
+            stacklevel=1,
+        )
+    assert (waits.operations, waits.events) == (3, 0)
+
+
+def test_only_events_that_have_not_passed_are_counted_on_the_compute_thread() -> None:
+    stream = LazyStream(threading.RLock(), eager=False)
+    first, second, third = (stream.put(lambda: None) for _ in range(3))
+
+    def compute() -> None:
+        second.synchronize()
+        first.synchronize()
+
+    thread = threading.Thread(target=compute, name="compute")
+    with counted_waits(LazyEvent) as waits:
+        thread.start()
+        thread.join()
+        third.synchronize()
+    assert waits.events == 1
 
 
 @pytest.mark.parametrize("part", TESTS)

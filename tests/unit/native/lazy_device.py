@@ -49,7 +49,7 @@ class LazyStream:
     def __init__(self, lock: threading.RLock, eager: bool) -> None:
         self._lock, self._eager = lock, eager
         self._work: deque[Work] = deque()
-        self._done = self._put = 0
+        self.done = self._put = 0
         self._error: Exception | None = None
 
     def put(self, work: Work) -> "LazyEvent":
@@ -64,9 +64,9 @@ class LazyStream:
     def run(self, number: int) -> None:
         """Run work up to this number. After an error nothing more is run."""
         with self._lock, torch.inference_mode():
-            while self._done < number:
+            while self.done < number:
                 work = self._work.popleft()
-                self._done += 1
+                self.done += 1
                 try:
                     if self._error is None:
                         work()
@@ -85,6 +85,9 @@ class LazyEvent:
 
     stream: LazyStream
     number: int
+
+    def query(self) -> bool:
+        return self.stream.done >= self.number
 
     def synchronize(self) -> None:
         self.stream.run(self.number)

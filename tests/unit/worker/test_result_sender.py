@@ -1,5 +1,6 @@
 """Messages that leave a worker from epoch to epoch, over a real connection."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,12 +261,47 @@ def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch
     copy.ended.set()
 
 
-def test_the_gap_between_forward_passes_is_measured(connection: ResultConnection) -> None:
-    gaps = []
-    for step_id, began in enumerate((2.0, 3.25, 3.5), start=1):
-        times = StepTimes(forward_began=began, forward_ended=began + 1, sampled=began + 1)
-        connection.results.put(done(1, step_id, replace(result(1, step_id), times=times)))
+def waits(
+    connection: ResultConnection, *steps: tuple[float, float, float, float]
+) -> list[tuple[float, float]]:
+    """Send steps whose forward pass lasts a second. Return the gap and the wait for a prepared step of each.
+
+    Args:
+        steps: how long the worker waited for the plan, when it received and had prepared it, and when the forward pass
+            began, which was when the compute thread got the step.
+    """
+    found, ended = [], 0.0
+    for step_id, (waited, received, prepared, began) in enumerate(steps, start=1):
+        wait = began - ended if ended else 0.0
+        ended = began + 1
+        times = StepTimes(
+            prepared=prepared, forward_began=began, forward_ended=ended, sampled=ended, prepared_wait=wait
+        )
+        step = done(1, step_id, replace(result(1, step_id), times=times))
+        connection.results.put(dataclasses.replace(step, received=received, waited=waited))
         message = connection.next_message()
         assert isinstance(message, ModelRunnerOutput)
-        gaps.append(message.times.forward_gap)
-    assert gaps == [0.0, 0.25, 0.0]
+        found.append((message.times.forward_gap, message.times.prepared_wait))
+    return found
+
+
+def test_the_gap_between_forward_passes_is_measured(connection: ResultConnection) -> None:
+    """The plan of the third step was there before the second one ended: the whole gap counts."""
+    steps = (0.5, 1.0, 2.0, 2.0), (0.0, 2.5, 2.75, 3.25), (0.0, 2.75, 2.875, 4.75)
+    assert [gap for gap, _ in waits(connection, *steps)] == [0.0, 0.25, 0.5]
+
+
+def test_idle_minutes_are_neither_a_gap_nor_a_wait_for_a_prepared_step(connection: ResultConnection) -> None:
+    """The worker waits 600 s for a plan, which it prepares in a quarter of a second."""
+    steps = (0.0, 1.0, 2.0, 2.0), (600.0, 603.0, 603.25, 603.25)
+    assert waits(connection, *steps) == [(0.0, 0.0), (0.25, 0.25)]
+
+
+def test_a_wait_for_a_plan_during_the_step_before_shortens_no_gap(connection: ResultConnection) -> None:
+    steps = (0.0, 1.0, 2.0, 2.0), (0.75, 2.75, 3.25, 3.25)
+    assert waits(connection, *steps)[1] == (0.25, 0.25)
+
+
+def test_only_the_part_of_a_wait_that_lies_in_the_gap_is_taken_out(connection: ResultConnection) -> None:
+    steps = (0.0, 1.0, 2.0, 2.0), (1.0, 3.5, 3.75, 3.75)
+    assert waits(connection, *steps)[1] == (0.25, 0.25)
