@@ -71,7 +71,7 @@ class StageEngine:
             drafter = NgramDrafter(target) if drafts else None
             epoch = NativeEpoch(self.model, ranks, drafter, assignment, InitializeCache(blocks, context))
         self._stages = NativeStages(SlotTable(batch, BLOCK_SIZE, blocks, context), epoch, ranks)
-        self._steps = self._length = 0
+        self._steps = self._length = self._generation = 0
         self._flying: deque[Output] = deque()
 
     def __enter__(self) -> Self:
@@ -81,8 +81,12 @@ class StageEngine:
         self._stages.close()
 
     def prefill(self, length: int, params: Params = greedy) -> list[ModelRunnerOutput]:
-        """Compute random prompts of all requests, one step after the other, as many whole prompts in each as fit."""
-        rng = np.random.default_rng(0)
+        """Compute random prompts of all requests, one step after the other, as many whole prompts in each as fit.
+        Requests of an earlier prefill have ended."""
+        if self._generation:
+            self._stages.release(np.arange(self.batch, dtype=np.int32))
+        self._generation += 1
+        rng = np.random.default_rng(self._generation)
         together, self._length = max(1, self._budget // length), length
         results = []
         for first in range(0, self.batch, together):
@@ -110,14 +114,14 @@ class StageEngine:
         each = -(-self._context // BLOCK_SIZE)
         blocks = list(range(slot * each, (slot + 1) * each))
         tokens = prompt.astype(np.int32).tobytes()
-        return NewRequest(slot, 1, tokens, len(prompt), column(blocks), params(slot))
+        return NewRequest(slot, self._generation, tokens, len(prompt), column(blocks), params(slot))
 
     def _plan(
         self, slots: list[int], start: int, count: int, new: list[NewRequest], drafts: int = 0
     ) -> SchedulerOutput:
         self._steps += 1
         rows = len(slots)
-        columns = (column([each] * rows) for each in (1, start, count + drafts))
+        columns = (column([each] * rows) for each in (self._generation, start, count + drafts))
         return SchedulerOutput(
             *(1, self._steps, column(slots), *columns, bytes([1] * rows), new),
             drafts=column([drafts] * rows) if drafts else b"",

@@ -1,5 +1,6 @@
-"""The 8B model behind HTTP, against the decode steps of the runner alone. Needs the packages of all services."""
+"""A model behind HTTP, against the stages of the runner alone. Needs the packages of all services."""
 
+import gc
 import json
 import os
 import signal
@@ -11,45 +12,72 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from services.cli.bench.load import LoadResult, run_load
+from services.config import BenchConfig
 from services.worker.backends.native.model.config import ModelConfig
 from tests.benchmarks.gpu.engine import StageEngine
+from tests.benchmarks.gpu.processes import kill_tree
 from tests.benchmarks.gpu.shapes import SHAPES, RandomCheckpoint
-from tests.benchmarks.gpu.target import MeasuredDevice
+from tests.benchmarks.gpu.target import MeasuredDevice, ServedLoad
 
-MODEL, BATCH, PROMPT, OUTPUT = "llama-3.1-8b", 64, 128, 256
 START = 240.0
 """Seconds that the server has until it is ready."""
+WAVES = 3
+"""Measured waves of requests, after one that is not measured. Each begins when the one before has ended."""
 
 
 def served(target: MeasuredDevice) -> dict[str, Any]:
-    """Tokens per second of 64 concurrent requests through HTTP, and of the bare stages at the same batch."""
+    """Rates of the same load through HTTP and in the bare stages: prompts of one length that all begin together.
+
+    Returns, in tokens per second, medians over waves:
+        decode: sum over requests of the tokens behind the first one, by the time from the first one to the end
+        whole: all tokens, by the time from the first request to the last answer
+
+    with the ratio of HTTP to the bare stages for each.
+    """
     from tests.benchmarks.support.random_llama import write_tokenizer
 
-    directory = Path(os.environ.get("TMPDIR", "/tmp")) / "runahead-gpu" / MODEL
-    if not (directory / "config.json").is_file():
-        write_checkpoint(directory, SHAPES[MODEL], target.dtype)
-        write_tokenizer(directory)
+    load = target.served
+    directory = Path(os.environ.get("TMPDIR", "/tmp")) / "runahead-gpu" / load.model
+    if not (directory / "tokenizer.json").is_file():
+        write_checkpoint(directory, SHAPES[load.model], target.dtype)
+        write_tokenizer(directory)  # the last file, so that what was not finished is written again
     bare = _bare_stages(target)
-    torch.cuda.empty_cache()  # the server needs the memory
-    with _server(directory) as url:
-        result = _bench(url, directory.parent / "bench.json")
-    return {"bare_tokens_per_second": bare, "result": result, "model": MODEL, "batch": BATCH}
+    with _server(directory, load) as url:
+        http = _bench(url, load)
+    ratios = {f"{name}_ratio": http[name] / bare[name] for name in bare}
+    print(f"{load.model}, {load.batch} requests: HTTP over bare stages: {ratios}", flush=True)
+    return {"model": load.model, "batch": load.batch, "http": http, "bare": bare, **ratios}
 
 
-def _bare_stages(target: MeasuredDevice) -> float:
-    """Return tokens per second. Their memory is not used any more afterwards."""
-    kernels = target.make(target.dtype)
-    with StageEngine(SHAPES[MODEL], kernels, target.dtype, BATCH, 512, BATCH * PROMPT) as engine:
-        engine.prefill(PROMPT)
-        engine.decode(30, 2)
-        began = time.monotonic()
-        engine.decode(200, 2)
-        return 200 * BATCH / (time.monotonic() - began)
+def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
+    """The memory is free again afterwards: the server needs it."""
+    load, kernels, waves = target.served, target.make(target.dtype), []
+    tokens = load.prompt + load.output
+    budget = load.batch * load.prompt
+    with StageEngine(SHAPES[load.model], kernels, target.dtype, load.batch, tokens, budget) as engine:
+        for _ in range(1 + WAVES):
+            began = time.monotonic()
+            engine.prefill(load.prompt)
+            prefilled = time.monotonic()
+            engine.decode(load.output - 1, 2)
+            ended = time.monotonic()
+            decode = load.batch * (load.output - 1) / (ended - prefilled)
+            waves.append({"decode": decode, "whole": load.batch * load.output / (ended - began)})
+    del engine
+    gc.collect()
+    kernels.device.free()
+    return _medians(waves[1:])
+
+
+def _medians(waves: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(wave[name] for wave in waves) for name in waves[0]}
 
 
 def write_checkpoint(directory: Path, shape: ModelConfig, dtype: torch.dtype) -> None:
@@ -106,7 +134,7 @@ def config_json(shape: ModelConfig) -> dict[str, object]:
 
 
 @contextmanager
-def _server(directory: Path) -> Iterator[str]:
+def _server(directory: Path, load: ServedLoad) -> Iterator[str]:
     """Yield the URL of a server that is ready.
 
     Raises: RuntimeError, with the end of its output, if it is not ready in time.
@@ -114,34 +142,26 @@ def _server(directory: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli",
-        "serve",
-        str(directory),
-        "--device",
-        "cuda",
-        "--port",
-        str(port),
-    ]
-    command += ["--max-num-seqs", str(BATCH), "--max-model-len", "2048"]
-    log = directory.parent / "serve.log"
+    command = [sys.executable, "-m", "services.cli", "serve", str(directory), "--port", str(port)]
+    command += ["--max-num-seqs", str(load.batch), "--max-model-len", str(load.prompt + load.output + 16)]
+    command += ["--max-num-batched-tokens", str(load.batch * load.prompt), *load.flags]
+    log = directory.parent / f"{load.model}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + START
         while not _ready(f"http://127.0.0.1:{port}/readyz"):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server is not ready:\n{log.read_text()[-4000:]}")
-            time.sleep(1.0)
+            time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
+            process.wait()
 
 
 def _ready(url: str) -> bool:
@@ -152,9 +172,22 @@ def _ready(url: str) -> bool:
         return False
 
 
-def _bench(url: str, file: Path) -> Any:
-    command = [sys.executable, "-m", "services.cli", "bench", "--base-url", url, "--ignore-eos"]
-    command += ["--num-prompts", str(4 * BATCH), "--max-concurrency", str(BATCH), "--num-warmups", str(BATCH)]
-    command += ["--random-input-len", str(PROMPT), "--random-output-len", str(OUTPUT)]
-    subprocess.run([*command, "--result-filename", str(file)], check=True)
-    return json.loads(file.read_text())
+def _bench(url: str, load: ServedLoad) -> dict[str, float]:
+    """Raises: RuntimeError, if a request failed."""
+    waves = []
+    for seed in range(1 + WAVES):  # other prompts each time, which no prefix cache has
+        config = BenchConfig(
+            base_url=url, num_prompts=load.batch, random_input_len=load.prompt,
+            random_output_len=load.output, ignore_eos=True, seed=seed,
+        )  # fmt: skip
+        waves.append(rates(run_load(config)))
+    return _medians(waves[1:])
+
+
+def rates(result: LoadResult) -> dict[str, float]:
+    """Raises: RuntimeError, if a request failed."""
+    if failed := [request.error for request in result.requests if request.error]:
+        raise RuntimeError(f"{len(failed)} of {len(result.requests)} requests failed: {failed[0]}")
+    spans = ((each.output_tokens - 1, each.ended - each.arrivals[0]) for each in result.requests)
+    whole = sum(each.output_tokens for each in result.requests)
+    return {"decode": sum(count / seconds for count, seconds in spans), "whole": whole / result.duration}

@@ -8,7 +8,7 @@ import torch
 from services.worker.backends.native.model.config import ModelConfig, Rope
 from services.worker.weights.checkpoint import Cut, QuantizedRows
 
-TINY = "tiny"
+TINY, TINY_SERVED = "tiny", "tiny-served"
 
 
 def llama(
@@ -47,6 +47,7 @@ SHAPES: Mapping[str, ModelConfig] = {
     "llama-3.2-1b": llama(2048, 16, 32, 8, 8192, 128256, True),
     "llama-3.1-8b": llama(4096, 32, 32, 8, 14336, 128256, False),
     TINY: llama(32, 2, 4, 2, 48, 64, True, 512),
+    TINY_SERVED: llama(32, 2, 4, 2, 48, 4096, True, 512),
 }
 
 

@@ -12,7 +12,20 @@ from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.interface.kernels import Kernels
 from services.worker.backends.native.runner import NativeRunner
+from tests.benchmarks.gpu.shapes import TINY_SERVED
 from tests.benchmarks.gpu.waits import WaitedEvent
+
+
+@dataclass(frozen=True)
+class ServedLoad:
+    """Requests of equal length that begin together, and the server that they are sent to."""
+
+    model: str
+    batch: int
+    prompt: int
+    output: int
+    flags: tuple[str, ...]
+    """Flags of the server: its device."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class MeasuredDevice:
     """Bytes of the measured copy."""
     event: type[WaitedEvent]
     """Class of the device's events."""
+    served: ServedLoad
     properties: Mapping[str, object] = field(default_factory=dict)
 
     def seconds(self, device: ComputeDevice, work: Callable[[], object], repeats: int) -> float:
@@ -80,6 +94,7 @@ def gpu() -> MeasuredDevice:
         matrix=8192,
         copied=4 << 30,
         event=torch.cuda.Event,
+        served=ServedLoad("llama-3.1-8b", 64, 128, 256, ("--device", "cuda")),
         properties={
             "multiprocessors": properties.multi_processor_count,
             "memory": properties.total_memory,
@@ -112,4 +127,7 @@ def tiny() -> MeasuredDevice:
         matrix=8,
         copied=1 << 12,
         event=LazyEvent,
+        served=ServedLoad(
+            TINY_SERVED, 2, 9, 5, ("--device", "cpu", "--kernels", "reference", "--threads", "1")
+        ),
     )
