@@ -1,6 +1,6 @@
-"""Steps in bfloat16 on a processor with AMX: our own products over oneDNN's, prefill and decode.
+"""Steps in bfloat16: our own products, by AVX-512 and by AMX, over oneDNN's, prefill and decode.
 
-The native runner's whole steps on a static batch, without scheduler and sockets. The runners of both kinds are in one
+The native runner's whole steps on a static batch, without scheduler and sockets. The runners of all kinds are in one
 process and take turns; the figures are ratios of the least times.
 """
 
@@ -23,6 +23,14 @@ Times = dict[str, list[float]]
 """Name of the interval -> milliseconds of each turn."""
 
 
+NAMES = {selection.PAIRS: "AVX-512", selection.TILES: "AMX"}
+
+
+def own_features() -> list[str]:
+    """Return the features with which our own kernels compute bfloat16 products here."""
+    return [feature for feature in NAMES if feature in selection.processor_features()]
+
+
 def static_batch(features: Collection[str], model: str, batch: int, args: argparse.Namespace) -> StaticBatch:
     """Return a loaded runner that uses no other features of the processor than these."""
     config = WorkerConfig(model=str(random_llama(model)), dtype="bfloat16", threads=args.threads)
@@ -33,7 +41,9 @@ def static_batch(features: Collection[str], model: str, batch: int, args: argpar
 def measure(model: str, batch: int, args: argparse.Namespace) -> dict[str, Times]:
     load = BenchConfig(random_input_len=args.input_len, random_output_len=args.output_len)
     tokens: NDArray[np.int32] = np.array(prompts(load, batch, load.seed), np.int32)
-    kinds = {"oneDNN": {selection.ONEDNN_BFLOAT16}, "own": {selection.TILES}}
+    kinds = {"oneDNN": {selection.ONEDNN_BFLOAT16}} | {
+        NAMES[feature]: {feature} for feature in own_features()
+    }
     batches = {name: static_batch(features, model, batch, args) for name, features in kinds.items()}
     times: dict[str, Times] = {name: {"prefill": [], "decode step": []} for name in kinds}
     for _ in range(args.repeats + 1):
@@ -52,8 +62,8 @@ def main() -> None:
     for name, default in (("threads", 2), ("input-len", 128), ("output-len", 32), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    if not {selection.TILES, selection.ONEDNN_BFLOAT16} <= selection.processor_features():
-        raise SystemExit("this processor has no AMX")
+    if not own_features():
+        raise SystemExit("this processor has no bfloat16 arithmetic")
     cases = {
         f"{model} at {batch}": measure(model, batch, args) for model in args.models for batch in args.batches
     }
@@ -61,16 +71,19 @@ def main() -> None:
     for case, kinds in cases.items():
         row: dict[str, object] = {"model, requests": case}
         for what in ("prefill", "decode step"):
-            own, onednn = (min(kinds[name][what]) for name in ("own", "oneDNN"))
-            row |= {f"{what}, own, ms": own, f"{what}, oneDNN, ms": onednn, f"{what}, ratio": own / onednn}
+            onednn = row[f"{what}, oneDNN, ms"] = min(kinds["oneDNN"][what])
+            for name in map(NAMES.__getitem__, own_features()):
+                own = min(kinds[name][what])
+                row |= {f"{what}, {name}, ms": own, f"{what}, {name}, ratio": own / onednn}
         rows.append(row)
     report(
         "bfloat16_steps",
         title=f"bfloat16, {args.threads} threads, {args.input_len} in: least of {args.repeats} turns",
         rows=rows,
         figures={
-            what: {str(row["model, requests"]): row[f"{what}, ratio"] for row in rows}
+            f"{what}, {name}": {str(row["model, requests"]): row[f"{what}, {name}, ratio"] for row in rows}
             for what in ("prefill", "decode step")
+            for name in map(NAMES.__getitem__, own_features())
         },
         settings=vars(args),
         repeats=cases,

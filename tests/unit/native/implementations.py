@@ -6,7 +6,7 @@ import torch
 from protocol.rows import LogprobRows
 from services.worker.backends.native.device.cpu import CpuDevice
 from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.selection import TABLE, TILES, create
+from services.worker.backends.native.kernels.selection import OWN_BFLOAT16, TABLE, create
 from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 
@@ -28,6 +28,8 @@ def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype
     dtype."""
     wanted = activations or dtype
     rows = [
-        c for c in TABLE if (c.implementation, c.dtype) == (implementation, dtype) and TILES not in c.needs
+        c
+        for c in TABLE
+        if (c.implementation, c.dtype) == (implementation, dtype) and not {*OWN_BFLOAT16} & {*c.needs}
     ]
     return create(next(c for c in rows if c.activations == wanted or implementation == "reference"))

@@ -9,6 +9,7 @@ import torch
 from services.config import WorkerConfig
 from services.worker.backends.native.kernels.selection import (
     ONEDNN_BFLOAT16,
+    PAIRS,
     TABLE,
     TILES,
     choose,
@@ -47,6 +48,9 @@ def test_first_row_that_fits(
     ("dtype", "features", "quantized", "invariant", "products"),
     [
         (BF16, (ONEDNN_BFLOAT16, TILES), False, False, "our own, AMX, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, PAIRS, TILES), False, False, "our own, AMX, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, PAIRS), False, False, "our own, AVX-512, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, PAIRS), True, True, "our own, AVX-512, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16,), False, False, "oneDNN, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16, TILES), True, False, "our own, AMX, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16, TILES), False, True, "our own, AMX, bfloat16"),

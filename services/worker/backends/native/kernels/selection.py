@@ -24,6 +24,9 @@ ONEDNN_BFLOAT16 = "onednn_bfloat16"
 """oneDNN computes bfloat16 products and packs weights for them."""
 TILES = "tiles"
 """Our own kernels can use AMX, with bfloat16 arithmetic of AVX-512 beside it."""
+PAIRS = "pairs"
+"""Our own kernels can use AVX-512's products of bfloat16 pairs."""
+OWN_BFLOAT16 = (TILES, PAIRS)
 NAMED = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
 """Processor features that the log names, and that a row may need."""
 
@@ -70,6 +73,10 @@ TABLE = (
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16),
         *("our own, AMX, bfloat16", _HELPERS),
+    ),
+    KernelChoice(
+        *("compiled", "cpu", torch.bfloat16, (PAIRS,), torch.bfloat16),
+        *("our own, AVX-512, bfloat16", _HELPERS),
     ),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (ONEDNN_BFLOAT16,), torch.bfloat16),
@@ -138,7 +145,8 @@ def create(choice: KernelChoice) -> Kernels:
         case _, "compiled":
             from services.worker.backends.native.kernels.cpu.kernels import CpuKernels
 
-            return CpuKernels(choice.activations, choice.dtype, tiles=TILES in choice.needs)
+            own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
+            return CpuKernels(choice.activations, choice.dtype, own)
         case _, "reference":
             from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
 
@@ -169,8 +177,10 @@ def processor_features() -> frozenset[str]:
     if torch.backends.mkldnn.is_available():
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query
         found |= {ONEDNN_BFLOAT16} if supported() else set()
-    if {"amx_bf16", "avx512_bf16"} <= found and _compiles_for_this(os.environ) and _may_use_tiles():
-        found.add(TILES)
+    if {"avx512_f", "avx512_bf16"} <= found and _compiles_for_this(os.environ):
+        found.add(PAIRS)
+        if "amx_bf16" in found and _may_use_tiles():
+            found.add(TILES)
     return frozenset(found)
 
 

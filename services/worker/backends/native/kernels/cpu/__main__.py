@@ -23,20 +23,20 @@ from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16,
 from services.worker.backends.native.kernels.cpu.compiled.quantized_product import quantized_product_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
 from services.worker.backends.native.kernels.cpu.recording import replay_kernel
-from services.worker.backends.native.kernels.selection import TILES, processor_features
+from services.worker.backends.native.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, processor_features
 
 SINGLE = (
     *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),
     *(logprobs_kernel, ngram_kernel, draft_kernel, rotary_kernel, replay_kernel),
 )
 """Kernels without variants."""
-TILED = TILES in processor_features()
+FEATURES = processor_features()
 # The kernels that take longest are the first ones.
 KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (attention_kernel, [(False, False), (False, True), (True, True)]),
     (quantized_product_kernel, [(INT8, 1), (INT4, 1)]),
     (product_kernel, [(False, 1), (True, 1)]),
-    (rows_kernel, [(INT8,), (INT4,), *([(BF16,)] if TILED else [])]),
+    (rows_kernel, [(INT8,), (INT4,), *([(BF16,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
     (norm_kernel, [(False,), (True,)]),
     (gate_kernel, [(False,), (True,)]),
     (write_kernel, [(False, False), (False, True), (True, True)]),
@@ -44,10 +44,15 @@ KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     *((kernel, [()]) for kernel in SINGLE),
 ]
 """Each kernel with the arguments of its variants."""
-if TILED:
+OF_PANELS = [(BF16, 1), (INT8, 1), (INT4, 1)]
+if TILES in FEATURES:
     from services.worker.backends.native.kernels.cpu.compiled.tile_product import tile_product_kernel
 
-    KERNELS.insert(0, (tile_product_kernel, [(BF16, 1), (INT8, 1), (INT4, 1)]))
+    KERNELS.insert(0, (tile_product_kernel, OF_PANELS))
+elif PAIRS in FEATURES:
+    from services.worker.backends.native.kernels.cpu.compiled.pair_product import pair_product_kernel
+
+    KERNELS.insert(0, (pair_product_kernel, OF_PANELS))
 
 
 def compile_kernel(number: int) -> None:

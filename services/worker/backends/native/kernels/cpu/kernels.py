@@ -22,13 +22,13 @@ class CpuKernels:
     Args:
         activations: of the model's products
         dtype: the model's, in which keys and values are kept
-        tiles: see `CpuNetwork`
+        own: see `CpuNetwork`
     """
 
-    def __init__(self, activations: torch.dtype, dtype: torch.dtype, tiles: bool = False) -> None:
-        self._dtype, self._uses_torch = dtype, activations != torch.float32 and not tiles
+    def __init__(self, activations: torch.dtype, dtype: torch.dtype, own: str | None = None) -> None:
+        self._dtype, self._uses_torch = dtype, activations != torch.float32 and own is None
         self.device: ComputeDevice = CpuDevice()
-        self.network: NetworkKernels = CpuNetwork(activations, dtype, tiles)
+        self.network: NetworkKernels = CpuNetwork(activations, dtype, own)
         self.rows: RowKernels = CpuRows()
         self.sampling: SamplingKernels = CpuSampling()
         self.drafting: DraftingKernels = CpuDrafting()

@@ -14,10 +14,10 @@ from services.worker.backends.native.kernels.cpu.embedding import PanelEmbedding
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
 from services.worker.backends.native.kernels.cpu.products import (
+    OWN_BFLOAT16,
     Float32Product,
     OneDnnProduct,
     float32_panel_product,
-    tile_panel_product,
 )
 from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
 from services.worker.backends.native.kernels.interface.buffers import Buffers
@@ -36,13 +36,14 @@ class CpuNetwork:
     """`NetworkKernels`. All kernels are our own except products by oneDNN, which a recording calls between its kernels.
 
     Args:
-        tiles: True: products with bfloat16 activations are our own kernels, with AMX
+        own: the feature of the processor with which our own kernels compute products of bfloat16 activations; None:
+            oneDNN computes them
     """
 
-    def __init__(self, activations: torch.dtype, cache: torch.dtype, tiles: bool = False) -> None:
-        self.activations, self._cache, self._tiles = activations, cache, tiles
+    def __init__(self, activations: torch.dtype, cache: torch.dtype, own: str | None = None) -> None:
+        self.activations, self._cache, self._own = activations, cache, own
         half = activations == torch.bfloat16
-        self._launcher = Launcher(beside_torch=half and not tiles)
+        self._launcher = Launcher(beside_torch=half and own is None)
         self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
         self._copies = {
             torch.float32: copy_kernel(half=False, beside_torch=half),
@@ -50,14 +51,14 @@ class CpuNetwork:
         }
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
-        if self._tiles or isinstance(weight, QuantizedWeight):
+        if self._own is not None or isinstance(weight, QuantizedWeight):
             return self._from_panels(Panels.from_weight(weight), bias)
         if self.activations == torch.float32:
             return Float32Product(self._launcher, weight, bias)
         return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
 
     def embedding(self, weight: Weight) -> EmbeddingTable:
-        if self._tiles or isinstance(weight, QuantizedWeight):
+        if self._own is not None or isinstance(weight, QuantizedWeight):
             return PanelEmbedding(self._launcher, Panels.from_weight(weight))
         return PlainEmbedding(self, weight)
 
@@ -68,7 +69,7 @@ class CpuNetwork:
         return self.linear(embedding.tensor)
 
     def _from_panels(self, panels: Panels, bias: torch.Tensor | None) -> Linear:
-        make = tile_panel_product if self._tiles else float32_panel_product
+        make = float32_panel_product if self._own is None else OWN_BFLOAT16[self._own]
         return make(self._launcher, panels, bias)
 
     def bytes_per_block(self, shape: CacheShape) -> int:

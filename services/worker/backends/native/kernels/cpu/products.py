@@ -8,11 +8,17 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from services.worker.backends.native.kernels.cpu.compiled import product, quantized_product, tile_product
+from services.worker.backends.native.kernels.cpu.compiled import (
+    pair_product,
+    product,
+    quantized_product,
+    tile_product,
+)
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
+from services.worker.backends.native.kernels.selection import PAIRS, TILES
 
 _ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
 
@@ -88,6 +94,16 @@ def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | 
     """A product with bfloat16 activations, computed with AMX."""
     kernel = tile_product.tile_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, tile_product.BLOCK, tile_product.CHUNK)
+
+
+def pair_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
+    """A product with bfloat16 activations, computed with AVX-512."""
+    kernel = pair_product.pair_product_kernel
+    return PanelProduct(launcher, panels, bias, kernel, pair_product.BLOCK, pair_product.CHUNK)
+
+
+OWN_BFLOAT16 = {TILES: tile_panel_product, PAIRS: pair_panel_product}
+"""Our own products with bfloat16 activations, by the feature of the processor that they need."""
 
 
 class OneDnnProduct:

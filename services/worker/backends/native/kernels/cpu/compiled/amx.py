@@ -25,7 +25,6 @@ ROWS = 16
 """Rows and columns of a tile of sums."""
 TILE_BYTES = 1024
 binding.initialize_native_asmparser()
-_HALVES = ir.VectorType(ir.IntType(16), 32)
 
 
 def _emit(builder: Any, text: str, operands: list[Any]) -> None:
@@ -92,35 +91,3 @@ def configure(memory, rows):  # type: ignore[no-untyped-def]
         configuration[16 + 2 * tile] = 64
         configuration[48 + tile] = np.uint8(rows if tile < 6 else ROWS)
     _load_configuration(memory)
-
-
-def _rounded(builder: Any, first: Any, second: Any) -> Any:
-    """Two vectors of float32 as thirty-two bfloat16, one after the other."""
-    kind = ir.FunctionType(_HALVES, [simd.VF, simd.VF])
-    return builder.asm(kind, "vcvtne2ps2bf16 $2, $1, $0", "=v,v,v", [second, first], False)
-
-
-@intrinsic
-def store_bf16x32(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
-    """Round two vectors to bfloat16 and store them one after the other."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = _rounded(builder, args[1], args[2])
-        builder.store(rounded, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, simd.vector, simd.vector), code
-
-
-@intrinsic
-def store_bf16_pairs(typing_context: Any, address: Any, even: Any, odd: Any) -> Any:
-    """Round two vectors to bfloat16 and store them in pairs: number i of `even` beside number i of `odd`."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rounded = _rounded(builder, args[1], args[2])
-        order = [number // 2 + number % 2 * 16 for number in range(32)]
-        pairs = builder.shuffle_vector(rounded, rounded, ir.Constant(ir.VectorType(simd.I32, 32), order))
-        builder.store(pairs, builder.inttoptr(args[0], _HALVES.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, simd.vector, simd.vector), code

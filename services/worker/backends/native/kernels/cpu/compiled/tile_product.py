@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import amx, simd
+from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, simd
 from services.worker.backends.native.kernels.cpu.compiled.quantized import (
     BF16,
     GROUP,
@@ -45,7 +45,7 @@ def _decode(group, target, KIND):  # type: ignore[no-untyped-def]
     scales, minima = scales_of(group, KIND)
     for pair in range(GROUP // 2):
         even, odd = two_inputs(group, pair, scales, minima, KIND)
-        amx.store_bf16_pairs(target + pair * 64, even, odd)
+        bf16.store_bf16_pairs(target + pair * 64, even, odd)
 
 
 @njit(inline="always")
@@ -89,9 +89,9 @@ def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
         if number == BLOCK:
-            amx.store_bf16x32(out, value0, value1)
+            bf16.store_bf16x32(out, value0, value1)
         else:
-            amx.store_bf16x32(tail, value0, value1)
+            bf16.store_bf16x32(tail, value0, value1)
             for j in range(number):
                 simd.store_bf16(out + j * 2, simd.load_bf16(tail + j * 2))
         out += a.outputs * 2
