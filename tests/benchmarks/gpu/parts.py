@@ -345,24 +345,24 @@ def _in_one_go(measure: Callable[[MeasuredDevice], Result]) -> Callable[[Measure
 
 
 @dataclass(frozen=True)
-class Part:
+class MeasuredPart:
     seconds: float
     """Estimate, with the compilation of its kernels. None was measured yet."""
     measure: Callable[[MeasuredDevice, SavedRows], Result]
 
 
 PARTS = {
-    "machine": Part(30, _in_one_go(machine)),
-    "device": Part(30, _in_one_go(device)),
-    "kernels": Part(240, _in_one_go(kernels)),
-    "runner": Part(240, _in_one_go(runner)),
-    "syncs": Part(60, _in_one_go(syncs)),
-    "tokens": Part(60, _in_one_go(tokens)),
-    "gap": Part(300, gap),
-    "floor": Part(60, _in_one_go(floor)),
-    "prefill": Part(60, _in_one_go(prefill)),
-    "served": Part(300, _in_one_go(served)),
-    "transformers": Part(60, _in_one_go(transformers)),
+    "machine": MeasuredPart(30, _in_one_go(machine)),
+    "device": MeasuredPart(30, _in_one_go(device)),
+    "kernels": MeasuredPart(240, _in_one_go(kernels)),
+    "runner": MeasuredPart(240, _in_one_go(runner)),
+    "syncs": MeasuredPart(60, _in_one_go(syncs)),
+    "tokens": MeasuredPart(60, _in_one_go(tokens)),
+    "gap": MeasuredPart(300, gap),
+    "floor": MeasuredPart(60, _in_one_go(floor)),
+    "prefill": MeasuredPart(60, _in_one_go(prefill)),
+    "served": MeasuredPart(300, _in_one_go(served)),
+    "transformers": MeasuredPart(60, _in_one_go(transformers)),
 }
 """In the order of their value, in which they are run: whether it works, then its figures."""
 IN_CI = tuple(part for part in PARTS if part not in ("device", "kernels", "runner"))

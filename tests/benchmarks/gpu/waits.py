@@ -1,4 +1,4 @@
-"""How often the compute thread waits for the device.
+"""Counts of the waits of the compute thread for the device.
 
 torch's synchronisation debug mode reports operations that wait for a stream, such as `item` or a blocking copy. It does
 not report `Event.synchronize`, with which a `HostCopy` waits, so calls of that are counted here.
@@ -26,7 +26,7 @@ class WaitedEvent(Protocol):
 
 
 @dataclass
-class Waits:
+class CountedWaits:
     operations: int = 0
     """Operations of torch that waited, in any thread."""
     events: int = 0
@@ -34,9 +34,9 @@ class Waits:
 
 
 @contextmanager
-def counted_waits(event: type[WaitedEvent]) -> Iterator[Waits]:
+def counted_waits(event: type[WaitedEvent]) -> Iterator[CountedWaits]:
     """Count waits inside the context; the numbers are complete at its end."""
-    waits, synchronize = Waits(), event.synchronize
+    waits, synchronize = CountedWaits(), event.synchronize
 
     def counted(self: WaitedEvent) -> None:
         waits.events += threading.current_thread().name == "compute" and not self.query()

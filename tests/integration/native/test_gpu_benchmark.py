@@ -31,7 +31,7 @@ from tests.benchmarks.gpu.parts import (
     PARTS,
     PROMPT,
     WANTED,
-    Part,
+    MeasuredPart,
     answers,
     preference,
 )
@@ -149,7 +149,7 @@ def test_rates_of_a_wave() -> None:
 
 
 def test_a_part_whose_tests_fail_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Part(1.0, lambda *_: {"passed": False, "output": "1 failed"})
+    failed = MeasuredPart(1.0, lambda *_: {"passed": False, "output": "1 failed"})
     monkeypatch.setitem(PARTS, "kernels", failed)
     assert main(["kernels", "--tiny", "--out", str(tmp_path)]) == 1
     assert json.loads((tmp_path / "kernels.json").read_text())["output"] == "1 failed"
