@@ -519,6 +519,10 @@ def run(config: SchedulerConfig) -> int:
     tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
     with _signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
-        status = Service(config, incarnation, compiler, tokenizer, MaskThread()).run(wakeup)
+        service = Service(config, incarnation, compiler, tokenizer, MaskThread())
+        try:
+            status = service.run(wakeup)
+        except OSError as error:  # no mistake of the configuration, after which it would not be started again
+            raise RuntimeError(f"the scheduler failed while it served: {error}") from error
     zmq.Context.instance().term()  # waits until the last messages are sent
     return status

@@ -175,6 +175,17 @@ def test_the_trace_file_has_every_step_of_every_request(tmp_path: Path) -> None:
     assert {name for step in steps.values() for name in step["requests"]} == {"0/1", "0/2"}
 
 
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    with engine(tmp_path, LIMITS | {"step_trace": "/dev/full"}, SIM) as running:
+        client = FrontendConnection(running.client_endpoint)
+        client.wait_ready()
+        generate(client, 1, 2)
+        client.close()
+        assert running.stop() == (0, 0)
+        lines = [line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line]
+    assert len(lines) == 1 and "/dev/full" in lines[0] and "No space left" in lines[0]
+
+
 def test_the_external_id_of_a_request_stands_in_the_scheduler_s_log(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS | {"log_level": "debug"}, SIM) as running:
         client = FrontendConnection(running.client_endpoint)
