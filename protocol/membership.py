@@ -182,6 +182,8 @@ class RankLost(msgspec.Struct, array_like=True, frozen=True, tag="rank_lost"):
     epoch: EpochId
     error: Text
     out_of_memory: bool = False
+    step_id: StepId = 0
+    """The step that ran out of memory; 0: another reason."""
 
 
 class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):

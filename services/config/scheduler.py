@@ -168,6 +168,11 @@ class SchedulerConfig(ServiceConfig):
         return self.batch_queue_depth or stages + (self.async_scheduling is not False)
 
     @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts of a row."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config is not None else 0
+
+    @property
     def policy(self) -> str:
         """Name of the batching policy: built-in, or an entry point of the group `runahead.policies`."""
         return self.batching_policy or ("balanced" if self.pipeline_parallel_size > 1 else "chunked")

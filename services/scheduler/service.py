@@ -419,7 +419,7 @@ class Service:
             loaded.vocab_size if loaded else 0,
             limits.num_blocks if limits else 0,
             self.config.block_size,
-            self.config.max_num_seqs,
+            limits.max_num_seqs if limits else self.config.max_num_seqs,
             loaded.simulated if loaded else False,
             self._stats(),
             self._info(),

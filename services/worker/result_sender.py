@@ -26,7 +26,7 @@ from protocol.silence import SilenceWatch
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
 from services.process import IdleWatch, processor_seconds
-from services.worker.runner import Output, RanksLost, is_out_of_memory
+from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
 
 log = logging.getLogger("runahead.worker")
@@ -186,8 +186,7 @@ class ResultSender:
             return RankLost(launched.epoch, str(error)[:MAX_TEXT])
         except Exception as error:  # any error of the device is reported as a fault of its step
             if is_out_of_memory(error):
-                text = f"step {launched.step_id} ran out of memory: {error}"
-                return RankLost(launched.epoch, text[:MAX_TEXT], out_of_memory=True)
+                return OutOfMemory(launched.step_id, error).message(launched.epoch)
             log.exception("step %d failed; its requests: %s", launched.step_id, launched.requests())
             return fault(launched.epoch, launched.step_id, error) if launched.epoch == self._epoch else None
         finally:

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.membership import Assignment, InitializeCache, Loaded
+from protocol.fields import MAX_TEXT
+from protocol.membership import Assignment, InitializeCache, Loaded, RankLost
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 
 Progress = Callable[[str, float], None]
@@ -135,6 +136,14 @@ class RanksLost(RuntimeError):
 
 class OutOfMemory(Exception):
     """A step did not fit into memory. The epoch is over; this worker is healthy, and its weights are still loaded."""
+
+    def __init__(self, step_id: int, error: BaseException) -> None:
+        super().__init__(f"step {step_id} ran out of memory: {error}")
+        self.step_id = step_id
+
+    def message(self, epoch: int) -> RankLost:
+        """Return what the scheduler is sent."""
+        return RankLost(epoch, str(self)[:MAX_TEXT], out_of_memory=True, step_id=self.step_id)
 
 
 _MEMORY_TEXTS = ("out of memory", "can't allocate memory", "bad_alloc")

@@ -247,7 +247,7 @@ class Worker:
         except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
             log.warning("%s", error)
             self._session.ranks_lost()
-            self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT], out_of_memory=True))
+            self._client.send(error.message(self._session.epoch))
 
     def _act(self, action: Action | None) -> None:
         """Raises: RanksLost; OutOfMemory; LoadError, after it was sent to the scheduler."""
@@ -374,7 +374,7 @@ class Worker:
             raise
         except Exception as error:  # any other error is sent instead of the step's result
             if is_out_of_memory(error):
-                raise OutOfMemory(f"step {step_id} ran out of memory: {error}") from None
+                raise OutOfMemory(step_id, error) from None
             requests = "none" if isinstance(action, ReleaseSlots) else self._requests_of(action.step)
             log.exception("step %d failed; its requests: %s", step_id, requests)
             self._results.put(fault(self._session.epoch, step_id, error))

@@ -37,5 +37,7 @@ class StepTrace:
             self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what the buffer holds cannot be written either; the file is closed
+        with contextlib.suppress(
+            OSError
+        ):  # what the buffer holds cannot be written either; the file is closed
             self._file.close()

@@ -10,6 +10,7 @@ from services.scheduler.membership.formation import GroupSize, assign_ranks
 from services.scheduler.membership.member_states import MemberEvent, MemberState
 from services.scheduler.membership.roster import Roster
 from services.scheduler.membership.sizes import fit
+from services.scheduler.membership.step_watch import StepSize
 
 
 class Epoch:
@@ -24,19 +25,23 @@ class Epoch:
         self.model: Register | None = None
         """The registration of rank 0 of the first epoch; the frontends' tokenizer belongs to its model."""
 
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Tokens of a step in the next epoch."""
-        return self._config.max_num_batched_tokens
+    def shrink(self, failed: StepSize) -> str | None:
+        """Let the steps of all later epochs have at most half of a step that ran out of memory: half of its rows if it
+        only decoded, else half of its tokens.
 
-    def shrink(self) -> bool:
-        """Halve the tokens of a step for all later epochs. Return False if they are too few for that."""
-        block = self._config.block_size
-        tokens = self.max_num_batched_tokens // 2 // block * block
-        if tokens:
-            self._config = self._config.model_copy(update={"max_num_batched_tokens": tokens})
-            self.has_shrunk = True
-        return tokens > 0
+        Returns: the new limit, for the log; None: half of the step is less than a block of tokens, or no row.
+        """
+        c = self._config
+        if failed.longest <= 1 + c.num_drafts:
+            setting, most, unit = "max_num_seqs", failed.rows // 2, "sequences"
+        else:
+            tokens = failed.positions // 2 // c.block_size * c.block_size
+            setting, most, unit = "max_num_batched_tokens", tokens, "tokens"
+        if not most:
+            return None
+        self._config = c.model_copy(update={setting: most})
+        self.has_shrunk = True
+        return f"{most} {unit}"
 
     def begin(self, size: GroupSize, now: float) -> list[Action]:
         """Make ranks of spares: send each its assignment."""

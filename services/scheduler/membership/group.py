@@ -145,10 +145,12 @@ class WorkerGroup:
             or self.state is not GroupState.READY
         ):
             return False
-        if (self._epoch.has_shrunk and not self.losses.is_proven(now)) or not self._epoch.shrink():
+        failed = self._watch.size_of(message.step_id)
+        if failed is None or (self._epoch.has_shrunk and not self.losses.is_proven(now)):
             return False
-        most = self._epoch.max_num_batched_tokens
-        self._actions.append(News(f"steps have at most {most} tokens from now on, as one ran out of memory"))
+        if (most := self._epoch.shrink(failed)) is None:
+            return False
+        self._actions.append(News(f"steps have at most {most} from now on, as one ran out of memory"))
         return True
 
     def on_gone(self, peer: bytes, reason: str, now: float) -> None:

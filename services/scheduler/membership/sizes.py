@@ -30,7 +30,6 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
             f"use --max-model-len {capacity} or more --kv-cache-memory-bytes"
         )
     s = c.speculative_config
-    k = s.num_speculative_tokens if s is not None else 0
     return Limits(
         max_num_seqs=c.max_num_seqs,
         max_num_batched_tokens=c.max_num_batched_tokens,
@@ -39,7 +38,7 @@ def fit(c: SchedulerConfig, loaded: list[Loaded], leaves_rows_out: bool = False)
         block_size=c.block_size,
         enable_prefix_caching=c.enable_prefix_caching,
         stages=c.pipeline_parallel_size,
-        lookahead=k if s is not None and s.has_kv_cache else 0,
-        drafts_in_flight=k * -(-c.depth // c.pipeline_parallel_size),
+        lookahead=c.num_drafts if s is not None and s.has_kv_cache else 0,
+        drafts_in_flight=c.num_drafts * -(-c.depth // c.pipeline_parallel_size),
         leaves_rows_out=leaves_rows_out and c.batching_policy != "phased",
     )

@@ -27,11 +27,15 @@ class StepSize(NamedTuple):
     """Positions that the step computes."""
     attended: int = 1
     """Sum over these positions of the length of their sequence; at most twice the work of attention."""
+    rows: int = 1
+    longest: int = 1
+    """Most positions of a row."""
 
     @classmethod
     def from_plan(cls, plan: SchedulerOutput) -> "StepSize":
         counts = unpack(plan.counts).astype(np.int64)
-        return cls(int(counts.sum()), int(counts @ (counts + unpack(plan.starts))))
+        attended = int(counts @ (counts + unpack(plan.starts)))
+        return cls(int(counts.sum()), attended, len(counts), int(counts.max(initial=0)))
 
     @property
     def bucket(self) -> tuple[int, int]:
@@ -60,6 +64,10 @@ class StepWatch:
             took, bucket = now - max(began, self._last_end), size.bucket
             self._longest[bucket] = max(took, DECAY * self._longest.get(bucket, 0.0))
             self._last_end = now
+
+    def size_of(self, step_id: int) -> StepSize | None:
+        """Return the size of a step in flight; None: it is not in flight."""
+        return next((size for number, size, _ in self._dispatched if number == step_id), None)
 
     def reset(self) -> None:
         """The epoch has ended: no step is in flight, and other workers may take other times."""

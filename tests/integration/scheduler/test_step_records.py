@@ -182,8 +182,11 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
         generate(client, 1, 2)
         client.close()
         assert running.stop() == (0, 0)
-        lines = [line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line]
-    assert len(lines) == 1 and "/dev/full" in lines[0] and "No space left" in lines[0]
+        lines = [
+            line for line in running.log(running.scheduler).splitlines() if "the step trace ends" in line
+        ]
+    assert len(lines) == 1
+    assert "/dev/full cannot be written: No space left" in lines[0]
 
 
 def test_the_external_id_of_a_request_stands_in_the_scheduler_s_log(tmp_path: Path) -> None:

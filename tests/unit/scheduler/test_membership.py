@@ -542,25 +542,58 @@ def test_a_spare_of_a_lost_scheduler_does_not_wait_for_long_and_only_once() -> N
     assert list(sent(g.register("b", at=15.1, returns=True), Assignment)) == ["b"]
 
 
-def test_an_epoch_without_memory_for_a_step_is_retried_with_smaller_steps_once() -> None:
-    """The worker stays; the second loss is a failure like others."""
+def out_of_memory(epoch: int, step_id: int) -> RankLost:
+    return RankLost(epoch, f"step {step_id} ran out of memory", out_of_memory=True, step_id=step_id)
+
+
+def test_a_step_without_memory_is_retried_with_half_of_its_tokens_once() -> None:
+    """The worker stays; the second loss is a failure like others. The configured limit was far above the step."""
     g = group(max_num_batched_tokens=2048)
     assert g.serve("a").limits.max_num_batched_tokens == 2048
-    lost = RankLost(1, "step 3 ran out of memory", out_of_memory=True)
+    g.on_dispatch(3, 0.5, StepSize(900, 900 * 900, 2, 899))
+    g.on_dispatch(4, 0.5)
     ended = Ended(1, "worker host:1 is well: step 3 ran out of memory", is_fault=False)
-    assert ended in g.send("a", lost, 1.0)
+    assert ended in g.send("a", out_of_memory(1, 3), 1.0)
     (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
-    assert assignment.max_num_batched_tokens == 1024
-    assert g.start(3.0).limits.max_num_batched_tokens == 1024
-    (again,) = [a for a in g.send("a", msgspec.structs.replace(lost, epoch=2), 4.0) if isinstance(a, Ended)]
+    assert assignment.max_num_batched_tokens == 448
+    limits = g.start(3.0).limits
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (448, 256)
+    g.on_dispatch(1, 3.5, StepSize(448, 448 * 448, 1, 448))
+    (again,) = [a for a in g.send("a", out_of_memory(2, 1), 4.0) if isinstance(a, Ended)]
     assert again.is_fault
     g.register("a", at=5.0)
-    assert g.start(5.0).limits.max_num_batched_tokens == 1024
+    assert g.start(5.0).limits.max_num_batched_tokens == 448
     g.send("a", Heartbeat(3, 0), 99.0)
-    (later,) = [a for a in g.send("a", msgspec.structs.replace(lost, epoch=3), 99.0) if isinstance(a, Ended)]
+    g.on_dispatch(1, 99.0, StepSize(300, 300 * 300, 1, 300))
+    (later,) = [a for a in g.send("a", out_of_memory(3, 1), 99.0) if isinstance(a, Ended)]
     assert not later.is_fault, "after a minute it is retried with smaller steps again"
     g.register("a", at=100.0)
-    assert g.start(100.0).limits.max_num_batched_tokens == 512
+    assert g.start(100.0).limits.max_num_batched_tokens == 144
+
+
+@pytest.mark.parametrize(
+    ("drafts", "size"), [(0, StepSize(40, 4000, 40, 1)), (3, StepSize(100, 9000, 40, 4))]
+)
+def test_a_batch_that_decodes_without_memory_is_retried_with_half_of_its_rows(
+    drafts: int, size: StepSize
+) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
+    g = group(speculative_config=speculative)
+    g.serve("a")
+    g.on_dispatch(7, 0.5, size)
+    assert not any(a.is_fault for a in g.send("a", out_of_memory(1, 7), 1.0) if isinstance(a, Ended))
+    (assignment,) = sent(g.register("a", at=2.0), Assignment).values()
+    assert assignment.num_slots == 40
+    limits = g.start(3.0).limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (20, 2048)
+
+
+@pytest.mark.parametrize("size", [StepSize(), StepSize(20, 400, 1, 20)])
+def test_a_step_without_memory_that_cannot_be_halved_is_a_failure(size: StepSize) -> None:
+    g = group()
+    g.serve("a")
+    g.on_dispatch(1, 0.5, size)
+    assert all(a.is_fault for a in g.send("a", out_of_memory(1, 1), 1.0) if isinstance(a, Ended))
 
 
 def test_steps_that_take_long_raise_the_limit_of_later_ones() -> None:
