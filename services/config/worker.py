@@ -51,8 +51,8 @@ class BackendConfig(ServiceConfig):
     )
     host_ip: str = Field(
         "",
-        description="Address at which other ranks connect to this one. Default: the address of the route to "
-        "the scheduler.",
+        description="Address at which other ranks connect to this one, not that of all interfaces. Default: the "
+        "address of the route to the scheduler.",
     )
     kv_cache_memory_bytes: Size = Field(
         0,

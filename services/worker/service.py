@@ -405,6 +405,10 @@ def _listen(host: str) -> socket.socket:
         raise LoadError(
             f"--host-ip {host}: cannot listen on this address: {error.strerror}; give an address of this machine"
         ) from error
+    except ValueError as error:
+        raise LoadError(
+            f"--host-ip {host}: {error}; give the address of a network of the ranks' own"
+        ) from None
 
 
 def _client(config: WorkerConfig) -> Client:

@@ -1,15 +1,23 @@
 """The rendezvous of an epoch's ranks: every worker has a listening socket, and the ranks use that of rank 0."""
 
+import ipaddress
 import socket
+
+_MAPPED_ANY = ipaddress.ip_address("::ffff:0.0.0.0")
 
 
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port of `host`.
 
-    Raises: OSError
+    Raises: OSError; ValueError, if that means all addresses, in whatever spelling
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=1024)
+    listener = socket.create_server((host, 0), family=family, backlog=1024)
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    if address.is_unspecified or address == _MAPPED_ANY:
+        listener.close()
+        raise ValueError("it means all addresses of this machine, and ranks have no authentication")
+    return listener
 
 
 def local_address(peer: str) -> str:

@@ -447,6 +447,8 @@ def test_a_refused_worker_logs_the_reason(tmp_path: Path) -> None:
             {"host_ip": "192.0.2.1"},
             "--host-ip 192.0.2.1: cannot listen on this address: Cannot assign requested",
         ),
+        ({"host_ip": "0.0.0.0"}, "--host-ip 0.0.0.0: it means all addresses of this machine"),
+        ({"host_ip": "0"}, "--host-ip 0: it means all addresses of this machine"),
     ],
 )
 def test_a_model_that_cannot_be_served(

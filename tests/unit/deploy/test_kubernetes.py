@@ -17,7 +17,7 @@ import yaml
 from services.cli.healthcheck import main as healthcheck
 from services.cli.settings import PREFIX, merge
 from services.cli.start import check_endpoints
-from services.config import SERVICES, SchedulerConfig
+from services.config import SERVICES, SchedulerConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes" / "base"
@@ -196,6 +196,14 @@ def test_every_pod_has_three_probes_that_its_service_answers(
         ]
         assert healthcheck(arguments, timeout=0.05) == 1, capsys.readouterr().err
         assert probe["timeoutSeconds"] > 5
+
+
+def test_a_lost_scheduler_restarts_no_worker() -> None:
+    """A worker waits for the next one with its weights, and exits by itself if none comes."""
+    probe = container("worker")["livenessProbe"]
+    patience = environment("worker").get("RUNAHEAD_RECOVERY_TIMEOUT_SECONDS")
+    default = WorkerConfig().recovery_timeout_seconds
+    assert probe["failureThreshold"] * probe["periodSeconds"] > float(patience or default)
 
 
 def test_selectors_match_only_their_own_pods() -> None:
