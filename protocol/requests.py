@@ -60,10 +60,10 @@ class GenerateRequest(msgspec.Struct, array_like=True, frozen=True, tag="generat
     incarnation: Incarnation = 0
     """The scheduler that this message is for; another one drops it. 0: any."""
     attempts: Count = 0
-    """Number of schedulers that have died since this request made progress."""
+    """Number of schedulers that have died since this request made progress. The scheduler logs those of a suspect."""
     age: Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)] = 0.0
-    """Seconds since the request was first submitted; 0.0: now. A request that was submitted before is not refused for
-    load, and precedes every new one of its priority; the oldest comes first."""
+    """Seconds since the request was first submitted; 0.0: now. A request that was submitted before meets wider limits
+    of load, and precedes every new one of its priority; the oldest comes first."""
 
 
 MAX_RETRY_AFTER = 3600.0

@@ -42,6 +42,7 @@ from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
+from services.scheduler.core.suspects import SUSPECT_AFTER
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
@@ -230,6 +231,12 @@ class Service:
                 finish = Finish(message.number, FinishReason.REJECTED, message=f"{why}; try again later")
                 self.frontends.send(client, RequestOutputs(b"", b"", b"", [finish]))
             case GenerateRequest() if self.engine is not None:
+                if message.attempts >= SUSPECT_AFTER:  # the last line about it, if this scheduler dies too
+                    log.warning(
+                        "request_id=%s: %d schedulers have died while they had it",
+                        message.request_id,
+                        message.attempts,
+                    )
                 self.engine.add(client, message)
             case AbortRequest() if self.engine is not None:
                 self.engine.abort(client, message.numbers)

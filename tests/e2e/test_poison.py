@@ -82,6 +82,7 @@ async def test_a_request_that_kills_the_scheduler_is_refused_and_the_others_fini
         await poisoned(server, "the scheduler died 3 times while it had this request")
         log = server.log.read_text()
         assert log.count("scheduler exited with status 9") == 3, log
+        assert "2 schedulers have died while they had it" in log
 
 
 async def test_a_step_without_memory_is_retried_with_smaller_steps() -> None:

@@ -14,6 +14,9 @@ from services.scheduler.core.store import RequestStore
 MAX_PRIORITY = 2**20
 """Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
 
+AGAIN = 2
+"""Requests that may be open with those that were admitted before, as a multiple of those that new ones can fill."""
+
 
 class Refusal(NamedTuple):
     reason: FinishReason
@@ -50,17 +53,32 @@ class Admission:
         )
         if problem is not None:
             return Refusal(FinishReason.INVALID, problem)
-        if message.age:  # it was admitted before
-            return None
+        overloaded = Refusal(FinishReason.REJECTED, "the server is overloaded; try again later")
+        if message.age:
+            return None if self._fits_again(len(tokens), limits, store) else overloaded
         full = store.num_waiting >= self.max_num_queued_reqs
         if full or store.num_waiting_tokens + len(tokens) > self.max_num_queued_tokens:
-            return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later")
+            return overloaded
         if (seconds := wait(len(tokens))) > self.max_queue_seconds:
             expected = f"a new request would wait about {seconds:.1f} s, and the limit is {self.max_queue_seconds:g} s"
             text = f"the server is overloaded: {expected}; try again later"
             retry_after = min(max(wait(1) - self.max_queue_seconds, 0.0), MAX_RETRY_AFTER)
             return Refusal(FinishReason.REJECTED, text, retry_after)
         return None
+
+    def _fits_again(self, num_tokens: int, limits: Limits, store: RequestStore) -> bool:
+        """Return whether a request that was admitted before may wait again.
+
+        All that were open under another scheduler fit: those that waited, within the limits of the queue, and those
+        that ran. There is room for them twice, because a frontend that has lost its connection submits them before the
+        requests of that connection have ended.
+        """
+        most = self.max_num_queued_reqs + limits.max_num_seqs
+        most_tokens = self.max_num_queued_tokens + limits.max_num_seqs * limits.max_model_len
+        return (
+            len(store.requests) < AGAIN * most
+            and store.num_waiting_tokens + num_tokens <= AGAIN * most_tokens
+        )
 
     def _prompt_problem(self, message: GenerateRequest, tokens: Column, limits: Limits) -> str | None:
         prompt, longest = message.num_prompt_tokens, limits.max_model_len - 1

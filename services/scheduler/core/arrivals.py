@@ -1,5 +1,7 @@
 """The order of arrival: requests that another scheduler had admitted come before new ones, the oldest of them first."""
 
+from collections.abc import Callable, Iterable
+
 from services.scheduler.core.request import ARRIVAL_BITS
 
 _NEW = 1 << (ARRIVAL_BITS - 1)
@@ -9,14 +11,25 @@ _OLDEST = (1 << (ARRIVAL_BITS - 1 - _TIE_BITS)) - 1
 """Largest distinguished age, in milliseconds: 18 hours."""
 
 
-class Arrivals:
-    """Numbers of arrivals, each of them unique."""
+_LEAST_SWEPT = 1024
 
-    def __init__(self) -> None:
+
+class Arrivals:
+    """Numbers of arrivals, unique among open requests."""
+
+    def __init__(self, open_numbers: Callable[[], Iterable[int]]) -> None:
+        """`open_numbers`: returns the numbers of the open requests."""
+        self._open_numbers = open_numbers
         self._new = 0
         self._again = 0
         self._taken: set[int] = set()
-        """Numbers of requests that arrived again."""
+        """Numbers of requests that arrived again. Those of ended requests are swept when there may be many."""
+        self._sweep_at = _LEAST_SWEPT
+
+    @property
+    def num_kept(self) -> int:
+        """Numbers that are kept so that none is given twice."""
+        return len(self._taken)
 
     def next(self, age: float) -> int:
         """Return the number of the next arrival.
@@ -27,6 +40,9 @@ class Arrivals:
         if not age:
             self._new += 1
             return _NEW + self._new
+        if len(self._taken) >= self._sweep_at:
+            self._taken.intersection_update(self._open_numbers())
+            self._sweep_at = max(2 * len(self._taken), _LEAST_SWEPT)
         youth = _OLDEST - min(int(1000 * age), _OLDEST)
         number = (youth << _TIE_BITS) + (self._again & ((1 << _TIE_BITS) - 1))
         self._again += 1

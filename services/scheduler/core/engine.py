@@ -53,7 +53,7 @@ from services.scheduler.core.observer import (
 from services.scheduler.core.parts import DEFAULT_PARTS, Parts
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.queue_time import QueueTime
-from services.scheduler.core.request import Request, RequestKey, make_order_key
+from services.scheduler.core.request import Request, RequestKey, arrival_of, make_order_key
 from services.scheduler.core.results import UnknownResult, decode_result
 from services.scheduler.core.suspects import GUILTY
 from services.scheduler.grammar import INLINE_MASKS, Compiler, Grammar, MaskMaker, Masks
@@ -105,7 +105,7 @@ class EngineCore:
         )
         self._queue_time = QueueTime()
         self._use_priority = use_priority
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(self._open_arrivals)
         self._admitted = 0
         """Number of requests admitted so far; also the ticket of the last one."""
         if observer is not None:
@@ -187,6 +187,9 @@ class EngineCore:
             store.waiting.add(request)
         else:
             store.compiling.submit(self._admitted, request, message.structured)
+
+    def _open_arrivals(self) -> Iterator[int]:
+        return (arrival_of(request.order_key) for request in self.store.requests.values())
 
     def queue_seconds(self, num_tokens: int = 1) -> float:
         """Return the seconds that a new request of so many tokens is expected to wait for its first step."""
@@ -306,7 +309,7 @@ class EngineCore:
         """Drop the prefix cache and all estimates, so that a new core that is restarted from the same point decides the
         same. The core must be empty. Totals stay."""
         self.observers.emit(point)
-        self._admitted, self._arrivals = point.tickets, Arrivals()
+        self._admitted, self._arrivals = point.tickets, Arrivals(self._open_arrivals)
         self.store.masks.last_ticket = point.mask_tickets
         self._queue_time = QueueTime(self.store.counters["prefix_cache_hits"])
         self.drafting = drafting

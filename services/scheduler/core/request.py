@@ -142,5 +142,9 @@ def make_order_key(priority: int, arrival: int) -> int:
     return (priority << ARRIVAL_BITS) | arrival
 
 
+def arrival_of(order_key: int) -> int:
+    return order_key & ((1 << ARRIVAL_BITS) - 1)
+
+
 def priority_of(order_key: int) -> int:
     return order_key >> ARRIVAL_BITS

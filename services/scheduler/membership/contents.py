@@ -11,12 +11,16 @@ class WeightContents:
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
+        self.is_full = False
+        """Parts were reported that are not compared."""
 
     def mismatch(self, reported: Mapping[str, str]) -> str | None:
-        """Return the first part that differs from that of an earlier worker, or None after storing all of them."""
+        """Return the first part that differs from that of an earlier worker, or None after storing them."""
         for part, digest in reported.items():
             if (known := self._digests.get(part, digest)) != digest:
                 return f"weights mismatch: {part} has the digest {digest}, and {known} on the other workers"
-        if len(self._digests) < MAX_PARTS:
-            self._digests |= reported
+        added = [part for part in reported if part not in self._digests]
+        room = MAX_PARTS - len(self._digests)
+        self._digests |= {part: reported[part] for part in added[:room]}
+        self.is_full |= len(added) > room
         return None

@@ -15,7 +15,7 @@ from protocol.steps import StepFault
 from services.config import SchedulerConfig
 from services.scheduler.membership.actions import Action, Ended, FailRequests, News, Refuse, Send
 from services.scheduler.membership.admission import objection
-from services.scheduler.membership.contents import WeightContents
+from services.scheduler.membership.contents import MAX_PARTS, WeightContents
 from services.scheduler.membership.epoch import Epoch
 from services.scheduler.membership.formation import Formation, GroupSize
 from services.scheduler.membership.group_states import (
@@ -126,7 +126,11 @@ class WorkerGroup:
         else:
             event, reason = self.roster.receive(peer, message, self.epoch, now), reason_of(message)
             if isinstance(message, Loaded) and event is MemberEvent.LOADED and peer in self.roster:
-                mismatch = self._contents.mismatch(message.contents)
+                was_full, mismatch = self._contents.is_full, self._contents.mismatch(message.contents)
+                if self._contents.is_full and not was_full:
+                    self._actions.append(
+                        News(f"more than {MAX_PARTS:,} parts of weights: the others are not compared")
+                    )
                 if mismatch is not None:
                     self._actions.append(Refuse(peer, mismatch))
                     event, reason = MemberEvent.LOST, f"has other weights: {mismatch}"

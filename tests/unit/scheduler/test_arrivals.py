@@ -7,16 +7,31 @@ from services.scheduler.leases import Leases
 
 
 def test_older_requests_come_first_and_all_before_new_ones() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(lambda: ())
     new, young, old, ancient = (arrivals.next(age) for age in (0.0, 0.5, 20.0, 1e9))
     later = arrivals.next(0.0)
     assert ancient < old < young < new < later < 1 << ARRIVAL_BITS
 
 
 def test_equal_ages_keep_the_order_in_which_they_were_sent() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(lambda: ())
     numbers = [arrivals.next(3.0) for _ in range(1000)]
     assert numbers == sorted(set(numbers))
+
+
+def test_numbers_of_open_requests_are_unique_and_those_of_ended_ones_are_swept() -> None:
+    """More of one age than there are numbers between two ages, many of which stay open."""
+    open_numbers: dict[int, None] = {}
+    arrivals = Arrivals(lambda: open_numbers)
+    for count in range(100_000):
+        number = arrivals.next(3.0)
+        assert number not in open_numbers
+        open_numbers[number] = None
+        if count % 2:
+            del open_numbers[number if count % 3 else next(iter(open_numbers))]
+        while len(open_numbers) > 5000:
+            del open_numbers[next(iter(open_numbers))]
+    assert arrivals.num_kept <= 2 * 5001
 
 
 def test_a_scheduler_that_did_not_run_for_long_has_lost_its_place() -> None:

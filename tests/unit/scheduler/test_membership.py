@@ -335,6 +335,24 @@ def test_parts_of_another_size_are_not_compared_and_unknown_workers_add_none() -
     assert g.member_state("a") is MemberState.INITIALIZING
 
 
+def test_parts_beyond_the_bound_are_not_compared_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.scheduler.membership.contents.MAX_PARTS", 2)
+    g = group(tensor_parallel_size=2)
+    g.register("a", "b")
+    news = [
+        a.text for a in g.send("a", loaded_parts(g.epoch, one="1", two="2", three="3")) if isinstance(a, News)
+    ]
+    assert len(news) == 1
+    assert "parts of weights: the others are not compared" in news[0]
+    again = g.send("b", loaded_parts(g.epoch, one="1", two="9", three="9", four="4"))
+    assert [a.reason for a in again if isinstance(a, Refuse)] == [
+        "weights mismatch: two has the digest 9, and 2 on the other workers"
+    ]
+    assert not any("parts of weights" in a.text for a in again if isinstance(a, News))
+
+
 def test_spares_have_a_bound() -> None:
     g = group(max_spare_workers=1)
     g.serve("a")

@@ -17,7 +17,13 @@ STEP = 0.5
 class Bench:
     """An engine whose steps take STEP seconds each, with one step in flight."""
 
-    def __init__(self, max_num_seqs: int = 8, num_blocks: int = 64, max_queue_seconds: float = 2.0) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        num_blocks: int = 64,
+        max_queue_seconds: float = 2.0,
+        **limits_of_the_queue: int,
+    ) -> None:
         limits = Limits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=20,
@@ -27,7 +33,12 @@ class Bench:
             enable_prefix_caching=False,
         )
         self.core = EngineCore(
-            limits, ChunkedPolicy(), depth=1, vocab_size=50, max_queue_seconds=max_queue_seconds
+            limits,
+            ChunkedPolicy(),
+            depth=1,
+            vocab_size=50,
+            max_queue_seconds=max_queue_seconds,
+            **limits_of_the_queue,
         )
         self.now, self.finishes, self._number = 0.0, list[Finish](), 0
 
@@ -90,6 +101,30 @@ def test_a_request_that_would_wait_too_long_is_refused_with_the_numbers() -> Non
     assert bench.add(1, age=3.0) is None, "a request that was admitted before is not refused for load"
     bench.run(2)
     assert bench.add(1) is None, "the queue is shorter"
+
+
+def test_what_was_admitted_before_fits_again_within_wider_limits() -> None:
+    """Two seats and a queue of two: another scheduler can have had four requests, and there is room for eight."""
+    bench = Bench(max_num_seqs=2, max_num_queued_reqs=2)
+    assert [bench.add(1, age=3.0) for _ in range(8)] == [None] * 8
+    refusal = bench.add(1, age=3.0)
+    assert refusal is not None
+    assert refusal.reason is FinishReason.REJECTED
+    assert bench.add(1) is not None, "a new request meets the narrow limits"
+    bench.run(50)
+    assert [finish.reason for finish in bench.finishes] == [FinishReason.LENGTH] * 8
+    assert bench.add(1, age=3.0) is None
+
+
+def test_tokens_that_were_admitted_before_fit_again_within_wider_limits() -> None:
+    bench = Bench(max_num_seqs=1, max_num_queued_tokens=50)
+    longest = bench.core.epoch.limits.max_model_len
+    room = 2 * (50 + longest)
+    for _ in range(room // 50):
+        assert bench.add(50, age=3.0) is None
+    refusal = bench.add(50, age=3.0)
+    assert refusal is not None
+    assert refusal.reason is FinishReason.REJECTED
 
 
 def test_with_all_seats_taken_the_estimate_is_the_time_until_enough_requests_have_ended() -> None:
