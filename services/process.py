@@ -1,6 +1,7 @@
 """Start and lifetime of a process."""
 
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,6 +73,55 @@ class IdleWatch:
     def seconds(self, now: float) -> float:
         """Return the seconds since the last work; 0.0 if nothing is measured."""
         return 0.0 if self.since is None else now - self.since
+
+
+EXIT_HUNG = int(signal.SIGALRM)
+"""Exit status of a process that its alarm has ended."""
+HANG_FACTOR = 5
+"""A process hangs if it gives no sign of life for this many times the seconds after which it counts as lost."""
+
+
+class HangAlarm:
+    """Ends this process if it is not set again in time, and writes the stacks of all threads to stderr.
+
+    The kernel's timer and signal handlers in C do it, so it works while a thread never returns from a loop or from a
+    library that holds the interpreter's lock. The time in which the process is stopped counts: after so long the others
+    have replaced it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @classmethod
+    def install(cls, seconds: float) -> Self:
+        """Install the handlers. The alarm is not set yet."""
+        libc = ctypes.CDLL(None)
+        # The handler is `_exit` itself, with the signal's number as the status: a container's first process ignores
+        # signals that have no handler.
+        libc.signal(int(signal.SIGALRM), libc._exit)  # noqa: SLF001 - a function of C
+        faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+        return cls(seconds)
+
+    def set(self) -> None:
+        """The process gives a sign of life."""
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def cancel(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class NoAlarm(HangAlarm):
+    """For services that share a process."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def set(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+NO_ALARM = NoAlarm()
 
 
 def die_with_parent(parent: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.cli.logs import error_text
+from services.process import EXIT_HUNG
 
 ABORT_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when all children are stopped at once. A frontend ends its streams meanwhile."""
@@ -111,6 +112,8 @@ class Child:
         code = self.process.poll()
         if code is not None and code < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
+        if code == EXIT_HUNG:
+            return f"{self.name} hung and ended itself; the lines before have the stacks of its threads"
         reason = self.last_error or self.last_line
         return f"{self.name} exited with status {code}" + (f": {reason}" if reason else "")
 

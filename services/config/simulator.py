@@ -58,6 +58,8 @@ class SimulatorConfig(BaseConfig):
         ge=0,
         description="sim: token id in a prompt that makes the step fail in which the prompt enters. Default: none.",
     )
-    sim_fault: Literal["error", "exit"] = Field(
-        "error", description="sim: effect of such a step: an error, or the death of the process (exit)."
+    sim_fault: Literal["error", "exit", "hang", "freeze"] = Field(
+        "error",
+        description="sim: effect of such a step: an error, the end of the process (exit), a "
+        "step that never ends (hang), or a process no thread of which runs (freeze).",
     )

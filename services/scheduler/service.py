@@ -37,6 +37,7 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
+from services.process import HANG_FACTOR, NO_ALARM, HangAlarm
 from services.scheduler.build import build_core, restart_core
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
@@ -91,16 +92,19 @@ class Service:
         compiler: GrammarCompiler | None = None,
         tokenizer: str = "",
         mask_thread: MaskThread | None = None,
+        alarm: HangAlarm = NO_ALARM,
     ) -> None:
         """
         Args:
             compiler: None: structured output is refused. The service closes it.
             tokenizer: digest of the tokenizer.json that grammars are compiled for.
             mask_thread: None: masks are made in the loop. The service closes it.
+            alarm: set with each sign of life, and cancelled after the loop.
         """
         self.config = config
         self.incarnation = incarnation
         self.leases = Leases(config.scheduler_timeout_seconds)
+        self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
         self.compiler, self._tokenizer, self.mask_thread = compiler, tokenizer, mask_thread
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
@@ -161,6 +165,7 @@ class Service:
             self._act()
             return 0
         finally:
+            self._alarm.cancel()
             if self.mask_thread is not None:
                 self.mask_thread.close()
             if self.compiler is not None:
@@ -376,6 +381,7 @@ class Service:
             self._check_leadership(now)  # the process may have been stopped in the middle of this turn
             self._next_sign = now + STATE_INTERVAL
             self._leadership.on_sign_of_life(now)
+            self._alarm.set()
             self.workers.beat()
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
@@ -526,7 +532,8 @@ def run(config: SchedulerConfig) -> int:
     tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
     with _signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
-        service = Service(config, incarnation, compiler, tokenizer, MaskThread())
+        alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
+        service = Service(config, incarnation, compiler, tokenizer, MaskThread(), alarm)
         try:
             status = service.run(wakeup)
         except OSError as error:  # no mistake of the configuration, after which it would not be started again

@@ -25,7 +25,7 @@ from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLos
 from protocol.silence import SilenceWatch
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
-from services.process import IdleWatch, processor_seconds
+from services.process import NO_ALARM, HangAlarm, IdleWatch, processor_seconds
 from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
 
@@ -83,10 +83,13 @@ class ResultSender:
     Args:
         abort: ends the executing thread's wait for other ranks with RanksLost.
         silence: seconds without a sign of life after which the scheduler is lost.
+        alarm: set by the heartbeat thread.
     """
 
-    def __init__(self, client: Client, abort: Callable[[], None], silence: float) -> None:
-        self._client, self._abort = client, abort
+    def __init__(
+        self, client: Client, abort: Callable[[], None], silence: float, alarm: HangAlarm = NO_ALARM
+    ) -> None:
+        self._client, self._abort, self._alarm = client, abort, alarm
         self._silence = SilenceWatch(silence)
         self._connection = threading.Lock()
         """Protects the connection."""
@@ -242,6 +245,7 @@ class ResultSender:
     def _send_heartbeats(self) -> None:
         next_beat = deadline = 0.0
         while not self._closing.wait(CONTROL_INTERVAL):
+            self._alarm.set()
             if not self.failed.is_set() and not self._dismissed:
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL

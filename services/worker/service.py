@@ -38,7 +38,7 @@ from protocol.sampling import SamplingParams
 from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
 from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
-from services.process import collection_paused
+from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused
 from services.units import size_text
 from services.worker.backends.registry import create_runner
 from services.worker.distributed.rendezvous import address_facing, listen
@@ -68,9 +68,11 @@ LINGER_MS = 2000
 class Worker:
     """One worker from registration to its end."""
 
-    def __init__(self, config: WorkerConfig, runner: ModelRunner) -> None:
+    def __init__(self, config: WorkerConfig, runner: ModelRunner, alarm: HangAlarm = NO_ALARM) -> None:
+        """`alarm`: set while this worker looks for a scheduler, and by the heartbeat thread while it has one."""
         self._config = config
         self._runner = runner
+        self._alarm = alarm
         self._session = Session()
         self._client, self._results = self._make_connection()
         self._listener: socket.socket | None = None
@@ -116,6 +118,7 @@ class Worker:
             self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
+            self._alarm.cancel()
             self._runner.shutdown()
         faulted = self._session.phase is Phase.FAILED or self._results.failed.is_set()
         return EXIT_FAULT if faulted else 0
@@ -141,7 +144,8 @@ class Worker:
 
     def _make_connection(self) -> tuple[Client, ResultSender]:
         silence = self._config.scheduler_timeout_seconds
-        return _client(self._config), ResultSender(_client(self._config), self._runner.abort, silence)
+        client, results = _client(self._config), _client(self._config)
+        return client, ResultSender(results, self._runner.abort, silence, self._alarm)
 
     def _connect(self, timeout: float) -> None:
         """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
@@ -158,6 +162,7 @@ class Worker:
         """
         deadline = time.monotonic() + seconds
         while True:
+            self._alarm.set()
             try:
                 self._connect(CONNECT_ATTEMPT)
                 return
@@ -440,7 +445,7 @@ def run(config: WorkerConfig) -> int:
     try:
         with collection_paused():
             runner = create_runner(config)
-        worker = Worker(config, runner)
+        worker = Worker(config, runner, HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds))
     except LoadError as error:  # the backend is not installed
         log.error("%s", error)
         return EXIT_MODEL

@@ -76,6 +76,32 @@ if f"{name} up" not in open(journal).read():
 """
     + STOPPING
 )
+HANGING_ONCE = (
+    """
+import ctypes
+from services.process import HangAlarm
+def spin():
+    while True:
+        pass
+def wedged():
+    WEDGE
+if f"{name} up" not in open(journal).read():
+    note("up")
+    HangAlarm.install(0.2).set()
+    wedged()
+"""
+    + STOPPING
+)
+LIVING = """
+from services.process import HangAlarm
+alarm = HangAlarm.install(2.0)
+note("up")
+for _ in range(30):
+    alarm.set()
+    time.sleep(0.1)
+alarm.cancel()
+sys.exit(7)
+"""
 DYING_WITH_PARENT = """
 import sys, time
 from services.process import die_with_parent
@@ -250,6 +276,26 @@ def test_child_that_was_stopped_is_killed_and_restarted(
         ("worker", "worker was stopped for 0.05 s and is killed"),
         ("worker", "worker was killed by SIGKILL; restarting"),
     ]
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("wedge", ["ctypes.PyDLL(None).sleep(1000)", "spin()"])
+def test_child_that_hangs_ends_itself_and_is_restarted(supervised: SupervisedChildren, wedge: str) -> None:
+    """One that no signal has stopped: in C with the interpreter's lock, and in a loop of Python."""
+
+    def stop() -> None:
+        if supervised.events().count("worker up") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hanging = HANGING_ONCE.replace("WEDGE", wedge)
+    assert supervised.run((STOPPING, STOPPING, hanging), stop, restarts=True) == 0
+    *stacks, (_, end) = supervised.lines
+    assert end == "worker hung and ended itself; the lines before have the stacks of its threads; restarting"
+    assert any("in wedged" in line for _, line in stacks)
+
+
+def test_a_process_that_gives_signs_of_life_does_not_hang(supervised: SupervisedChildren) -> None:
+    assert supervised.run((LIVING, STOPPING, STOPPING)) == 7, "it lived longer than its alarm"
 
 
 @pytest.mark.usefixtures("short_pauses")

@@ -1,7 +1,9 @@
 """Faults of steps that are configured, so that recovery can be tested with real processes."""
 
+import ctypes
 import logging
 import os
+import time
 
 from protocol.codec import unpack
 from protocol.steps import SchedulerOutput
@@ -10,6 +12,8 @@ from services.config import WorkerConfig
 log = logging.getLogger("runahead.worker")
 
 EXIT_INJECTED = 70
+_LONG = 10**6
+"""Seconds."""
 
 
 class InjectedFault(Exception):
@@ -28,8 +32,14 @@ def inject_faults(config: WorkerConfig, step: SchedulerOutput) -> None:
         return
     if not any(token in unpack(request.token_ids)[: request.num_prompt_tokens] for request in step.new):
         return
-    if config.sim_fault == "exit":
-        log.error("step %d has token %d: this process exits (--sim-fault exit)", step.step_id, token)
-        logging.shutdown()
-        os._exit(EXIT_INJECTED)
-    raise InjectedFault(f"step {step.step_id} has token {token} (--sim-fault-token)")
+    if config.sim_fault == "error":
+        raise InjectedFault(f"step {step.step_id} has token {token} (--sim-fault-token)")
+    log.error("step %d has token %d: --sim-fault %s", step.step_id, token, config.sim_fault)
+    match config.sim_fault:
+        case "exit":
+            logging.shutdown()
+            os._exit(EXIT_INJECTED)
+        case "hang":
+            time.sleep(_LONG)
+        case "freeze":  # with the interpreter's lock, so that no other thread runs
+            ctypes.PyDLL(None).sleep(_LONG)
