@@ -79,6 +79,8 @@ class Register(msgspec.Struct, array_like=True, frozen=True, tag="register"):
     """Digest of the tokenizer.json beside the weights; "": there is none."""
     leaves_rows_out: bool = False
     """True: the worker samples a step without the constrained rows whose masks are missing, if others would wait."""
+    single_rank: Text = ""
+    """Reason why this worker can only be the single rank of a group; "": it may have others."""
 
 
 class Assignment(msgspec.Struct, array_like=True, frozen=True, tag="assignment"):

@@ -36,6 +36,15 @@ class Identity:
     leaves_rows_out: bool = False
     """True: `sample_tokens` is called without a grammar, and masks come by `add_masks`; rows without masks do not hold
     back the others (left-out row, docs/invariants.md)."""
+    single_rank: str = ""
+    """Reason why the worker can only be the single rank of a group; "": it may have others."""
+
+
+SINGLE_GPU = (
+    "a worker on a GPU is the only rank of its group so far: ranks on GPUs would exchange through NCCL, which was not "
+    "run yet; use 1 for both, or workers with --device cpu"
+)
+"""`Identity.single_rank` of workers on GPUs."""
 
 
 class Output(Protocol):

@@ -217,6 +217,7 @@ class Worker:
                 returns=self._session.returns,
                 tokenizer=identity.tokenizer,
                 leaves_rows_out=identity.leaves_rows_out,
+                single_rank=identity.single_rank,
             )
         )
 

@@ -44,10 +44,10 @@ class SteppedBatch(StaticBatch):
             for slot in range(self.batch)
         ]
         starts = np.zeros_like(slots)
-        self.step(slots, starts, starts + self.prompt, new)
+        self.launch(slots, starts, starts + self.prompt, new).get()
         for position in range(self.prompt, self.prompt + self.output - 1):
             began = time.perf_counter(), time.process_time()
-            self.step(slots, starts + position, np.ones_like(slots), [])
+            self.launch(slots, starts + position, np.ones_like(slots), []).get()
             yield time.perf_counter() - began[0], time.process_time() - began[1]
         self.runner.release(slots)
 

@@ -1,6 +1,6 @@
 """Effect of a second rank: tokens/s of a static batch on the native backend at TP=2 relative to TP=1.
 
-Ranks are processes with one thread each, which sum over gloo on 127.0.0.1, without scheduler and HTTP. The sizes of a
+Ranks are processes with one thread each, which sum through shared memory, without scheduler and HTTP. The sizes of a
 repeat are measured one after the other, so that noise of the machine affects all.
 """
 

@@ -12,7 +12,7 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.model.model import Model
 from services.worker.backends.native.model.partition import ModelPart
 from services.worker.backends.native.runner import NativeRunner
-from services.worker.runner import LoadError
+from services.worker.runner import SINGLE_GPU, LoadError
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu import parts
 from tests.benchmarks.gpu.target import gpu
@@ -71,6 +71,11 @@ def test_a_decode_step_waits_for_no_gpu() -> None:
     for row in parts.syncs(gpu())["rows"]:
         assert row["synchronisations"] == 0, row
         assert row["event_waits"] <= (2 * row["steps"] if row["drafts"] else 0), row
+
+
+def test_several_ranks_are_refused_by_name() -> None:
+    runner = NativeRunner(WorkerConfig(model=str(DEMO_MODEL), device="cuda"))
+    assert runner.identify().single_rank == SINGLE_GPU
 
 
 def test_memory_that_is_too_small_is_refused_with_the_account() -> None:

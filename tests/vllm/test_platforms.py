@@ -15,7 +15,7 @@ from services.worker.backends.vllm.engine_config import EngineOptions
 from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.cpu import CpuPlatform
 from services.worker.backends.vllm.platforms.gpu import GpuPlatform
-from services.worker.runner import LoadError
+from services.worker.runner import SINGLE_GPU, LoadError
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -81,7 +81,8 @@ def test_drafts_and_a_missing_compiler_are_refused_by_name(monkeypatch: pytest.M
 
 
 def test_a_gpu_is_one_rank() -> None:
-    assert VllmRunner(config(device="cuda")).identify().tensor_parallel_sizes == (1,)
+    on_gpu = VllmRunner(config(device="cuda")).identify()
+    assert (on_gpu.tensor_parallel_sizes, on_gpu.single_rank) == ((1,), SINGLE_GPU)
     assert len(VllmRunner(config()).identify().tensor_parallel_sizes) > 1
 
 

@@ -29,6 +29,8 @@ def objection(
     if (reason := refusal(Combination.from_config(config, register.backend))) is not None:
         return reason
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
+    if register.single_rank and (tp not in ("auto", 1) or pp > 1):
+        return f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp}: {register.single_rank}"
     sizes, most_stages = register.tensor_parallel_sizes, register.max_pipeline_parallel_size
     if tp != "auto" and tp not in sizes:
         return f"--tensor-parallel-size {tp}: the model can be cut into {', '.join(map(str, sizes))}"

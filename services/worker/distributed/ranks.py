@@ -41,9 +41,6 @@ class Ranks:
 
     Args:
         listener: this worker's own listening socket; rank 0 serves the store on it, the other ranks close it.
-        device: device of the tensors.
-
-    Raises: ValueError, for a device other than the CPU.
     """
 
     tensor_parallel: TensorParallelGroup
@@ -51,13 +48,7 @@ class Ranks:
     on_this_machine: int
     """Number of ranks that share this machine's cores, this one included."""
 
-    def __init__(
-        self, assignment: Assignment, listener: socket.socket | None = None, device: str = "cpu"
-    ) -> None:
-        if device != "cpu":
-            raise ValueError(
-                f"groups of ranks on device {device!r} are not supported; ranks compute on the CPU"
-            )
+    def __init__(self, assignment: Assignment, listener: socket.socket | None = None) -> None:
         self.assignment, self.shard = assignment, assignment.shard
         self._listener = listener
         self._outcome: queue.SimpleQueue[_Joined | Exception] = queue.SimpleQueue()

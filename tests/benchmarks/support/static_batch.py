@@ -1,7 +1,8 @@
 """The native backend's kernels on a static batch, without scheduler and transport. Prints JSON.
 
-Each wave prefills its prompts in one step and then decodes all of them together to the last token. With `--ranks N`,
-N processes compute as one tensor-parallel group; all of them make the same plans.
+Each wave prefills its prompts in one step and then decodes all of them together to the last token, with two steps in
+flight, so it is the most that the kernels allow. With `--ranks N`, N processes compute as one tensor-parallel group;
+all of them make the same plans.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +23,11 @@ from services.cli.bench.load import prompts
 from services.config import BenchConfig, WorkerConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.distributed.rendezvous import listen
+from services.worker.runner import Output
 
 BLOCK = 16
+DEPTH = 2
+"""Decode steps in flight: the next one is prepared while one is computed."""
 I32 = NDArray[np.int32]
 
 
@@ -61,14 +66,19 @@ class StaticBatch:
         ]
         starts = np.zeros_like(slots)
         began = time.perf_counter()
-        self.step(slots, starts, starts + self.prompt, new)
+        self.launch(slots, starts, starts + self.prompt, new).get()
         prefilled = time.perf_counter()
+        flying: deque[Output] = deque()
         for position in range(self.prompt, self.prompt + self.output - 1):
-            self.step(slots, starts + position, np.ones_like(slots), [])
+            flying.append(self.launch(slots, starts + position, np.ones_like(slots), []))
+            if len(flying) == DEPTH:
+                flying.popleft().get()
+        while flying:
+            flying.popleft().get()
         self.prefill_s, self.decode_s = prefilled - began, time.perf_counter() - prefilled
         self.runner.release(slots)
 
-    def step(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> None:
+    def launch(self, slots: I32, starts: I32, counts: I32, new: list[NewRequest]) -> Output:
         self.step_id += 1
         plan = SchedulerOutput(
             epoch=1,
@@ -81,7 +91,7 @@ class StaticBatch:
             new=new,
         )
         self.runner.execute_model(plan)
-        self.runner.sample_tokens(None).get()
+        return self.runner.sample_tokens(None)
 
 
 def main() -> None:

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from services.checkpoint import DEMO_MODEL
+from services.config import WorkerConfig
 from services.worker.backends.native.device.choice import device_kind
 from services.worker.backends.native.device.interface import DeviceMemory
 from services.worker.backends.native.device.memory_plan import WORKSPACE, MemoryPlan
 from services.worker.backends.native.kernels.selection import choose
-from services.worker.runner import LoadError
+from services.worker.backends.native.runner import NativeRunner
+from services.worker.runner import SINGLE_GPU, LoadError
 
 GIB = 1 << 30
 
@@ -68,3 +71,13 @@ def test_kernels_of_a_gpu(dtype: torch.dtype) -> None:
             choose("auto", "cuda", dtype, {"NVIDIA Example"}, **refused)
     with pytest.raises(LoadError, match="use --device cpu"):
         choose("reference", "cuda", dtype, {"NVIDIA Example"})
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_worker_on_a_gpu_registers_why_it_can_have_no_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    identity = NativeRunner(WorkerConfig(model=str(DEMO_MODEL))).identify()
+    assert identity.single_rank == (SINGLE_GPU if has_gpu else "")
+    assert (identity.tensor_parallel_sizes == (1,)) == (identity.max_pipeline_parallel_size == 1) == has_gpu

@@ -272,6 +272,10 @@ def test_a_worker_that_has_not_confirmed_its_assignment_may_be_silent_as_long_as
         ({"backend": "native"}, "backend mismatch: this worker has 'native', the group 'sim'"),
         ({"tensor_parallel_sizes": (1, 3)}, "--tensor-parallel-size 2: the model can be cut into 1, 3"),
         ({"max_pipeline_parallel_size": 1}, "the model can be cut into at most 1 stages"),
+        (
+            {"tensor_parallel_sizes": (1,), "single_rank": "it has one GPU"},
+            "--tensor-parallel-size 2 --pipeline-parallel-size 2: it has one GPU",
+        ),
     ],
 )
 def test_worker_that_does_not_fit_is_refused_with_both_values(
@@ -283,6 +287,13 @@ def test_worker_that_does_not_fit_is_refused_with_both_values(
     assert isinstance(refusal, Refuse)
     assert reason in refusal.reason
     assert g.names == "a"
+
+
+def test_a_worker_that_can_only_be_alone_is_a_group_of_one() -> None:
+    for size in (1, "auto"):
+        g = group(tensor_parallel_size=size)
+        assert not any(isinstance(action, Refuse) for action in g.register("a", single_rank="it has one GPU"))
+        assert g.names == "a"
 
 
 def loaded_parts(epoch: int, **parts: str) -> Loaded:

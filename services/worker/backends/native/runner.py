@@ -36,7 +36,7 @@ from services.worker.backends.native.model.partition import ModelPart, tensor_pa
 from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
-from services.worker.runner import Identity, LoadError, Progress
+from services.worker.runner import SINGLE_GPU, Identity, LoadError, Progress
 from services.worker.weights import (
     Checkpoint,
     HashedCheckpoint,
@@ -111,7 +111,8 @@ class NativeRunner:
             path = checkpoint_path(self._config)
             config = ModelConfig.from_checkpoint(path)
             sizes, stages = tensor_parallel_sizes(config, self._group), config.num_layers
-            if self._device == "cuda":  # ranks would exchange through NCCL, which has not run yet
+            single = SINGLE_GPU if self._device == "cuda" else ""
+            if single:
                 sizes, stages = (1,), 1
             self._identity = Identity(
                 model_hash=self._digest(path, open_checkpoint(path)),
@@ -120,6 +121,7 @@ class NativeRunner:
                 max_pipeline_parallel_size=stages,
                 tokenizer=tokenizer_digest(path),
                 leaves_rows_out=self._device == "cpu",  # the end of a forward pass on a GPU is not observed
+                single_rank=single,
             )
         return self._identity
 

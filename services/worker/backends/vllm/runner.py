@@ -28,7 +28,7 @@ from services.worker.backends.vllm.platforms.choice import worker_platform
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.batch.slots import SlotTable
-from services.worker.runner import Identity, LoadError, Output, Progress
+from services.worker.runner import SINGLE_GPU, Identity, LoadError, Output, Progress
 from services.worker.weights import checkpoint_path, layer_contents
 from services.worker.weights.conversion import cached_conversion
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -62,9 +62,9 @@ class VllmRunner:
         if self._checkpoint is None:
             self._checkpoint = CheckpointInfo.read(_directory(self._config), self._config)
         found = self._checkpoint
-        # Ranks on GPUs would exchange through NCCL, which has not run yet.
-        sizes = (1,) if self._config.device == "cuda" else found.tensor_parallel_sizes
-        return Identity(found.digest, found.dtype, sizes, tokenizer=found.tokenizer)
+        single = SINGLE_GPU if self._config.device == "cuda" else ""
+        sizes = (1,) if single else found.tensor_parallel_sizes
+        return Identity(found.digest, found.dtype, sizes, tokenizer=found.tokenizer, single_rank=single)
 
     def load(
         self, assignment: Assignment, progress: Progress, listener: socket.socket | None = None
