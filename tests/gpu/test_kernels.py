@@ -33,6 +33,7 @@ from tests.unit.native.cuda.test_sampling import (
     test_a_row_without_possible_tokens_is_sampled_as_token_0,
     test_bitmasks_equal_the_reference,
     test_choices_equal_the_reference,
+    test_choices_in_a_vocabulary_with_more_blocks_than_programs,
     test_greedy_takes_the_lowest_of_equal_maxima,
     test_logprobs_equal_the_reference,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "test_a_row_without_possible_tokens_is_sampled_as_token_0",
     "test_bitmasks_equal_the_reference",
     "test_choices_equal_the_reference",
+    "test_choices_in_a_vocabulary_with_more_blocks_than_programs",
     "test_equals_the_reference",
     "test_every_rule_equals_the_reference",
     "test_gather_clamps_what_is_no_row",

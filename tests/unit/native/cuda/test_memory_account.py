@@ -170,7 +170,13 @@ def test_every_kernel_of_sampling_is_compiled_before_the_first_step(
         "count_kernel",
         "penalize_kernel",
     }
-    assert set(names) == rules | {"best_parts_kernel", "best_kernel", "cutoff_kernel"}
+    assert set(names) == rules | {
+        "best_parts_kernel",
+        "best_kernel",
+        "least_kernel",
+        "search_kernel",
+        "end_search_kernel",
+    }
     runner.shutdown()
 
 

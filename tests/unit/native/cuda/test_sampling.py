@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.native.kernels.cuda import sampling
 from services.worker.backends.native.kernels.interface.sampling import DrawColumns
 from services.worker.backends.native.kernels.reference.sampling import ReferenceSampling
 from services.worker.sampling import noise
@@ -32,6 +33,24 @@ def test_choices_equal_the_reference(make: KernelMaker, vocab: int) -> None:
     drawn = columns(rng, 12, vocab)
     ours = make().sampling.choose(logits.clone(), drawn)
     assert ours.tolist() == ReferenceSampling().choose(logits, drawn).tolist()
+
+
+def test_choices_in_a_vocabulary_with_more_blocks_than_programs(
+    make: KernelMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of two programs have two blocks each, and that of the third has no token. A row is sampled alone as in
+    a batch."""
+    monkeypatch.setattr(sampling, "_MOST_PARTS", 3)
+    rng = np.random.default_rng(7)
+    logits = torch.tensor(rng.normal(0, 2, (2, 4076)), dtype=torch.float32)
+    drawn = DrawColumns(
+        np.array([1.0, 0.7], np.float32), np.array([0.0, 0.001], np.float32), np.array([300, 0], np.int32),
+        np.array([0.95, 0.8], np.float32), np.array([5, 6], np.uint64), np.array([3, 9], np.int32),
+    )  # fmt: skip
+    ours = make().sampling.choose(logits.clone(), drawn).tolist()
+    assert ours == ReferenceSampling().choose(logits, drawn).tolist()
+    alone = DrawColumns(*(column[:1] for column in drawn))
+    assert make().sampling.choose(logits[:1].clone(), alone).tolist() == ours[:1]
 
 
 def test_a_draw_without_filters_has_the_noise_of_every_backend(make: KernelMaker) -> None:

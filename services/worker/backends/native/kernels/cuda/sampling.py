@@ -6,9 +6,13 @@ import triton
 
 from services.worker.backends.native.device.interface import ComputeDevice
 from services.worker.backends.native.kernels.cuda.compiled.choosing import (
+    ROUNDS,
+    WAYS,
     best_kernel,
     best_parts_kernel,
-    cutoff_kernel,
+    end_search_kernel,
+    least_kernel,
+    search_kernel,
 )
 from services.worker.backends.native.kernels.cuda.compiled.logit_rules import mask_kernel
 from services.worker.backends.native.kernels.cuda.logit_rules import CudaLogitRules
@@ -48,41 +52,26 @@ class CudaSampling:
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
         if (columns.temperature < GREEDY_BELOW).all():
             return self.greedy(logits)
-        vocab = logits.shape[1]
         key0, key1 = (key.view(np.int32) for key in keys(columns.seed, columns.position))
         filters = _log_min_p(columns.min_p), columns.top_k, columns.top_p
         filtered = (columns.min_p > 0) | (columns.top_k > 0) | (columns.top_p < 1)
         wanted = filters if filtered.any() else (np.full(len(logits), -np.inf, np.float32),)
         temperature, *drawn = self._device.upload(columns.temperature, key0, key1, *wanted)
-        noise, limits = drawn[:2], drawn[2:]
-        cutoff = limits[0]
-        if len(limits) > 1:
-            cutoff = torch.empty(len(logits), device=logits.device)
-            cutoff_kernel[(len(logits),)](
-                logits, temperature, *limits, cutoff, vocab, at_once=_AT_ONCE, num_warps=8
-            )
+        noise, (cutoff, *limits) = drawn[:2], drawn[2:]
+        if limits:
+            limited, shared = (columns.top_k > 0).any(), (columns.top_p < 1).any()
+            searches = [(limit, bool(some)) for limit, some in zip(limits, (limited, shared), strict=True)]
+            cutoff = _cutoff(logits, temperature, cutoff, searches)
         return self._best(logits, (temperature, cutoff, *noise))
 
     def _best(self, logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
         """int32[rows]: the best token. `draw`: temperature, cutoff and the two keys of each row."""
-        rows, vocab = logits.shape
-        where = logits.device
-        ids = torch.empty(rows, dtype=torch.int32, device=where)
-        if not rows:
-            return ids
-        parts = min(_MOST_PARTS, triton.cdiv(vocab, _AT_ONCE))
-        span = triton.cdiv(triton.cdiv(vocab, parts), _AT_ONCE) * _AT_ONCE
-        best = torch.empty(rows, parts, device=where)
-        part_ids = torch.empty(rows, parts, dtype=torch.int32, device=where)
-        columns = draw if draw is not None else (best, best, part_ids, part_ids)
-        # Fused products and sums would change the noise, which is the same on every backend.
-        best_parts_kernel[rows, parts](
-            *(logits, *columns, best, part_ids, vocab, span, parts),
-            draws=draw is not None,
-            at_once=_AT_ONCE,
-            enable_fp_fusion=False,
-        )
-        best_kernel[(rows,)](best, part_ids, ids, parts, padded=triton.next_power_of_2(parts))
+        ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        if len(ids):
+            best, part_ids = _best_parts(logits, draw)
+            parts = best.shape[1]
+            padded = triton.next_power_of_2(parts)
+            best_kernel[(len(ids),)](best, part_ids, ids, parts, padded=padded)
         return ids
 
     def logprobs(self, logits: torch.Tensor, rows: I32, tokens: torch.Tensor, tops: I32) -> ScoredTokens:
@@ -111,11 +100,92 @@ class CudaSampling:
         return ScoredTokens(counts, ids.int(), values, ranks)
 
 
+def _parts(vocab: int) -> tuple[int, int]:
+    """Return the number of programs that share a row, and the tokens of each."""
+    parts = min(_MOST_PARTS, triton.cdiv(vocab, _AT_ONCE))
+    return parts, triton.cdiv(triton.cdiv(vocab, parts), _AT_ONCE) * _AT_ONCE
+
+
+def _best_parts(
+    logits: torch.Tensor, draw: tuple[torch.Tensor, ...] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best logit or draw of each part, float32[rows, parts], and its token, int32[rows, parts]."""
+    rows, vocab = logits.shape
+    parts, span = _parts(vocab)
+    best = torch.empty(rows, parts, device=logits.device)
+    part_ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    columns = draw if draw is not None else (best, best, part_ids, part_ids)
+    # Fused products and sums would change the noise, which is the same on every backend.
+    best_parts_kernel[rows, parts](
+        *(logits, *columns, best, part_ids, vocab, span, parts),
+        draws=draw is not None,
+        at_once=_AT_ONCE,
+        enable_fp_fusion=False,
+    )
+    return best, part_ids
+
+
+def _cutoff(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    log_min_p: torch.Tensor,
+    searches: list[tuple[torch.Tensor, bool]],
+) -> torch.Tensor:
+    """Return the least scaled logit of each row that min-p, top-k and top-p keep, float32[rows].
+
+    Args:
+        searches: the limits of top-k and of top-p, and whether a row has one.
+    """
+    rows, vocab = logits.shape
+    parts, span = _parts(vocab)
+    padded, where = triton.next_power_of_2(parts), logits.device
+    best, _ = _best_parts(logits, None)
+    # Views of one tensor would be aligned for some numbers of rows only, for which Triton compiles apart.
+    high, least = torch.empty(rows, device=where), torch.empty(rows, device=where)
+    least_kernel[(rows,)](best, temperature, log_min_p, high, least, parts, padded=padded)
+    # A launch reads what the launch before has written, and writes the other half.
+    bounds = torch.empty(2, rows, 2, dtype=torch.int64, device=where).unbind()
+    sums = torch.empty(2, rows, parts, WAYS, device=where).unbind()
+    for weighs, (limit, some) in enumerate(searches):
+        if not some:
+            continue
+        for number in range(ROUNDS):
+            old, new = (number + 1) % 2, number % 2
+            search_kernel[rows, parts](
+                *(
+                    logits,
+                    temperature,
+                    high,
+                    least,
+                    limit,
+                    bounds[old],
+                    sums[old],
+                    bounds[new],
+                    sums[new],
+                    best,
+                ),
+                *(vocab, span, parts),
+                begins=number == 0,
+                weighs=bool(weighs),
+                padded=padded,
+                at_once=_AT_ONCE,
+                num_warps=8,
+            )
+        last = (ROUNDS - 1) % 2
+        end_search_kernel[(rows,)](
+            *(bounds[last], sums[last], limit, best, least, parts), weighs=bool(weighs), padded=padded
+        )
+    return least
+
+
 def sampling_bytes(rows: int, vocab_size: int) -> int:
     """Return the most memory that choosing and scoring a token of each of `rows` rows takes."""
     masks = 2 * 4 * -(-vocab_size // 32)  # of a grammar and of allowed tokens
-    best = 8 * _MOST_PARTS + 3 * 4  # of each part of the vocabulary; the row's cutoff, token and rank
-    return rows * (masks + best) + _SCORED_BYTES * min(rows, _ROWS_SCORED) * vocab_size
+    best = (
+        8 * _MOST_PARTS + 4 * 4
+    )  # of each part of the vocabulary; the row's greatest, cutoff, token and rank
+    search = 2 * (2 * 8 + 4 * WAYS * _MOST_PARTS)  # bounds and sums of two rounds
+    return rows * (masks + 2 * best + search) + _SCORED_BYTES * min(rows, _ROWS_SCORED) * vocab_size
 
 
 def _log_min_p(min_p: F32) -> F32:
