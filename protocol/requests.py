@@ -18,6 +18,8 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 
 ITERATION_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 """Upper bounds of the buckets of `stats["iteration_tokens:N"]`, the number of steps by their tokens; vLLM's."""
+MAX_PRIORITY = 2**20
+"""Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
 
 
 class FinishReason(enum.IntEnum):

@@ -33,7 +33,7 @@ _GAUGES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "inflight_steps", "epoch", "num_workers",
     "grammar_cache_bytes", "grammars_compiling", "weight_loads", "expected_queue_seconds",
 }  # fmt: skip
-_PART_LABELS = {"wasted_tokens_total": "cause"}
+_PART_LABELS = {"wasted_tokens_total": "cause", "admission_rejections": "reason"}
 """Label of the part behind the colon in the name of a statistic; "position", unless it is listed."""
 OURS, VLLM = "runahead:", "vllm:"
 VLLM_NAMES = frozenset(
@@ -162,8 +162,8 @@ class _VllmNames(Collector):
             renamed = Metric(VLLM + name, family.documentation, family.type)
             for sample in family.samples:
                 labels = sample.labels
-                if name == "admission_rejections":  # has other labels in vLLM
-                    labels = {"model_name": labels["model_name"], "reason": "max_num_queued_reqs"}
+                if name == "admission_rejections":  # has no label `engine` in vLLM
+                    labels = {"model_name": labels["model_name"], "reason": labels["reason"]}
                 renamed.samples.append(Sample(VLLM + sample.name.removeprefix(OURS), labels, *sample[2:]))
             yield renamed
 

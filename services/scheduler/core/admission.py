@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.codec import unpack
-from protocol.requests import MAX_RETRY_AFTER, FinishReason, GenerateRequest
+from protocol.requests import MAX_PRIORITY, MAX_RETRY_AFTER, FinishReason, GenerateRequest
 from protocol.sampling import Pooling
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.slots import Column
 from services.scheduler.core.store import RequestStore
-
-MAX_PRIORITY = 2**20
-"""Priorities are integers from -MAX_PRIORITY to MAX_PRIORITY."""
 
 AGAIN = 2
 """Requests that may be open with those that were admitted before, as a multiple of those that new ones can fill."""
@@ -23,6 +20,8 @@ class Refusal(NamedTuple):
     message: str
     retry_after: float = 0.0
     """Seconds until the shortest request is expected to be admitted; 0.0: perhaps now."""
+    limit: str = ""
+    """Setting whose limit is reached. "": the request can never be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +52,37 @@ class Admission:
         )
         if problem is not None:
             return Refusal(FinishReason.INVALID, problem)
-        overloaded = Refusal(FinishReason.REJECTED, "the server is overloaded; try again later")
+        full = self._full_again if message.age else self._full
+        if limit := full(len(tokens), limits, store):
+            return Refusal(FinishReason.REJECTED, "the server is overloaded; try again later", limit=limit)
         if message.age:
-            return None if self._fits_again(len(tokens), limits, store) else overloaded
-        full = store.num_waiting >= self.max_num_queued_reqs
-        if full or store.num_waiting_tokens + len(tokens) > self.max_num_queued_tokens:
-            return overloaded
+            return None
         if (seconds := wait(len(tokens))) > self.max_queue_seconds:
             expected = f"a new request would wait about {seconds:.1f} s, and the limit is {self.max_queue_seconds:g} s"
             text = f"the server is overloaded: {expected}; try again later"
             retry_after = min(max(wait(1) - self.max_queue_seconds, 0.0), MAX_RETRY_AFTER)
-            return Refusal(FinishReason.REJECTED, text, retry_after)
+            return Refusal(FinishReason.REJECTED, text, retry_after, "max_queue_seconds")
         return None
 
-    def _fits_again(self, num_tokens: int, limits: Limits, store: RequestStore) -> bool:
-        """Return whether a request that was admitted before may wait again.
+    def _full(self, num_tokens: int, limits: Limits, store: RequestStore) -> str:
+        """Return the limit of the queue that a new request with so many tokens exceeds, or ""."""
+        if store.num_waiting >= self.max_num_queued_reqs:
+            return "max_num_queued_reqs"
+        if store.num_waiting_tokens + num_tokens > self.max_num_queued_tokens:
+            return "max_num_queued_tokens"
+        return ""
+
+    def _full_again(self, num_tokens: int, limits: Limits, store: RequestStore) -> str:
+        """Return the limit that a request exceeds that was admitted before, or "".
 
         All that were open under another scheduler fit: those that waited, within the limits of the queue, and those
         that ran. There is room for them twice, because a frontend that has lost its connection submits them before the
         requests of that connection have ended.
         """
-        most = self.max_num_queued_reqs + limits.max_num_seqs
+        if len(store.requests) >= AGAIN * (self.max_num_queued_reqs + limits.max_num_seqs):
+            return "max_num_queued_reqs"
         most_tokens = self.max_num_queued_tokens + limits.max_num_seqs * limits.max_model_len
-        return (
-            len(store.requests) < AGAIN * most
-            and store.num_waiting_tokens + num_tokens <= AGAIN * most_tokens
-        )
+        return "max_num_queued_tokens" if store.num_waiting_tokens + num_tokens > AGAIN * most_tokens else ""
 
     def _prompt_problem(self, message: GenerateRequest, tokens: Column, limits: Limits) -> str | None:
         prompt, longest = message.num_prompt_tokens, limits.max_model_len - 1

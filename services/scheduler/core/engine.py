@@ -196,11 +196,12 @@ class EngineCore:
         return self._queue_time.seconds(self.store, self.epoch, num_tokens)
 
     def _refuse(self, frontend: int, message: GenerateRequest, refusal: Refusal) -> None:
-        reason, why, retry_after = refusal
+        reason, why, retry_after, limit = refusal
         times = RequestTimes(ended=self.store.now)
         finish = Finish(message.number, reason, message=why, times=times, retry_after=retry_after)
         self.store.outputs.finish(frontend, finish)
-        self.store.counters["admission_rejections"] += reason is FinishReason.REJECTED
+        if limit:
+            self.store.counters[f"admission_rejections:{limit}"] += 1
         self.observers.emit(RequestRefused(frontend, message.request_id, finish))
 
     def on_grammar(self, ticket: int, grammar: Grammar | str) -> None:

@@ -92,14 +92,18 @@ def test_steps_by_their_tokens_are_a_histogram() -> None:
 
 
 def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
-    stats = {"num_requests_waiting": 4.0, "grammars_compiling": 1.0, "admission_rejections": 6.0}
+    stats = {
+        "num_requests_waiting": 4.0,
+        "grammars_compiling": 1.0,
+        "admission_rejections:max_num_queued_tokens": 6.0,
+    }
     found = rendered(num_blocks=100, block_size=16, stats=stats)
     (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
     assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
     waiting = {dict(labels)["reason"]: value for (name, labels), value in found.items()
                if name == "vllm:num_requests_waiting_by_reason"}  # fmt: skip
     assert waiting == {"capacity": 4, "deferred": 1}
-    rejected = (("model_name", "demo"), ("reason", "max_num_queued_reqs"))
+    rejected = (("model_name", "demo"), ("reason", "max_num_queued_tokens"))
     assert found["vllm:admission_rejections_total", rejected] == 6
 
 
@@ -107,7 +111,8 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
     stats = dict.fromkeys(
         (
             "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions",
-            "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens", "admission_rejections",
+            "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens",
+            "admission_rejections:max_num_queued_reqs",
             "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
             "spec_decode_num_accepted_tokens_per_pos:0", "iteration_tokens_sum",
         ),

@@ -3,10 +3,9 @@
 import pytest
 
 from protocol.codec import pack, unpack
-from protocol.requests import Finish, FinishReason, GenerateRequest
+from protocol.requests import MAX_PRIORITY, Finish, FinishReason, GenerateRequest
 from protocol.sampling import SamplingParams
 from protocol.steps import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.admission import MAX_PRIORITY
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.limits import Limits
 from services.scheduler.policies import ChunkedPolicy
@@ -63,11 +62,13 @@ def test_bounded_queues_reject_and_say_so() -> None:
     for number in range(3):
         core.add(0, generate([1], number=number))
     assert [(f.number, f.reason) for f in finishes(core)] == [(2, FinishReason.REJECTED)]
+    assert core.stats()["admission_rejections:max_num_queued_reqs"] == 1
     core = engine(max_num_queued_tokens=10)
     core.add(0, generate([1] * 8, number=0))
     core.add(0, generate([1] * 3, number=1))
     core.add(0, generate([1] * 2, number=2))
     assert [(f.number, f.reason) for f in finishes(core)] == [(1, FinishReason.REJECTED)]
+    assert core.stats()["admission_rejections:max_num_queued_tokens"] == 1
 
 
 def test_an_open_number_cannot_be_used_twice_but_frontends_do_not_share_numbers() -> None:

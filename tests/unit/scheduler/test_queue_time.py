@@ -97,7 +97,7 @@ def test_a_request_that_would_wait_too_long_is_refused_with_the_numbers() -> Non
     assert refusal is not None
     assert refusal.reason is FinishReason.REJECTED
     assert "would wait about 2.1 s, and the limit is 2 s" in refusal.message
-    assert bench.core.stats()["admission_rejections"] == 1
+    assert bench.core.stats()["admission_rejections:max_queue_seconds"] == 1
     assert bench.add(1, age=3.0) is None, "a request that was admitted before is not refused for load"
     bench.run(2)
     assert bench.add(1) is None, "the queue is shorter"
