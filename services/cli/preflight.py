@@ -1,7 +1,6 @@
 """Checks of the configuration before any service starts."""
 
 import importlib.util
-import ipaddress
 import re
 import socket
 import ssl
@@ -201,11 +200,7 @@ def _plain(reason: str | None) -> str:
 
 def warning(config: ServeConfig) -> str | None:
     """Return a warning about an allowed but insecure configuration, or None."""
-    try:
-        is_private = ipaddress.ip_address(config.host).is_loopback
-    except ValueError:
-        is_private = config.host == "localhost"
-    if is_private or config.api_key or config.uds is not None:
+    if config.is_local or config.api_key:
         return None
     return (
         f"WARNING: anyone who can reach {config.host} port {config.port} can use this server: "

@@ -1,10 +1,14 @@
 """Settings of the HTTP server: where it listens, and whom it answers."""
 
+import ipaddress
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
 from services.config.base import ServiceConfig
+
+LOOPBACK_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
+"""Values of the header Host that no name server can make another site's pages send."""
 
 
 class HttpConfig(ServiceConfig):
@@ -41,7 +45,8 @@ class HttpConfig(ServiceConfig):
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Values of the header Host that are answered, such as llm.example.com or *.example.com; "
-        "probes are always answered. Default: all.",
+        "probes are always answered; * means all. Default: all, but without an API key on a loopback address or a Unix "
+        "socket only localhost, *.localhost, 127.0.0.1, [::1] and --host.",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
@@ -63,6 +68,26 @@ class HttpConfig(ServiceConfig):
         description="Serve the page at /: a chat and a live view of the engine. It has no data of its own and asks for "
         "an API key if one is configured.",
     )
+
+    @property
+    def is_local(self) -> bool:
+        """True if only this machine can connect."""
+        try:
+            is_loopback = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            is_loopback = self.host == "localhost"
+        return self.uds is not None or is_loopback
+
+    @property
+    def answered_hosts(self) -> list[str]:
+        """Values of the header Host that are answered; empty: all.
+
+        Without a key, only its address protects a local server, and a page of any site reaches it by DNS rebinding: by
+        a name of its own that leads to this address.
+        """
+        if self.allowed_hosts or self.api_key or not self.is_local:
+            return self.allowed_hosts
+        return [*LOOPBACK_NAMES, f"[{self.host}]" if ":" in self.host else self.host]
 
     @field_validator("api_key")
     @classmethod

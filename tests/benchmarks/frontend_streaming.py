@@ -101,7 +101,7 @@ class _Reader:
         }
         data = json.dumps(body).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
         self.socket.sendall(head.encode() + data)

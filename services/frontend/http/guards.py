@@ -39,7 +39,7 @@ class Guards:
         self._app = app
         self._public = public
         self._keys = [_digest(key.encode()) for key in config.api_key]
-        self._hosts = tuple(host.lower() for host in config.allowed_hosts)
+        self._hosts = tuple(host.lower() for host in config.answered_hosts)
         self._root = config.root_path
         self._max_body = max_body_bytes
 
@@ -71,7 +71,10 @@ class Guards:
             refusal = APIError(503, "too many connections are open; try again later")
         if refusal is not None:
             log.debug(
-                "request refused: request_id=%s status=%d: %s", request_id.decode(), refusal.status, refusal
+                "request refused: request_id=%s status=%d: %s",
+                request_id.decode(),
+                refusal.status,
+                refusal.logged,
             )
             response = error_response(refusal, scope["path"], request_id.decode())
             await response(scope, receive, send_with_id)
@@ -82,7 +85,9 @@ class Guards:
         if len(scope["headers"]) > MAX_HEADERS:
             return APIError(431, f"at most {MAX_HEADERS} headers are allowed")
         if scope["path"] not in OPEN_PATHS and not self._is_allowed(headers.get(b"host", b"")):
-            return APIError(400, "the header Host names no host of this server (--allowed-hosts)")
+            return APIError(
+                400, "the header Host names no host of this server; --allowed-hosts lists its hosts"
+            )
         if tenant is None and scope["path"] not in OPEN_PATHS | self._public:
             return APIError(401, "a valid API key is needed as bearer token", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")

@@ -100,7 +100,7 @@ class SseClient:
         head = h11.Request(
             method="POST",
             target="/v1/completions",
-            headers=[("Host", "x"), ("Content-Length", str(len(data)))],
+            headers=[("Host", "localhost"), ("Content-Length", str(len(data)))],
         )
         raw = self._http.send(head) or b""
         raw = raw.replace(b"HTTP/1.1", f"HTTP/{self._version}".encode())

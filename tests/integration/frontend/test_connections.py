@@ -35,7 +35,7 @@ def connect(frontend: Frontend, buffer: int | None = None) -> socket.socket:
 
 def post(connection: socket.socket, body: dict[str, object], path: str = "/v1/completions") -> None:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
 
@@ -134,14 +134,16 @@ def test_client_that_sends_no_request_is_disconnected() -> None:
 def test_body_that_does_not_arrive_is_408() -> None:
     patch = "from services.frontend.openai.parameters import body; body.BODY_SECONDS = 0.2"
     with scripted(patch) as (frontend, _), connect(frontend) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert connection.recv(10_000).startswith(b"HTTP/1.1 408")
 
 
 def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedScheduler) -> None:
     chunk = b"100000\r\n" + b"x" * 0x100000 + b"\r\n"
     with connect(frontend) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         try:
             for _ in range(64):
                 connection.sendall(chunk)
@@ -157,7 +159,7 @@ def test_endless_chunked_body_is_413(frontend: Frontend, scheduler: ScriptedSche
     [
         b"\x00\x01\r\n\r\n",
         b"GET /nowhere HTTP/9.9\r\nConnection: close\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 100_000,
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"y" * 100_000,
     ],
 )
 def test_bytes_that_are_not_http_are_400_with_an_error_body(
@@ -200,7 +202,7 @@ def test_connections_beyond_the_limit_of_open_files_get_an_answer() -> None:
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(connect(frontend)) for _ in range(70)]
             for client in clients:
-                client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+                client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answers = [read_json(client) for client in clients]
             assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
             refused = [answer for answer in answers if b"503" in answer[:12]]

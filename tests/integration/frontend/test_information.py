@@ -62,7 +62,7 @@ def test_load_is_the_number_of_open_requests(frontend: Frontend, scheduler: Scri
     wait_until(lambda: load() == 0, "nothing is open")
     body = b'{"prompt": "x", "n": 2}'
     with connect(frontend) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: load() == 2, "both choices are open")
     wait_until(lambda: load() == 0, "the requests are aborted")

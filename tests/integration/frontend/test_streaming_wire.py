@@ -123,7 +123,7 @@ def test_requests_sent_at_once_are_answered_in_order(
 ) -> None:
     scheduler.script(lambda request: answering(f"answer {len(scheduler.requests)}")(request))
     data = json.dumps({"prompt": "x", "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     with SseClient(frontend) as client:
         client.socket.sendall((head + data) * 3)
         raw = b""

@@ -1,6 +1,7 @@
 """API keys, body sizes and request ids, checked before any route handles the request."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def guarded(keys: list[str], max_body: int = 1000, **settings: object) -> httpx.AsyncClient:
     config = HttpConfig.model_validate({"api_key": keys, **settings})
     transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, max_body), config))
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,31 @@ async def test_only_allowed_hosts_are_answered_but_probes_always() -> None:
             assert response.status_code == status, host
             assert (await client.get("/livez", headers={"host": host})).status_code == 200
         assert (await client.get("/v1/models", headers={"host": ""})).status_code == 400
+
+
+@pytest.mark.parametrize("settings", [{}, {"host": "localhost"}, {"host": "127.0.0.2"}, {"uds": "/tmp/x"}])
+async def test_local_server_without_a_key_answers_only_to_names_of_this_machine(
+    settings: dict[str, str],
+) -> None:
+    names = ["localhost", "LOCALHOST:8000", "llm.localhost:8000", "127.0.0.1:8000", "[::1]:8000"]
+    async with guarded([], **settings) as client:
+        for host in [*names, settings.get("host", "localhost")]:
+            assert (await client.get("/v1/models", headers={"host": host})).status_code == 200, host
+        for host in ("evil.example.com", "localhost.example.com", "xlocalhost", "", "10.0.0.1"):
+            for path in ("/", "/v1/chat/completions", "/debug/steps"):
+                refused = await client.get(path, headers={"host": host})
+                assert refused.status_code == 400, host
+                assert "--allowed-hosts" in refused.json()["error"]["message"]
+            assert (await client.get("/livez", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"), [(["right"], {}), ([], {"host": "0.0.0.0"}), ([], {"allowed_hosts": ["*"]})]
+)
+async def test_other_servers_answer_to_every_name(keys: list[str], settings: dict[str, Any]) -> None:
+    async with guarded(keys, **settings) as client:
+        headers = {"host": "llm.example.com", "authorization": "Bearer right"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
 
 async def test_root_path_may_be_given_or_removed_by_the_proxy() -> None:
