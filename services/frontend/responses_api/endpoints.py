@@ -5,7 +5,6 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Path
-from pydantic import TypeAdapter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
@@ -29,7 +28,6 @@ from services.frontend.responses_api.schemas import Item, ResponsesRequest
 from services.frontend.responses_api.store import ResponseStore
 
 router = APIRouter(prefix="/v1/responses")
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _STORED = errors(*GUARDED, 400, 404)
 ResponseId = Annotated[str, Path(max_length=512)]
 
@@ -54,7 +52,7 @@ async def create(http: HTTPRequest, context: Context) -> Response:
 )
 async def retrieve(http: HTTPRequest, context: Context, id: ResponseId) -> Response:
     found = _required(context.responses).get(http.state.tenant, id)
-    return Response(msgspec.json.encode(found.response), media_type="application/json")
+    return Response(found.response, media_type="application/json")
 
 
 @router.delete(
@@ -67,8 +65,9 @@ async def delete(http: HTTPRequest, context: Context, id: ResponseId) -> Deleted
 
 @router.get("/{id}/input_items", summary="Items of the request of a stored response", responses=_STORED)
 async def list_input_items(http: HTTPRequest, context: Context, id: ResponseId) -> InputItemList:
-    items = _required(context.responses).get(http.state.tenant, id).input
-    data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(items)]
+    items = _required(context.responses).get(http.state.tenant, id).given()
+    written = [item.model_dump(mode="json", exclude_none=True) for item in items]
+    data = [{"id": f"{id}_{number}", **item} for number, item in enumerate(written)]
     return {
         "object": "list",
         "data": data,
@@ -122,7 +121,9 @@ def _history(http: HTTPRequest, context: AppContext, given: ResponsesRequest) ->
     if given.previous_response_id is None:
         return ()
     param = "previous_response_id"
-    return _required(context.responses, param).get(http.state.tenant, given.previous_response_id, param).items
+    return (
+        _required(context.responses, param).get(http.state.tenant, given.previous_response_id, param).items()
+    )
 
 
 def _keeper(
@@ -136,7 +137,6 @@ def _keeper(
 
     def keep(response: ResponseObject) -> None:
         if store is not None:
-            answered = _ITEMS.validate_python(response["output"])
-            store.add(tenant, response, (*history, *given, *answered), given)
+            store.add(tenant, response, history, given)
 
     return keep

@@ -1,35 +1,72 @@
-"""Responses that clients may continue by `previous_response_id`: in memory, bounded by bytes and age."""
+"""Responses that clients may continue by `previous_response_id`: in memory as JSON, bounded by bytes and age."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
+from pydantic import TypeAdapter
 
 from services.frontend.errors import APIError
 from services.frontend.responses_api.responses import ResponseObject
 from services.frontend.responses_api.schemas import Item
 
 MAX_BYTES = 64 << 20
-"""Size of all stored conversations together, as JSON. The oldest ones make room."""
+"""Size of all stored conversations together. Responses of the API key that has the most bytes make room."""
 MAX_SECONDS = 3600.0
 """Age at which a response is deleted."""
+OVERHEAD = 1024
+"""Bytes that a stored response takes besides its JSON, at most."""
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
-    tenant: str
-    """Digest of the API key that made it; no other key sees it."""
-    response: ResponseObject
-    items: Sequence[Item]
-    """The conversation up to and with the answer."""
-    input: list[dict[str, Any]]
-    """Items of this turn's request."""
-    size: int
-    """Bytes."""
+    """JSON, as parsed items take eight times as much memory."""
+
+    id: str
+    response: bytes
+    conversation: bytes
+    """Items before the answer."""
+    num_given: int
+    """Number of those at the end of the conversation that this turn's request had."""
     expires: float
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.conversation) + OVERHEAD
+
+    def items(self) -> list[Item]:
+        """Return the conversation up to and with the answer."""
+        answered = _ITEMS.validate_python(msgspec.json.decode(self.response)["output"])
+        return self._before() + answered
+
+    def given(self) -> list[Item]:
+        """Return the items of this turn's request."""
+        return self._before()[-self.num_given :]
+
+    def _before(self) -> list[Item]:
+        return _ITEMS.validate_json(self.conversation)
+
+
+@dataclass
+class _Share:
+    """Responses of one API key."""
+
+    by_id: dict[str, StoredResponse] = field(default_factory=dict)
+    """Oldest first."""
+    size: int = 0
+    """Bytes."""
+
+    def oldest(self) -> StoredResponse:
+        return next(iter(self.by_id.values()))
+
+    def add(self, stored: StoredResponse) -> None:
+        self.by_id[stored.id] = stored
+        self.size += stored.size
+
+    def drop(self, id: str) -> None:
+        self.size -= self.by_id.pop(id).size
 
 
 class ResponseStore:
@@ -37,53 +74,62 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes, self._clock = max_bytes, clock
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        """By id, oldest first."""
-        self._bytes = 0
+        self._shares: dict[str, _Share] = {}
+        """By digest of the API key. No key sees another's."""
 
     def add(
-        self, tenant: str, response: ResponseObject, items: Sequence[Item], given: Sequence[Item]
+        self, tenant: str, response: ResponseObject, history: Sequence[Item], given: Sequence[Item]
     ) -> None:
         """Store a response, unless it is larger than the store.
 
+        A key with less than an equal share of the bytes loses none for another key's.
+
         Args:
-            items: the conversation up to and with the answer.
-            given: those of them that this turn's request had.
+            history: items of the earlier turns.
+            given: items of this turn's request, at least one.
         """
         self._expire()
-        written = [item.model_dump(mode="json", exclude_none=True) for item in given]
-        conversation = sum(len(item.model_dump_json()) for item in items)
-        size = conversation + len(msgspec.json.encode((response, written)))
-        if size > self._max_bytes:
+        stored = StoredResponse(
+            response["id"],
+            msgspec.json.encode(response),
+            _ITEMS.dump_json([*history, *given], exclude_none=True),
+            len(given),
+            self._clock() + MAX_SECONDS,
+        )
+        if stored.size > self._max_bytes:
             return
-        while self._bytes + size > self._max_bytes:
-            self._drop(next(iter(self._stored)))
-        expires = self._clock() + MAX_SECONDS
-        self._stored[response["id"]] = StoredResponse(tenant, response, items, written, size, expires)
-        self._bytes += size
+        self._shares.setdefault(tenant, _Share()).add(stored)
+        while self.size > self._max_bytes:
+            largest = max(self._shares.values(), key=lambda share: share.size)
+            largest.drop(largest.oldest().id)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all responses."""
+        return sum(share.size for share in self._shares.values())
 
     def get(self, tenant: str, id: str, param: str | None = None) -> StoredResponse:
         """Raises: APIError, if this key has no such response"""
         self._expire()
-        found = self._stored.get(id)
-        if found is None or found.tenant != tenant:
+        found = self._shares[tenant].by_id.get(id) if tenant in self._shares else None
+        if found is None:
             raise APIError(
                 404,
                 f"response {id!r:.80} is not stored here: it is unknown, expired, or was made by another frontend",
                 param,
                 "previous_response_not_found" if param else "response_not_found",
+                logged="this response is not stored here",
             )
         return found
 
     def delete(self, tenant: str, id: str) -> None:
         """Raises: APIError, if this key has no such response"""
         self.get(tenant, id)
-        self._drop(id)
+        self._shares[tenant].drop(id)
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._stored and next(iter(self._stored.values())).expires <= now:
-            self._drop(next(iter(self._stored)))
-
-    def _drop(self, id: str) -> None:
-        self._bytes -= self._stored.pop(id).size
+        for share in self._shares.values():
+            while share.by_id and share.oldest().expires <= now:
+                share.drop(share.oldest().id)
+        self._shares = {tenant: share for tenant, share in self._shares.items() if share.by_id}
