@@ -64,11 +64,17 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float = 0.0,
+        logged: str | None = None,
     ) -> None:
-        """`retry_after`: seconds after which the request may be served, for 429 and 503."""
+        """
+        Args:
+            retry_after: seconds after which the request may be served, for 429 and 503.
+            logged: message for the log and for traces, which never have text of a request. None: `message` has none.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
+        self.logged = message if logged is None else logged
         self.param = param
         self.code = code
         self._retry_after = retry_after
@@ -106,5 +112,9 @@ def error_response(error: APIError, path: str, request_id: str) -> Response:
     return Response(content, error.status, error.headers, "application/json")
 
 
-def invalid(message: str, param: str | None = None) -> APIError:
-    return APIError(400, message, param)
+def invalid(message: str, param: str | None = None, logged: str | None = None) -> APIError:
+    """
+    Args:
+        logged: message for the log, if `message` quotes the request.
+    """
+    return APIError(400, message, param, logged=logged)

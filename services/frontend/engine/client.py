@@ -36,7 +36,7 @@ from services.frontend.engine.availability import Availability, Recovery
 from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
-from services.frontend.errors import APIError
+from services.frontend.errors import APIError, invalid
 from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
@@ -67,7 +67,11 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
         return None
     status = _STATUSES.get(finish.reason, 500)
     message = finish.message or "the request was not completed"
-    return APIError(status, message, param if status == 400 else None, retry_after=finish.retry_after)
+    if status != 400 or param is None:
+        return APIError(status, message, retry_after=finish.retry_after)
+    return invalid(
+        message, param, logged=f"{param}: the engine refused the request"
+    )  # a grammar's errors quote it
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class Answering:
 
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500
-        reason, state, ended = "" if error is None else str(error), http.state, time.monotonic()
+        reason = "" if error is None else error.logged if isinstance(error, APIError) else str(error)
+        state, ended = http.state, time.monotonic()
         self.metrics.on_request(status)
         self._log.add(
             EndedRequest(

@@ -145,7 +145,8 @@ class ChatTemplate:
             case Rendered(text):
                 return _cut(text) if given.continue_final_message else text
             case TemplateRefused(reason):
-                raise invalid(f"the chat template refuses these messages: {reason}", "messages")
+                refused = "the chat template refuses these messages"
+                raise invalid(f"{refused}: {reason}", "messages", logged=refused)  # the reason may quote them
             case LimitReached(reason):
                 raise invalid(f"the conversation is too long: {reason}", "messages")
         raise invalid("the chat template cannot be applied to these messages", "messages")
@@ -157,9 +158,13 @@ def _allowed(given: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, 
         if name in _RESERVED or name in special or name in jinja2.defaults.DEFAULT_NAMESPACE:
             raise invalid(f"chat_template_kwargs may not set {name:.80}", "chat_template_kwargs")
         if _VARIABLE.fullmatch(name) is None:
-            raise invalid(f"chat_template_kwargs: {name!r:.80} is not a name", "chat_template_kwargs")
+            message = f"chat_template_kwargs: {name!r:.80} is not a name"
+            raise invalid(message, "chat_template_kwargs", logged="chat_template_kwargs: a key is not a name")
         if not _is_small(value):
-            raise invalid(f"chat_template_kwargs.{name} is too large", "chat_template_kwargs")
+            message = f"chat_template_kwargs.{name} is too large"
+            raise invalid(
+                message, "chat_template_kwargs", logged="chat_template_kwargs: a value is too large"
+            )
     return dict(given)
 
 

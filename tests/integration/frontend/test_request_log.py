@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_aborted_by_its_client(pair: tuple[Frontend, ScriptedScheduler], stream:
     scheduler.script(silent)
     name, body = f"abort-{stream}", b'{"prompt": [5], "stream": %s}' % str(stream).lower().encode()
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nX-Request-Id: {name}\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\nX-Request-Id: {name}\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with connect(frontend) as connection:
@@ -110,4 +111,44 @@ def test_line_is_there_by_default_and_has_no_text_of_the_request() -> None:
         assert (found["request_id"], found["status"], found["route"]) == ("mine", 200, COMPLETIONS)
         assert (found["outcome"], found["level"]) == ("completed", "INFO")
         assert found["prompt_tokens"] == len(TOKENIZER.encode("secret prompt"))
+        assert "secret" not in frontend.log
+
+
+TOOL = {"type": "function", "function": {"name": "secret"}}
+CHAT = {"messages": [{"role": "user", "content": "secret"}]}
+QUOTING: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": [5], "guided_regex": "secret"}),
+    (COMPLETIONS, {"prompt": [5], "secret text": 1}),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"secret": 1}}),
+    (COMPLETIONS, {"prompt": [5], "logit_bias": {"secret": "x"}}),
+    (COMPLETIONS, {"prompt": [5], "bad_words": [f"secret{chr(0x4E2D) * 200}"]}),
+    (COMPLETIONS, {"prompt": [5], "structured_outputs": {"json": "secret", "disable_any_whitespace": True}}),
+    (COMPLETIONS, {"prompt": [5], "response_format": {"type": "text", "secret": 1}}),
+    ("/v1/chat/completions", {"messages": [{"role": "secret", "content": "x"}]}),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL, TOOL]}),
+    ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"secret key": 1}}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "secret"}]}]}),
+    ("/v1/responses", {"input": "x", "previous_response_id": "secret"}),
+    ("/v1/messages", {**CHAT, "max_tokens": 1, "container": "secret"}),
+]
+"""Bodies that are refused with an error that may quote them."""
+
+
+def test_line_of_a_refused_request_has_no_text_of_it() -> None:
+    with scripted(unknown_parameters="refuse") as (frontend, scheduler):
+        told = ""
+        for number, (route, body) in enumerate(QUOTING):
+            response = frontend.post(route, body, headers={"x-request-id": f"refused-{number}"})
+            assert response.status_code in (400, 404), body
+            told += response.text
+            (line,) = wait_lines(frontend, f"refused-{number}", "invalid")
+            assert re.search(r"seconds=\S+: \S", line), line  # the reason
+        assert "secret" in told  # the client is told
+        scheduler.script(
+            lambda request: [ended(request.number, FinishReason.INVALID, message="bad regex: secret")]
+        )
+        body = {"prompt": [5], "structured_outputs": {"regex": "secret"}}
+        response = frontend.post(COMPLETIONS, body, headers={"x-request-id": "grammar"})
+        assert "bad regex: secret" in response.text
+        assert wait_lines(frontend, "grammar", "invalid")[-1].endswith(": the engine refused the request")
         assert "secret" not in frontend.log

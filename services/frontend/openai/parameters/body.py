@@ -92,7 +92,8 @@ def _named(error: pydantic.ValidationError) -> APIError:
     field = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     deepest = max((e for e in errors if not field or str(e["loc"][0]) == field), key=_specificity)
     where = ".".join(str(part) for part in (field, *deepest["loc"][1:]) if _is_name(part))
-    return invalid(f"{where}: {deepest['msg']}" if where else deepest["msg"], field or None)
+    message = f"{where}: {deepest['msg']}" if where else deepest["msg"]
+    return invalid(message, field or None, logged=f"{field or 'the request body'}: {deepest['type']}")
 
 
 def _specificity(error: ErrorDetails) -> tuple[int, bool]:

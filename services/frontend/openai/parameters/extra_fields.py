@@ -89,6 +89,11 @@ def _not_served(
         if name not in neutral and not refuses:
             yield prefix + name
             continue
-        problem = f"is not supported with the value {value!r:.80}" if name in neutral else "is not known"
+        param = (within or name).partition(".")[0]
+        if name not in neutral:
+            logged = f"{prefix}{name if _PRINTABLE.fullmatch(name) else '...'} is not known"
+            raise invalid(f"{within}{name:.80} is not known; leave it out", param, logged)
         hint = f" ({HINTS[name]})" if not within and name in HINTS else ""
-        raise invalid(f"{within}{name:.80} {problem}; leave it out{hint}", (within or name).partition(".")[0])
+        problem = f"{within}{name} is not supported with "
+        message = f"{problem}the value {value!r:.80}; leave it out{hint}"
+        raise invalid(message, param, logged=f"{problem}this value")

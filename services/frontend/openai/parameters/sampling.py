@@ -120,7 +120,8 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int,
     biases: dict[int, float] = {}
     for key, bias in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise invalid(f"logit_bias: {key!r:.80} is not a token id", "logit_bias")
+            message = f"logit_bias: {key!r:.80} is not a token id"
+            raise invalid(message, "logit_bias", logged="logit_bias: a key is not a token id")
         (token,) = _within([int(key)], vocab_size, "logit_bias")
         if token in biases:
             raise invalid(f"logit_bias names the token {token} twice", "logit_bias")
@@ -166,6 +167,7 @@ def bad_words(words: list[str], encode: Callable[[str], list[int]]) -> BadWords:
             raise invalid(
                 f"bad_words: {word!r:.80} has {len(alone)} tokens; 1 to {MAX_BAD_WORD_TOKENS} are allowed",
                 "bad_words",
+                logged=f"bad_words: a word has {len(alone)} tokens",
             )
         found.append(alone)
         if len(inside) == len(alone) and inside[0] != alone[0]:

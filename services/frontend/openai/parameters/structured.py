@@ -163,6 +163,5 @@ def _decoded(schema: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(schema, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise invalid(
-            f"structured_outputs.json is not a JSON schema: {error!s:.200}", "structured_outputs"
-        ) from None
+        problem = "structured_outputs.json is not a JSON schema"
+        raise invalid(f"{problem}: {error!s:.200}", "structured_outputs", logged=problem) from None

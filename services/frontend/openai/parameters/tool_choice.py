@@ -84,7 +84,9 @@ class ToolChoice:
         if isinstance(choice, NamedTool):
             name = choice.function.name
             if name not in tools:
-                raise invalid(f"tool_choice: {name!r} is not among the tools", "tool_choice")
+                problem = "is not among the tools"
+                message = f"tool_choice: {name!r} {problem}"
+                raise invalid(message, "tool_choice", logged=f"tool_choice: the name {problem}")
             grammar = _grammar(schema.arguments_schema(tools[name]))
             return cls(Mode.NAMED, frozenset({name}), 1, grammar, NamedParser)
         try:
@@ -99,7 +101,8 @@ def _by_name(body: ChatRequest) -> dict[str, schema.JSON | None]:
     tools: dict[str, schema.JSON | None] = {}
     for tool in body.tools or ():
         if tool.function.name in tools:
-            raise invalid(f"two tools are named {tool.function.name!r}", "tools")
+            message = f"two tools are named {tool.function.name!r}"
+            raise invalid(message, "tools", logged="two tools have the same name")
         tools[tool.function.name] = tool.function.parameters
     return tools
 
