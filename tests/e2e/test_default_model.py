@@ -79,6 +79,37 @@ def test_required_tool_is_called_with_valid_arguments(ask: OpenAI) -> None:
     assert {type(value) for value in json.loads(call.function.arguments).values()} == {int}
 
 
+def called(a: int, b: int) -> str:
+    """Return a call in the form that the parser `hermes` reads."""
+    return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+
+def test_a_call_that_the_model_writes_by_itself_is_parsed(ask: OpenAI) -> None:
+    """Its chat template does not show tools, so the conversation has earlier calls as examples."""
+    turns: list[tuple[str, str]] = [
+        ("system", "Answer with a call of the tool add."),
+        ("user", "Add 1 and 4."), ("assistant", called(1, 4)),
+        ("user", "Add 7 and 5."), ("assistant", called(7, 5)),
+        ("user", "Add 2 and 3."),
+    ]  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": NAME, "messages": [{"role": role, "content": text} for role, text in turns], "temperature": 0,
+        "max_tokens": 48,
+    }  # fmt: skip
+    written = ask.chat.completions.create(**asked).choices[0].message.content or ""
+    assert written == called(2, 3)
+    asked |= {"tools": [ADD], "tool_choice": "auto"}
+    answer = ask.chat.completions.create(**asked).choices[0]
+    (call,) = answer.message.tool_calls or []
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+    deltas = [chunk.choices[0].delta for chunk in ask.chat.completions.create(**asked, stream=True)]
+    pieces = [piece.function for delta in deltas for piece in delta.tool_calls or [] if piece.function]
+    assert "".join(piece.name or "" for piece in pieces) == "add"
+    assert "".join(piece.arguments or "" for piece in pieces) == call.function.arguments
+
+
 def test_choice_is_one_of_those_allowed(ask: OpenAI) -> None:
     answer = ask.chat.completions.create(
         model=NAME,
