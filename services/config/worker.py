@@ -68,8 +68,8 @@ class BackendConfig(ServiceConfig):
     )
     batch_invariant: bool = Field(
         False,
-        description="native: compute each row with the same bits whatever other rows are in its step, in bfloat16, "
-        "int8 and int4 as in float32.",
+        description="native: compute each row with the same bits whatever other rows are in its step, also where "
+        "oneDNN would compute bfloat16 products. The other kernels do so without this.",
     )
     load_format: str = Field("auto", description="vllm: file format of the weights.")
     enforce_eager: bool = Field(
