@@ -50,13 +50,9 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         raise invalid("tool_choice needs tools", "tool_choice")
     if isinstance(body, MessagesRequest):
         fields |= {
+            **body.sampled_fields(),
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences or None,
-            "stream": bool(body.stream),
-            "temperature": body.temperature,
-            "top_k": body.top_k,
-            "top_p": body.top_p,
-            "cache_salt": body.cache_salt,
         }
     return validated(fields, ChatRequest)
 
@@ -103,7 +99,21 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Return the chat messages of one message: results of tools become separate messages. Raises: APIError"""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    return _of_assistant(message) if message.role == "assistant" else _of_user(message)
+    match message.role:
+        case "assistant":
+            return _of_assistant(message)
+        case "user":
+            return _of_user(message)
+        case "system":
+            return _of_system(message)
+
+
+def _of_system(message: AnthropicMessage) -> list[dict[str, Any]]:
+    """Raises: APIError"""
+    blocks = [block for block in message.content if isinstance(block, TextBlock)]
+    if len(blocks) < len(message.content):
+        raise invalid("messages: a message of the system has only text", "messages")
+    return [{"role": "system", "content": _text(blocks)}]
 
 
 def _of_assistant(message: AnthropicMessage) -> list[dict[str, Any]]:

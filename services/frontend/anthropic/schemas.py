@@ -1,18 +1,24 @@
 """Request bodies of Anthropic's Messages API. Every field has a bound; unserved fields are refused by name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.frontend.openai.schemas.requests import (
     JSON,
     MAX_MESSAGES,
-    MAX_STOPS,
-    NEUTRAL,
+    MAX_PARTS,
+    MAX_TOOLS,
+    BaseRequest,
+    GivenName,
     Neutral,
     OpenObject,
-    Stop,
+    SampledRequest,
+    Stops,
+    TemplateVariables,
     Text,
+    ToolName,
+    unserved_by,
 )
 
 
@@ -26,14 +32,14 @@ class TextBlock(OpenObject):
 class ToolUseBlock(OpenObject):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
-    name: str = Field(max_length=128)
+    name: GivenName
     input: JSON
 
 
 class ToolResultBlock(OpenObject):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
-    content: Text | Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)] | None = None
+    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     is_error: bool | None = None
     """Not used; the content describes the error."""
 
@@ -52,7 +58,6 @@ class RedactedThinkingBlock(OpenObject):
     data: Text = ""
 
 
-BLOCKS = (TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
 Block = Annotated[
     TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
     Field(discriminator="type"),
@@ -60,20 +65,20 @@ Block = Annotated[
 
 
 class AnthropicMessage(OpenObject):
-    role: Literal["user", "assistant"]
-    content: Text | Annotated[list[Block], Field(max_length=1024, fail_fast=True)]
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class AnthropicTool(OpenObject):
     type: Literal["custom"] | None = None
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: ToolName
     description: Text | None = None
     input_schema: JSON
 
 
 class AnthropicToolChoice(OpenObject):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, max_length=128)
+    name: GivenName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -100,47 +105,33 @@ class OutputConfig(OpenObject):
 
 
 _UNSERVED: Neutral = {
-    **{
-        name: NEUTRAL[name]
-        for name in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking")
-    },
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
 }
 
 
-class CountTokensRequest(OpenObject):
+class CountTokensRequest(BaseRequest):
     """A conversation. Only its prompt is computed."""
 
-    model: str | None = Field(None, max_length=512)
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Text | Annotated[list[TextBlock], Field(max_length=1024, fail_fast=True)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=128, fail_fast=True)] | None = None
+    system: Text | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     """Sets `enable_thinking` for the chat template."""
     output_config: OutputConfig | None = None
     output_format: AnthropicFormat | None = None
     """Older name of `output_config.format`."""
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     """vLLM's addition."""
 
     @classmethod
     def unserved(cls) -> Neutral:
-        return _UNSERVED
+        """Return those of a message: the count of the body of a message is not refused for its other fields."""
+        return {**unserved_by(MessagesRequest), **_UNSERVED}
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, SampledRequest):
     max_tokens: int = Field(ge=1, lt=2**31)
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    stream: bool | None = False
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    metadata: JSON | None = None
-    """Not used."""
-    service_tier: str | None = Field(None, max_length=64)
-    """Not used."""
-    cache_salt: str | None = Field(None, max_length=256)
-    """vLLM's addition."""
+    stop_sequences: Stops | None = None

@@ -22,9 +22,9 @@ from services.frontend.openai.embeddings import (
 )
 from services.frontend.openai.schemas.requests import (
     MAX_INPUTS,
-    BaseRequest,
     EmbeddingRequest,
     OpenObject,
+    ScheduledRequest,
     Text,
 )
 from services.frontend.openai.schemas.responses import (
@@ -37,13 +37,11 @@ from services.frontend.openai.schemas.responses import (
 from services.frontend.openapi import WITH_BODY, errors, read_by_handler
 
 Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS // 2, fail_fast=True)]
-_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+_TEXTS = {name for pair in _PAIRS for name in pair}
 
 
-class _Scored(BaseRequest):
-    priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    """Lower values run earlier under the `priority` scheduling policy."""
-    cache_salt: str | None = Field(None, max_length=256)
+class _Scored(ScheduledRequest):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     """Number of tokens to keep at the end of each text; -1: as many as the context holds."""
 
@@ -64,20 +62,22 @@ class ScoreRequest(_Scored):
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
+    items: Texts | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
 
     def pairs(self) -> tuple[list[str], list[str]]:
         """Return two lists; the first has one text, or as many as the second. Raises: APIError"""
-        given = [pair for pair in _PAIRS if any(getattr(self, name) is not None for name in pair)]
-        if len(given) != 1 or any(getattr(self, name) is None for name in given[0]):
+        given = {name for name in _TEXTS if getattr(self, name) is not None}
+        pair = next((pair for pair in _PAIRS if given == set(pair)), None)
+        if pair is None:
             raise invalid("two texts are needed, under the names text_1 and text_2", "text_1")
-        first, second = (_listed(getattr(self, name)) for name in given[0])
+        first, second = (_listed(getattr(self, name)) for name in pair)
         if len(first) not in (1, len(second)):
             raise invalid(
-                f"{given[0][0]} has {len(first)} texts and {given[0][1]} has {len(second)}; "
+                f"{pair[0]} has {len(first)} texts and {pair[1]} has {len(second)}; "
                 "give one, or as many as the other",
-                given[0][0],
+                pair[0],
             )
         return first, second
 

@@ -9,7 +9,6 @@ from services.frontend.responses_api.schemas import (
     FunctionCallItem,
     FunctionCallOutput,
     InputMessage,
-    InputText,
     Item,
     Part,
     ReasoningItem,
@@ -19,11 +18,8 @@ from services.frontend.responses_api.schemas import (
 )
 
 JSON = dict[str, Any]
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "stop", "ignore_eos", "stream",
-    "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls",
-)  # fmt: skip
-"""Fields that have the same name and meaning in a chat body."""
+_SAME = ("stop", "chat_template_kwargs", "parallel_tool_calls")
+"""Fields that have the same name and meaning in a chat body, beside those of all dialects."""
 
 
 def input_items(body: ResponsesRequest) -> list[Item]:
@@ -44,7 +40,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[Item]) -> ChatRequest
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = system + messages_of([*history, *input_items(body)])
     fields: JSON = {name: getattr(body, name) for name in _SAME if name in body.model_fields_set}
-    fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
+    fields |= {**body.sampled_fields(), "messages": messages, "max_completion_tokens": body.max_output_tokens}
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
@@ -113,4 +109,4 @@ def _join(
 def _text(content: str | list[Part]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text if isinstance(part, InputText) else part.refusal for part in content)
+    return "".join(part.text for part in content)

@@ -5,20 +5,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
 
-from protocol.sampling import MAX_REPETITION_PENALTY
 from services.frontend.openai.schemas.requests import (
     JSON,
     MAX_MESSAGES,
-    MAX_STOPS,
-    NEUTRAL,
-    BaseRequest,
+    MAX_PARTS,
+    MAX_TOOLS,
+    GivenName,
     Neutral,
     OpenObject,
+    RefusalPart,
+    SampledRequest,
     Stop,
+    Stops,
+    TemplateVariables,
     Text,
+    ToolName,
 )
-
-MAX_PARTS = 1024
 
 
 class InputText(OpenObject):
@@ -28,11 +30,6 @@ class InputText(OpenObject):
     """Not used; answers have none."""
     logprobs: list[Any] | None = Field(None, max_length=1_000_000)
     """Not used."""
-
-
-class RefusalPart(OpenObject):
-    type: Literal["refusal"]
-    refusal: Text
 
 
 Part = Annotated[InputText | RefusalPart, Field(discriminator="type")]
@@ -58,7 +55,7 @@ class InputMessage(_InputItem):
 class FunctionCallItem(_InputItem):
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
-    name: str = Field(max_length=128)
+    name: GivenName
     arguments: Text
 
 
@@ -91,7 +88,6 @@ def _type_of(item: object) -> str:
 
 
 ITEMS = (InputMessage, FunctionCallItem, FunctionCallOutput, ReasoningItem)
-PARTS = (InputText, RefusalPart, ReasoningText)
 Item = Annotated[
     Annotated[InputMessage, _Tag("message")]
     | Annotated[FunctionCallItem, _Tag("function_call")]
@@ -109,7 +105,7 @@ Item = Annotated[
 class ResponsesTool(OpenObject):
     type: Literal["function"]
     """Tools that the server itself would run are not served."""
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: ToolName
     description: Text | None = None
     parameters: JSON | None = None
     strict: bool | None = None
@@ -117,7 +113,7 @@ class ResponsesTool(OpenObject):
 
 class ResponsesToolName(OpenObject):
     type: Literal["function"]
-    name: str = Field(max_length=128)
+    name: GivenName
 
 
 class TextFormat(BaseModel):
@@ -158,51 +154,39 @@ Include = Literal[
 
 
 _UNSERVED: Neutral = {
-    **{name: NEUTRAL[name] for name in ("kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")},
     "background": (False,),
     "conversation": (),
-    "prompt": (),
     "max_tool_calls": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "context_management": ([],),
     "access_programs": ({},),
     "image": ({},),
-    "moderation": (),
     "previous_input_messages": ([],),
     "enable_response_messages": (False,),
 }
 
 
-class ResponsesRequest(BaseRequest):
+class ResponsesRequest(SampledRequest):
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     previous_response_id: str | None = Field(None, max_length=256)
     store: bool | None = True
     """Keep the answer for `previous_response_id` and GET, if the server has a store."""
-    stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
     include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
     """Not used."""
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    """vLLM's addition, as are all fields below."""
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    ignore_eos: bool | None = False
-    priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    cache_salt: str | None = Field(None, max_length=256)
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    stop: Stop | Stops | None = None
+    """vLLM's addition."""
+    chat_template_kwargs: TemplateVariables | None = None
+    """vLLM's addition."""
 
     @classmethod
     def unserved(cls) -> Neutral:
-        return _UNSERVED
+        return {**super().unserved(), **_UNSERVED}

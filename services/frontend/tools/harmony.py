@@ -10,12 +10,13 @@ from collections.abc import Callable
 from services.frontend.parsing.events import Reasoning
 from services.frontend.parsing.json_reader import read_one_of
 from services.frontend.parsing.text_buffer import ParseError, Parsing
+from services.frontend.tools.names import MAX_NAME
 from services.frontend.tools.parser import MAX_HELD, ToolParser
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _HEADS = (_START, _CHANNEL)
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", *_HEADS)
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,128})")
+_RECIPIENT = re.compile(rf"\bto=functions\.([\w.-]{{1,{MAX_NAME}}})")
 _NAME_OF_CHANNEL = re.compile(r"\s*(\w*)")
 
 

@@ -5,9 +5,10 @@ import re
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.python_reader import read_literal
 from services.frontend.parsing.text_buffer import ParseError, Parsing
-from services.frontend.tools.parser import MAX_HELD, MAX_NAME, ToolParser
+from services.frontend.tools.names import MAX_NAME, NAME_CHAR
+from services.frontend.tools.parser import MAX_HELD, ToolParser
 
-_WORD = re.compile("[a-zA-Z0-9_.-]*")
+_WORD = re.compile(f"{NAME_CHAR}*")
 
 
 class Llama4PythonicParser(ToolParser):

@@ -8,10 +8,11 @@ from typing import Any
 
 from services.frontend.parsing.json_reader import read_word
 from services.frontend.parsing.text_buffer import ParseError, Parsing
+from services.frontend.tools.names import NAME_CHAR
 from services.frontend.tools.parser import NAME, ToolParser
 from services.frontend.tools.schema import list_format
 
-_WORD = re.compile("[a-zA-Z0-9_.-]*")
+_WORD = re.compile(f"{NAME_CHAR}*")
 
 
 class MistralParser(ToolParser):

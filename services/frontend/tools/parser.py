@@ -23,11 +23,11 @@ from services.frontend.parsing.json_reader import (
 )
 from services.frontend.parsing.text_buffer import ParseError, Parsing, TextBuffer
 from services.frontend.parsing.trimmer import Trimmer
+from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
 
 MAX_HELD = 65_536
 """Maximum characters of a call before its arguments, or of arguments that precede the name."""
-MAX_NAME = 128
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+NAME = re.compile(NAME_PATTERN)
 _SPACE = " \t\n\r"
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE_NAME = ("type", "id")

@@ -224,7 +224,8 @@ def test_message_of_the_assistant_is_continued(frontend: Frontend, scheduler: Sc
 BAD: list[dict[str, object]] = [
     {"max_tokens": None},
     {"messages": []},
-    {"messages": [{"role": "system", "content": "x"}]},
+    {"messages": [{"role": "developer", "content": "x"}]},
+    {"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": "x"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
     {"messages": [{"role": "user", "content": []}]},
@@ -238,6 +239,8 @@ BAD: list[dict[str, object]] = [
     {"output_config": {"format": {"type": "text"}}},
     {"output_format": FORMAT, "output_config": {"format": FORMAT}},
     {"stop_sequences": "x"},
+    {"best_of": 2},
+    {"logit_bias": {"-1": 1}},
 ]
 
 

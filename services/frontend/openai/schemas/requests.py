@@ -7,12 +7,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
-from protocol.sampling import MAX_REPETITION_PENALTY
+from protocol.requests import MAX_PRIORITY
+from protocol.sampling import (
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+)
+from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
 
-MAX_BIASES = 1024
+MAX_TEMPERATURE = 2.0
+"""OpenAI's bound."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 128
+MAX_BAD_WORD_TEXTS = 128
+MAX_TOOLS = 128
+"""Tools of a body; OpenAI's bound. An assistant message has no more calls."""
+MAX_PARTS = 1024
+"""Parts of a message's content."""
 MAX_PROMPTS = 64
 MAX_TEXT = 4_000_000
 """Characters."""
@@ -30,21 +44,29 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-Bias = Annotated[float, Field(json_schema_extra={"minimum": -100, "maximum": 100})]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
+ToolName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+"""Name of a tool that the body declares."""
+GivenName = Annotated[str, Field(max_length=MAX_NAME)]
+"""Name of a tool in a call, or in `tool_choice`."""
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=32)]
+Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
 """`parameters.sampling` checks the range, so that the error names the token."""
 
 
 def _bounded(given: object) -> object:
     """Count the items of a mapping before pydantic checks each of them."""
-    if isinstance(given, dict) and len(given) > MAX_BIASES:
-        context = {"field_type": "Dictionary", "max_length": MAX_BIASES, "actual_length": len(given)}
+    if isinstance(given, dict) and len(given) > MAX_BIASED:
+        context = {"field_type": "Dictionary", "max_length": MAX_BIASED, "actual_length": len(given)}
         raise PydanticKnownError("too_long", context)
     return given
 
 
 JSON = dict[str, Any]
 """The size is bounded by the body's, the depth when a schema is compiled."""
-Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASES), BeforeValidator(_bounded)]
+Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASED), BeforeValidator(_bounded)]
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Known parameters that are not served, each with the values that change nothing; null is always one of them."""
@@ -93,6 +115,9 @@ NEUTRAL: Neutral = {
     "endianness": ("native", "little"),
     "use_activation": (True,),
     "task": ("embed",),
+    "instruction": (),
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
 }
 HINTS: Mapping[str, str] = {
     "best_of": "use n and choose among the answers",
@@ -186,7 +211,8 @@ class BaseRequest(OpenObject):
 
     model: str | None = Field(None, max_length=512)
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-    """Part of the answer's id. The header `x-request-id` names the request in logs."""
+    """Part of the answer's id, except in `/v1/responses` and `/v1/messages`. The header `x-request-id` names the
+    request in logs."""
     user: str | None = Field(None, max_length=512)
     """Not used; the client's name for its user. OpenAI has replaced it with `safety_identifier`."""
     safety_identifier: str | None = Field(None, max_length=512)
@@ -208,39 +234,59 @@ class BaseRequest(OpenObject):
 
     @classmethod
     def unserved(cls) -> Neutral:
-        return _served_elsewhere(cls)
+        return unserved_by(cls)
 
 
-class BaseGenerationRequest(BaseRequest):
-    """Fields of both completions and chat."""
+class ScheduledRequest(BaseRequest):
+    """Fields of every body that the engine computes."""
+
+    priority: int | None = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Lower values run earlier under the `priority` scheduling policy."""
+    cache_salt: str | None = Field(None, max_length=256)
+
+
+class SampledRequest(ScheduledRequest):
+    """Fields of every body that generates text, with the same name and meaning in all dialects."""
 
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = False
-    priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    """Lower values run earlier under the `priority` scheduling policy."""
-    cache_salt: str | None = Field(None, max_length=256)
-    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
     logit_bias: Biases | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORD_TEXTS, fail_fast=True)] | None = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)] | None
     ) = None
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    structured_outputs: StructuredOutputs | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Not used."""
+    prediction: JSON | None = None
+    """Not used; `--speculative-config` makes drafts."""
+
+    def sampled_fields(self) -> JSON:
+        """Return the given fields of those that all dialects share."""
+        given = SampledRequest.model_fields.keys() & self.model_fields_set
+        return {name: getattr(self, name) for name in given}
+
+
+class BaseGenerationRequest(SampledRequest):
+    """Fields of both completions and chat."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: Stop | Stops | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: Logprobs | None = None
     """Refused with `stream`."""
     return_tokens_as_token_ids: bool | None = False
     """Write tokens in log-probabilities as token_id:123."""
@@ -250,7 +296,6 @@ class BaseGenerationRequest(BaseRequest):
     return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
     """The answer matches it, unless the length limit cuts it off. A complete answer ends even before `min_tokens`."""
-    structured_outputs: StructuredOutputs | None = None
 
     def stops(self) -> list[str]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -260,7 +305,7 @@ class BaseGenerationRequest(BaseRequest):
 class CompletionRequest(BaseGenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     """0 is only allowed with `echo`: the answer is the prompt and its log-probabilities."""
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Logprobs | None = None
     echo: bool | None = False
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -273,8 +318,22 @@ class TextPart(OpenObject):
     text: Text
 
 
+class RefusalPart(OpenObject):
+    """Refusal of another model. It is text for this one."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class FunctionCall(OpenObject):
-    name: str = Field(max_length=128)
+    name: GivenName
     arguments: Text = ""
     """The text of a JSON object."""
 
@@ -289,9 +348,9 @@ class ToolCall(OpenObject):
 
 class MessageParam(OpenObject):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -309,7 +368,7 @@ class MessageParam(OpenObject):
 
 
 class FunctionDefinition(OpenObject):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    name: ToolName
     description: Text | None = None
     parameters: JSON | None = None
     strict: bool | None = None
@@ -326,7 +385,7 @@ class Tool(OpenObject):
 
 
 class FunctionName(OpenObject):
-    name: str = Field(max_length=128)
+    name: GivenName
 
 
 class NamedTool(OpenObject):
@@ -338,24 +397,20 @@ class ChatRequest(BaseGenerationRequest):
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Logprobs | None = None
     echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Variable of the chat template. As in vLLM it also sets `enable_thinking`, unless `chat_template_kwargs` does."""
-    verbosity: Literal["low", "medium", "high"] | None = None
-    """Not used."""
-    prediction: JSON | None = None
-    """Not used; `--speculative-config` makes drafts."""
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
-class EmbeddingRequest(BaseRequest):
+class EmbeddingRequest(ScheduledRequest):
     input: (
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
@@ -363,17 +418,14 @@ class EmbeddingRequest(BaseRequest):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(None, ge=1, lt=2**31)
     """Number of values to keep at the beginning of the embedding, which is normalised afterwards."""
-    priority: int | None = Field(0, ge=-(2**20), le=2**20)
-    """Lower values run earlier under the `priority` scheduling policy."""
-    cache_salt: str | None = Field(None, max_length=256)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**31)
     """Number of tokens to keep at the end of each input; -1: as many as the context holds."""
     add_special_tokens: bool | None = True
 
 
 @cache
-def _served_elsewhere(kind: type[BaseModel]) -> Neutral:
-    """Return the known fields that a kind of body does not serve: also those that other kinds serve."""
+def unserved_by(kind: type[BaseModel]) -> Neutral:
+    """Return the known fields that a kind of body does not serve: also those that OpenAI's other bodies have."""
     served = kind.model_fields.keys()
     others = {
         name: () if info.is_required() else (info.get_default(),)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
 from services.frontend.openai.schemas.requests import (
@@ -15,7 +16,8 @@ from services.frontend.openai.schemas.requests import (
     EmbeddingRequest,
     OpenObject,
 )
-from services.frontend.openai.scores import RerankRequest
+from services.frontend.openai.scores import RerankRequest, ScoreRequest
+from services.frontend.responses_api.schemas import ResponsesRequest
 
 ROUTER = {
     "no_stop_trim": False, "skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True,
@@ -133,6 +135,47 @@ def test_known_parameter_that_is_not_served_is_refused_by_name(
     with pytest.raises(APIError, match=name) as refused:
         ignored(completion(**{name: value}), mode)
     assert refused.value.param == name
+
+
+HELLO = {"messages": [{"role": "user", "content": "x"}]}
+MINIMAL: dict[type[OpenObject], dict[str, Any]] = {
+    ResponsesRequest: {"input": "x"},
+    MessagesRequest: {**HELLO, "max_tokens": 1},
+    CountTokensRequest: HELLO,
+    RerankRequest: {"query": "x", "documents": ["y"]},
+    ScoreRequest: {"text_1": "x", "text_2": "y"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (ResponsesRequest, "n", 2), (ResponsesRequest, "best_of", 2), (ResponsesRequest, "guided_json", {}),
+        (ResponsesRequest, "logprobs", True), (ResponsesRequest, "include_reasoning", False),
+        (ResponsesRequest, "watermarking", True), (ResponsesRequest, "conversation", "c"),
+        (ResponsesRequest, "max_tokens", 5), (MessagesRequest, "n", 2), (MessagesRequest, "best_of", 2),
+        (MessagesRequest, "guided_regex", "x"), (MessagesRequest, "container", "c"), (MessagesRequest, "stop", "x"),
+        (CountTokensRequest, "chat_template", "x"), (CountTokensRequest, "mcp_servers", [{}]),
+        (RerankRequest, "instruction", "x"), (RerankRequest, "max_tokens_per_doc", 5),
+        (ScoreRequest, "max_tokens_per_query", 5), (ScoreRequest, "use_activation", False),
+    ],
+)  # fmt: skip
+def test_every_route_refuses_known_parameters(kind: type[OpenObject], name: str, value: object) -> None:
+    with pytest.raises(APIError, match=name) as refused:
+        ignored(kind.model_validate({**MINIMAL[kind], name: value}))
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize("kind", MINIMAL)
+def test_neutral_values_are_accepted_by_every_route(kind: type[OpenObject]) -> None:
+    for name, values in kind.unserved().items():
+        for value in values:
+            assert ignored(kind.model_validate({**MINIMAL[kind], name: value}), "refuse") == []
+
+
+def test_counting_tokens_ignores_what_a_message_serves() -> None:
+    body = CountTokensRequest.model_validate({**HELLO, "temperature": 0.5, "max_tokens": 5})
+    assert ignored(body) == ["temperature", "max_tokens"]
 
 
 def test_refusal_names_the_replacement() -> None:

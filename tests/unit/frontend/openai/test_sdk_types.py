@@ -6,20 +6,28 @@ from typing import Any
 import pytest
 from openai.types import EmbeddingCreateParams
 from openai.types import completion_create_params as completion
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
 from openai.types.chat import completion_create_params as chat
-from openai.types.responses import ResponseInputItemParam
+from openai.types.chat.chat_completion_assistant_message_param import ContentArrayOfContentPart
+from openai.types.responses import ResponseInputContentParam, ResponseInputItemParam
 from openai.types.responses import response_create_params as response
+from openai.types.responses.response_function_call_output_item_param import (
+    ResponseFunctionCallOutputItemParam,
+)
+from openai.types.responses.response_output_message_param import Content as OutputContent
+from openai.types.responses.response_reasoning_item_param import Content as ReasoningContent
+from openai.types.responses.response_reasoning_item_param import Summary
 
 from services.frontend.openai.schemas.requests import (
     NEUTRAL_IN_MESSAGE,
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     EmbeddingRequest,
     MessageParam,
     OpenObject,
 )
-from services.frontend.responses_api.schemas import ITEMS, ResponsesRequest
+from services.frontend.responses_api.schemas import ITEMS, Part, ReasoningText, ResponsesRequest
 
 REFUSED_ROLES = {"function"}
 """Deprecated by OpenAI for `tool`."""
@@ -31,6 +39,11 @@ REFUSED_ITEMS = {
     "program_output", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output", "web_search_call",
 }  # fmt: skip
 """Items of tools that OpenAI's servers run, or of features that are refused by name."""
+
+REFUSED_PARTS = {"image_url", "input_audio", "file"}
+"""Parts of a chat's message that are no text."""
+REFUSED_INPUTS = {"input_image", "input_file"}
+"""The same for `/v1/responses`."""
 
 
 def words(annotation: Any) -> set[str]:
@@ -74,3 +87,19 @@ def test_every_item_of_responses_is_known() -> None:
     served = set().union(*(words(item.model_fields["type"].annotation) for item in ITEMS))
     assert literals(ResponseInputItemParam, "type") == served | REFUSED_ITEMS
     assert served & REFUSED_ITEMS == set()
+
+
+def served_types(annotation: Any) -> set[str]:
+    """Return the values of `type` that the models of an annotation take."""
+    if isinstance(annotation, type) and issubclass(annotation, OpenObject):
+        return words(annotation.model_fields["type"].annotation)
+    return set().union(*map(served_types, typing.get_args(annotation)))
+
+
+def test_every_part_of_a_message_is_known() -> None:
+    official = ChatCompletionContentPartParam | ContentArrayOfContentPart
+    assert literals(official, "type") == served_types(ContentPart) | REFUSED_PARTS
+    official = ResponseInputContentParam | OutputContent | ResponseFunctionCallOutputItemParam
+    known = served_types(Part) - {"text"}  # vLLM's, which clients of a chat send, too
+    assert literals(official, "type") == known | REFUSED_INPUTS
+    assert literals(Summary | ReasoningContent, "type") == served_types(ReasoningText)

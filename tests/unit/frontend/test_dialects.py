@@ -1,0 +1,52 @@
+"""Bodies of other dialects become chat bodies with the same sampling."""
+
+from typing import Any
+
+from services.frontend.anthropic import conversation as anthropic
+from services.frontend.anthropic.schemas import MessagesRequest
+from services.frontend.openai.prompts.conversation import num_chars
+from services.frontend.openai.schemas.requests import ChatRequest, SampledRequest
+from services.frontend.responses_api import conversation as responses
+from services.frontend.responses_api.schemas import ResponsesRequest
+
+FIELDS: dict[str, Any] = {
+    "stream": True, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "seed": 7, "min_tokens": 2,
+    "stop_token_ids": [3], "ignore_eos": True, "priority": 4, "cache_salt": "s", "presence_penalty": 0.5,
+    "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logit_bias": {"5": 1.0}, "bad_words": ["x"],
+    "allowed_token_ids": [5, 6], "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "structured_outputs": {"regex": "[0-9]"},
+}  # fmt: skip
+UNUSED = {
+    "verbosity", "prediction", "model", "request_id", "user", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "session_id", "metadata", "store", "service_tier",
+}  # fmt: skip
+
+
+def test_sampling_is_that_of_a_chat() -> None:
+    assert set(SampledRequest.model_fields) == {*FIELDS, *UNUSED}  # a new field belongs into one of them
+    message = MessagesRequest.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, **FIELDS}
+    )
+    item = ResponsesRequest.model_validate({"input": "x", **FIELDS})
+    for chat in (anthropic.chat_request(message), responses.chat_request(item, [])):
+        given = chat.model_dump(include=set(FIELDS), exclude_unset=True, by_alias=True)
+        assert given == FIELDS
+
+
+def test_messages_of_the_system_stay_where_they_are() -> None:
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "y"},
+    ]
+    chat = anthropic.chat_request(MessagesRequest.model_validate({"messages": turns, "max_tokens": 5}))
+    assert [message.plain() for message in chat.messages] == [
+        turns[0], {"role": "system", "content": "Be\nbrief."}, turns[2],
+    ]  # fmt: skip
+
+
+def test_refusal_of_another_model_is_text() -> None:
+    said = [{"type": "text", "text": "Sorry: "}, {"type": "refusal", "refusal": "I cannot."}]
+    chat = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": said}]})
+    assert chat.messages[0].plain() == {"role": "assistant", "content": "Sorry: I cannot."}
+    assert num_chars(chat) == len("Sorry: I cannot.")
