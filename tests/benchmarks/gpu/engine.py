@@ -1,5 +1,6 @@
 """The stages of the native runner without scheduler and sockets, over random weights."""
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,11 @@ class StageEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Free the memory: the next engine is as large."""
         self._stages.close()
+        del self._stages, self.model
+        gc.collect()
+        self.device.free()
 
     def prefill(self, length: int, params: Params = greedy) -> list[ModelRunnerOutput]:
         """Compute random prompts of all requests, one step after the other, as many whole prompts in each as fit.

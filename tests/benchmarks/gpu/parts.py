@@ -225,15 +225,14 @@ def _sampled(slot: int) -> SamplingParams:
 
 def _gaps(target: MeasuredDevice, name: str, batch: int, params: Params) -> list[Result]:
     context = target.prompt + 2 * (target.warm + target.steps) + 1
-    kernels = target.make(target.dtype)
     budget = max(target.prompt * min(batch, 64), batch)
     rows: list[Result] = []
-    with StageEngine(SHAPES[name], kernels, target.dtype, batch, context, budget) as engine:
+    shape, kernels = SHAPES[name], target.make(target.dtype)
+    with StageEngine(shape, kernels, target.dtype, batch, context, budget) as engine:
         engine.prefill(target.prompt, params)
         for depth in (1, 2):
             engine.decode(target.warm, depth)
             rows.append({"depth": depth, **step_times(engine.decode(target.steps, depth))})
-    kernels.device.free()
     rows[-1]["speedup"] = rows[0]["step"] / rows[1]["step"] if rows[1]["step"] else None
     return rows
 

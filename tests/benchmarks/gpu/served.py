@@ -1,6 +1,5 @@
 """A model behind HTTP, against the stages of the runner alone. Needs the packages of all services."""
 
-import gc
 import json
 import os
 import signal
@@ -57,7 +56,6 @@ def served(target: MeasuredDevice) -> dict[str, Any]:
 
 
 def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
-    """The memory is free again afterwards: the server needs it."""
     load, kernels, waves = target.served, target.make(target.dtype), []
     tokens = load.prompt + load.output
     budget = load.batch * load.prompt
@@ -70,9 +68,6 @@ def _bare_stages(target: MeasuredDevice) -> dict[str, float]:
             ended = time.monotonic()
             decode = load.batch * (load.output - 1) / (ended - prefilled)
             waves.append({"decode": decode, "whole": load.batch * load.output / (ended - began)})
-    del engine
-    gc.collect()
-    kernels.device.free()
     return _medians(waves[1:])
 
 

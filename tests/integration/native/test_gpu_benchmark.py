@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.weights import open_checkpoint
 from tests.benchmarks.gpu.__main__ import LIMIT, main
+from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.parts import (
     IN_CI,
     ON_PROCESSOR,
@@ -76,8 +78,10 @@ def test_parts_that_do_not_fit_into_the_budget_are_left_out(
     assert "failed or left out: tokens\n" in told
 
 
-def test_a_part_that_fails_leaves_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here there is no GPU."""
+def test_a_part_that_fails_leaves_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["machine", "--out", str(tmp_path)]) == 1
     assert "torch finds no GPU" in capsys.readouterr().out
     assert "torch finds no GPU" in (tmp_path / "machine.log").read_text()
@@ -187,6 +191,15 @@ def test_gaps_are_stated_for_each_batch_and_depth(results: dict[str, Any]) -> No
         (batch, depth, kind) for batch in (1, 3) for depth in (1, 2) for kind in ("greedy", "sampled")
     }
     assert all(row["step"] > 0 and row["forward"] > 0 and row["gap"] >= row["idle"] >= 0 for row in rows)
+
+
+def test_an_engine_frees_its_model_for_the_next_one() -> None:
+    target = tiny()
+    with StageEngine(SHAPES[TINY], target.make(target.dtype), target.dtype, 2, 40, 16) as engine:
+        engine.prefill(8)
+        engine.decode(3, 2)
+        model = weakref.ref(engine.model)
+    assert model() is None
 
 
 def test_floor_and_prefill_state_a_share(results: dict[str, Any]) -> None:
