@@ -44,7 +44,8 @@ def test_products_equal_the_reference_and_a_row_has_the_same_bits_in_any_batch(
         expects = reference(network.activations).linear(coded, bias)
         x = torch.randn(max(ROWS), weight.shape[1]).to(network.activations)
         whole = ours(x, torch.empty(len(x), len(weight), dtype=x.dtype))
-        close = {"atol": 1e-3, "rtol": 1e-4} if x.dtype == F32 else {"atol": 0.1, "rtol": 0.02}
+        # The reference rounds weights to bfloat16, and not every kernel does
+        close = {"atol": 1e-3, "rtol": 1e-4} if x.dtype == F32 else {"atol": 0.2, "rtol": 0.02}
         torch.testing.assert_close(whole, expects(x, torch.empty_like(whole)), **close)
         for rows in ROWS:
             for first in {0, len(x) - rows}:

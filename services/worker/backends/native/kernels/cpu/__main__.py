@@ -50,9 +50,13 @@ if TILES in FEATURES:
 
     KERNELS.insert(0, (tile_product_kernel, OF_PANELS))
 elif PAIRS in FEATURES:
+    from services.worker.backends.native.kernels.cpu.compiled.coded_pair_product import (
+        coded_pair_product_kernel,
+    )
     from services.worker.backends.native.kernels.cpu.compiled.pair_product import pair_product_kernel
 
-    KERNELS.insert(0, (pair_product_kernel, OF_PANELS))
+    KERNELS.insert(0, (coded_pair_product_kernel, OF_PANELS[1:]))
+    KERNELS.append((pair_product_kernel, OF_PANELS[:1]))
 
 
 def compile_kernel(number: int) -> None:

@@ -9,12 +9,14 @@ import torch
 from torch.nn import functional
 
 from services.worker.backends.native.kernels.cpu.compiled import (
+    coded_pair_product,
     pair_product,
     product,
     quantized_product,
     tile_product,
 )
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PANEL
+from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
 from services.worker.backends.native.kernels.cpu.thread_team import Kernel
@@ -98,7 +100,8 @@ def tile_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | 
 
 def pair_panel_product(launcher: Launcher, panels: Panels, bias: torch.Tensor | None) -> PanelProduct:
     """A product with bfloat16 activations, computed with AVX-512."""
-    kernel = pair_product.pair_product_kernel
+    coded = panels.kind != BF16
+    kernel = coded_pair_product.coded_pair_product_kernel if coded else pair_product.pair_product_kernel
     return PanelProduct(launcher, panels, bias, kernel, pair_product.BLOCK, pair_product.CHUNK)
 
 

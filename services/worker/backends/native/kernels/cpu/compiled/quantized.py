@@ -23,6 +23,8 @@ GROUP = 32
 """Inputs of a group."""
 GROUP_BYTES = (2 * PANEL * GROUP, 2 * PANEL + PANEL * GROUP, 4 * PANEL + PANEL * GROUP // 2)
 """Bytes of a group, by kind."""
+SCALES_BYTES = (0, 2 * PANEL, 4 * PANEL)
+"""Bytes of a group before its codes."""
 ROWS = [
     ("panels", np.int64),
     ("index", np.int64),  # int32[items]: which output

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, models, register_model
 from services.worker.sampling.noise import MIX_A, MIX_B, PRIME
 
 LANES = 16
-F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 VF, VI, VH = (ir.VectorType(element, LANES) for element in (F32, I32, I16))
 
 
@@ -52,7 +52,7 @@ def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * LANES)
 
 
-def _call(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, operands: list[Any]) -> Any:
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return builder.call(builder.module.declare_intrinsic(name, (), kind), operands)
 
@@ -181,7 +181,7 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "llvm.fma.v16f32", VF, list(args))
+        return call_llvm(builder, "llvm.fma.v16f32", VF, list(args))
 
     return vector(vector, vector, vector), code
 
@@ -227,13 +227,13 @@ def exp(typing_context: Any, a: Any) -> Any:
             return _constant(VF, value)
 
         def mad(x: Any, y: Any, z: Any) -> Any:
-            return _call(builder, "llvm.fma.v16f32", VF, [x, y, z])
+            return call_llvm(builder, "llvm.fma.v16f32", VF, [x, y, z])
 
         low = builder.fcmp_ordered("<", args[0], f(-87.0))
         x = builder.select(low, f(-87.0), args[0])
         x = builder.select(builder.fcmp_ordered(">", x, f(88.0)), f(88.0), x)
         # x = n ln 2 + r with |r| <= ln(2) / 2, then e**r as a polynomial and 2**n through the exponent bits
-        n = _call(
+        n = call_llvm(
             builder, "llvm.floor.v16f32", VF, [mad(x, f(float(np.float32(1.4426950408889634))), f(0.5))]
         )
         r = mad(n, f(-0.693359375), x)
@@ -258,7 +258,7 @@ def log(typing_context: Any, a: Any) -> Any:
             return _constant(VF, float(np.float32(value)))
 
         def mad(x: Any, y: Any, z: Any) -> Any:
-            return _call(builder, "llvm.fma.v16f32", VF, [x, y, z])
+            return call_llvm(builder, "llvm.fma.v16f32", VF, [x, y, z])
 
         # a = 2**e m with m from sqrt(1/2) to sqrt(2), then ln(m) as a polynomial in m - 1
         bits = builder.bitcast(args[0], VI)
