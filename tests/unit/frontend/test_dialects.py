@@ -50,3 +50,7 @@ def test_refusal_of_another_model_is_text() -> None:
     chat = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": said}]})
     assert chat.messages[0].plain() == {"role": "assistant", "content": "Sorry: I cannot."}
     assert num_chars(chat) == len("Sorry: I cannot.")
+    said = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    chat = ChatRequest.model_validate({"messages": [said]})
+    assert chat.messages[0].plain() == {"role": "assistant", "content": "I cannot."}
+    assert num_chars(chat) == len("I cannot.")

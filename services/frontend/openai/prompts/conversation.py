@@ -32,7 +32,7 @@ def num_chars(body: ChatRequest) -> int:
     """Return the number of characters in the messages' texts, which decides the thread that renders them."""
     total = 0
     for message in body.messages:
-        content = message.content or ""
+        content = message.content or message.refusal or ""
         total += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
         total += sum(len(call.function.arguments) for call in message.tool_calls or ())
         total += len(message.reasoning or message.reasoning_content or "")

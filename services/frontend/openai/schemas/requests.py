@@ -133,7 +133,6 @@ HINTS: Mapping[str, str] = {
 }
 """Replacements for parameters that are not supported."""
 NEUTRAL_IN_MESSAGE: Neutral = {
-    "refusal": (),
     "function_call": (),
     "audio": (),
     "annotations": ([],),
@@ -355,6 +354,8 @@ class MessageParam(OpenObject):
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     """Older name of `reasoning`."""
+    refusal: Text | None = None
+    """Refusal of another model: the text of a message without content."""
 
     @classmethod
     def unserved(cls) -> Neutral:
@@ -363,7 +364,7 @@ class MessageParam(OpenObject):
     def plain(self) -> dict[str, Any]:
         """Return role, text and name as chat templates expect them."""
         parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or ""
+        text = "".join(part.text for part in parts) if parts else self.content or self.refusal or ""
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
