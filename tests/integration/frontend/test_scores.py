@@ -38,7 +38,9 @@ def cosines_of(engine: ScriptedScheduler) -> list[float]:
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
 def test_one_text_is_compared_with_each(
     scorer: Frontend, engine: ScriptedScheduler, path: str, names: tuple[str, str]
 ) -> None:
@@ -97,6 +99,9 @@ def test_pooling_is_the_embedding(scorer: Frontend, engine: ScriptedScheduler) -
         ("/score", {}, "text_1"),
         ("/score", {"text_1": "x"}, "text_1"),
         ("/score", {"text_1": "x", "text_2": "y", "queries": "z"}, "text_1"),
+        ("/score", {"queries": "x", "documents": "y", "items": "z"}, "text_1"),
+        ("/score", {"text_1": "x", "text_2": "y", "instruction": "z"}, "instruction"),
+        ("/rerank", {"query": "x", "documents": ["y"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
         ("/score", {"text_1": ["x", "y"], "text_2": ["x", "y", "z"]}, "text_1"),
         ("/score", {"text_1": "x", "text_2": []}, "text_2"),
         ("/score", {"text_1": "", "text_2": "x"}, "input"),
