@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.benchmarks.gpu.parts import IN_CI, PARTS
 from tests.benchmarks.gpu.processes import run_within
-from tests.benchmarks.gpu.saved import SavedRows
+from tests.benchmarks.gpu.saved import SavedRows, write_json
 from tests.benchmarks.gpu.target import gpu, tiny
 
 DIRECTORY = Path("build/bench/gpu")
@@ -60,7 +60,7 @@ def _measure(part: str, chosen: argparse.Namespace) -> bool:
     target, saved = tiny() if chosen.tiny else gpu(), SavedRows(chosen.out / f"{part}.rows")
     result = PARTS[part].measure(target, saved)
     content = {"part": part, "device": target.name, "seconds": time.monotonic() - began, **result}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(file, content)
     saved.complete()
     print(f"{part}: {file}", flush=True)
     return bool(content.get("passed", True))

@@ -9,6 +9,13 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def write_json(file: Path, content: object) -> None:
+    """Write a file that is complete whenever it exists."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(written, file)
+
+
 class SavedRows:
     """`file` exists from the first row until the part is complete."""
 
@@ -21,9 +28,7 @@ class SavedRows:
         if any(case.items() <= row.items() for row in self.rows):
             return
         self.rows += [case | row for row in measured()]
-        written = self._file.with_suffix(".new")
-        written.write_text(json.dumps(self.rows, indent=1) + "\n")
-        os.replace(written, self._file)
+        write_json(self._file, self.rows)
 
     def complete(self) -> None:
         self._file.unlink(missing_ok=True)
