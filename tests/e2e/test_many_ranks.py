@@ -4,9 +4,10 @@ import asyncio
 import signal
 
 import pytest
-from openai import AsyncOpenAI
+from openai import APIError, AsyncOpenAI
 
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
+from tests.e2e.streams import restart
 
 TOKENS = 48
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
@@ -118,16 +119,26 @@ async def test_services_do_not_outlive_a_killed_supervisor(ranks: tuple[str, ...
         wait_until(lambda: not any(map(is_alive, server.services.values())), "all ranks have ended")
 
 
-async def test_worker_that_is_killed_too_often_stops_all_and_is_reported() -> None:
+async def test_worker_that_is_killed_too_often_stops_all_and_each_stream_ends_with_an_error() -> None:
     with serving(*SIM) as server:
-        for _ in range(4):
-            wait_until(lambda: is_alive(server.services["worker"]), "the worker runs")
+        async with server.async_client() as client:
+            model = (await client.models.list()).data[0].id
+            streams = [
+                await client.completions.create(
+                    model=model, prompt=f"Number {i}", max_tokens=2000, stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for i in range(4)
+            ]  # fmt: skip
+            for stream in streams:
+                await anext(stream)
+            for _ in range(3):
+                await restart(server, "worker", signal.SIGKILL)
             server.services["worker"].kill()
-            wait_until(lambda: not is_alive(server.services["worker"]), "the worker has ended")
-            while server.process.poll() is None and not is_alive(server.services["worker"]):
-                await asyncio.sleep(0.05)
-                if server.process.poll() is None:
-                    server.find_services()
+            for stream in streams:
+                with pytest.raises(APIError, match="stopped"):
+                    async for _chunk in stream:
+                        pass
         assert server.wait() == 128 + signal.SIGKILL
         assert server.last_line() == "runahead: worker was killed by SIGKILL"
         server.assert_nothing_is_left()

@@ -4,83 +4,27 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from openai import APIError, AsyncOpenAI
+from openai import APIError
 
 from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.streams import (
+    answers,
+    assert_no_file_is_left,
+    assert_nothing_is_kept,
+    bodies,
+    num_files,
+    requests_total,
+    restart,
+)
 
 SIM = ("--backend", "sim", "--sim-step-ms", "20")
 SILENCE = 2.0
 """Seconds after which frontends and workers turn away from a silent scheduler."""
 DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
 NATIVE = ("--threads", "1", "--kv-cache-memory-bytes", str(64 << 20), "--speculative-config", DRAFTS)
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "sizes": {"type": "array", "items": {"type": "integer"}},
-    },
-    "required": ["name", "sizes"],
-    "additionalProperties": False,
-}
-Fault = Callable[[], Awaitable[None]]
-
-
-def bodies() -> list[dict[str, Any]]:
-    """Return sixteen requests with 20 answers: greedy and sampled ones, penalties, logprobs, grammars, n = 3."""
-    plain: list[dict[str, Any]] = [
-        {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)}
-        for i in range(16)
-    ]
-    for body in plain:
-        body["extra_body"] = {"ignore_eos": True}
-    for body in plain[0:4]:
-        body |= {"frequency_penalty": 0.5, "logprobs": 2}
-    for body in plain[4:8]:
-        body["extra_body"] = {"structured_outputs": {"json": SCHEMA}, "min_tokens": 30}
-    for body in plain[8:10]:
-        body |= {"n": 3, "max_tokens": 60}
-    plain[10]["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    return plain
-
-
-async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
-    """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun."""
-    model, requests = (await client.models.list()).data[0].id, bodies()
-    begun = asyncio.Barrier(len(requests) + 1)
-
-    async def one(body: dict[str, Any]) -> Any:
-        choices: dict[int, list[Any]] = {}
-        waits = True
-        async for chunk in await client.completions.create(model=model, stream=True, **body):
-            if waits:
-                waits = False
-                await begun.wait()
-            for choice in chunk.choices:
-                text, reason, scores = choices.setdefault(choice.index, ["", None, []])
-                scores += choice.logprobs.tokens if choice.logprobs else []
-                choices[choice.index] = [text + choice.text, choice.finish_reason or reason, scores]
-        return choices
-
-    async def disturb() -> None:
-        await begun.wait()
-        if fault is not None:
-            await fault()
-
-    *texts, _ = await asyncio.gather(*map(one, requests), disturb())
-    return texts
-
-
-async def restart_of_scheduler(server: ServeProcess, number: int) -> None:
-    """Send a signal to the scheduler and wait for the next one."""
-    before = server.services["scheduler"]
-    before.send_signal(number)
-    while server.services["scheduler"] == before:
-        await asyncio.sleep(0.02)
-        server.find_services()
 
 
 @pytest.mark.parametrize(
@@ -93,12 +37,15 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
     with serving(*layout) as server:
         async with server.async_client() as client:
             undisturbed = await answers(client)
+        assert_nothing_is_kept(server)
+        files = num_files(server)
+        async with server.async_client() as client:
             model = (await client.models.list()).data[0].id
             for _ in range(2):
                 late: list[Any] = []
 
                 async def kill(late: list[Any] = late) -> None:
-                    await restart_of_scheduler(server, signal.SIGKILL)
+                    await restart(server, "scheduler", signal.SIGKILL)
                     late.append(await client.completions.create(model=model, prompt="Late", max_tokens=3))
 
                 assert await answers(client, kill) == undisturbed
@@ -106,10 +53,13 @@ async def test_streams_continue_with_the_next_scheduler(layout: tuple[str, ...],
             assert server.metric("weight_loads") == loads
             assert server.metric("requests_resubmitted_total") >= 20
             assert "scheduler was killed by SIGKILL; restarting" in server.log.read_text()
-            server.find_services()
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0, server.log.read_text()
-            server.assert_nothing_is_left()
+        assert_nothing_is_kept(server)
+        assert requests_total(server) == {"completed": 3 * len(bodies()) + 2}
+        server.find_services()
+        assert_no_file_is_left(server, files)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log.read_text()
+        server.assert_nothing_is_left()
 
 
 @pytest.mark.soak
@@ -124,7 +74,7 @@ async def test_streams_continue_when_the_scheduler_dies_at_random_moments(seed: 
 
                 async def kill() -> None:
                     await asyncio.sleep(3 * rng.random())
-                    await restart_of_scheduler(server, signal.SIGKILL)
+                    await restart(server, "scheduler", signal.SIGKILL)
 
                 assert await answers(client, kill) == undisturbed
             assert server.metric("weight_loads") == 1
@@ -173,7 +123,7 @@ async def test_tool_calls_and_embeddings_continue_with_the_next_scheduler() -> N
             scheduler.send_signal(signal.SIGSTOP)
             embedding = [asyncio.create_task(embed(text)) for text in texts]
             await asyncio.to_thread(wait_until, lambda: num_open(server) >= 4, "the frontend has them")
-            await restart_of_scheduler(server, signal.SIGKILL)
+            await restart(server, "scheduler", signal.SIGKILL)
             assert await calling == called
             assert '"city"' in called
             for before, after in zip(embedded, await asyncio.gather(*embedding), strict=True):
@@ -199,7 +149,7 @@ async def test_streams_end_with_an_error_when_the_server_gives_up() -> None:
             for stream in streams:
                 await anext(stream)
             for _ in range(3):
-                await restart_of_scheduler(server, signal.SIGKILL)
+                await restart(server, "scheduler", signal.SIGKILL)
             server.services["scheduler"].kill()
             for stream in streams:
                 with pytest.raises(APIError, match="stopped"):
@@ -223,7 +173,7 @@ async def test_a_scheduler_that_was_stopped_for_long_exits_when_it_wakes() -> No
                     wait_until, lambda: server.get("/readyz")[0] == 503, "the frontend has noticed"
                 )
                 await long
-                await restart_of_scheduler(server, signal.SIGCONT)
+                await restart(server, "scheduler", signal.SIGCONT)
 
             assert await answers(client, stop) == undisturbed
             assert "scheduler exited with status 8" in server.log.read_text()

@@ -1,5 +1,6 @@
 """API keys, body sizes and request ids, checked before any route handles the request."""
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,12 +8,15 @@ import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.config import HttpConfig
+from services.config import FrontendConfig, HttpConfig
+from services.frontend.app import with_routes
 from services.frontend.errors import APIError
 from services.frontend.http.cors import with_cors
 from services.frontend.http.guards import Guards
+from services.frontend.page.files import PageFiles
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,6 +48,27 @@ async def test_every_path_but_the_probes_needs_a_key(path: str) -> None:
             assert response.status_code == 401, headers
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert "x-request-id" in response.headers
+
+
+async def test_every_route_of_the_application_needs_a_key_but_those_listed_here() -> None:
+    """The administration and the page included. A new route is protected unless this list and the guards name it."""
+    app, page = with_routes(FrontendConfig(enable_admin_routes=True)), PageFiles.load()
+    page.add_to(app)
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    assert len(routes) == len(app.routes) > 40
+    config = HttpConfig(api_key=["right"])
+    transport = httpx.ASGITransport(app=with_cors(Guards(echo, config, 1000, page.paths), config))
+    answered = set()
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for route in routes:
+            path = re.sub(r"\{[^}]*\}", "x", route.path)
+            for method in route.methods or ():
+                response = await client.request(method, path)
+                if response.status_code != 401:
+                    answered.add(path)
+    files = {path for path in page.paths if path == "/" or path.startswith("/page/")}
+    assert answered == {"/livez", "/readyz", "/health", "/ping"} | files
+    assert files == page.paths
 
 
 async def test_public_files_need_no_key_but_a_known_host() -> None:

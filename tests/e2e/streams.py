@@ -1,0 +1,106 @@
+"""Streams of many kinds against a server that is disturbed in the middle of them, and what must be true afterwards."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from tests.e2e.server import ServeProcess, wait_until
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "sizes"],
+    "additionalProperties": False,
+}
+Fault = Callable[[], Awaitable[None]]
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Return sixteen requests with 20 answers: greedy and sampled ones, penalties, logprobs, grammars, n = 3."""
+    plain: list[dict[str, Any]] = [
+        {"prompt": f"Number {i} is", "max_tokens": 120, "seed": i, "temperature": float(i % 2)}
+        for i in range(16)
+    ]
+    for body in plain:
+        body["extra_body"] = {"ignore_eos": True}
+    for body in plain[0:4]:
+        body |= {"frequency_penalty": 0.5, "logprobs": 2}
+    for body in plain[4:8]:
+        body["extra_body"] = {"structured_outputs": {"json": SCHEMA}, "min_tokens": 30}
+    for body in plain[8:10]:
+        body |= {"n": 3, "max_tokens": 60}
+    plain[10]["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    return plain
+
+
+async def answers(client: AsyncOpenAI, fault: Fault | None = None) -> list[Any]:
+    """Return text, finish reason and log-probabilities of each choice. The fault comes when all streams have begun."""
+    model, requests = (await client.models.list()).data[0].id, bodies()
+    begun = asyncio.Barrier(len(requests) + 1)
+
+    async def one(body: dict[str, Any]) -> Any:
+        choices: dict[int, list[Any]] = {}
+        waits = True
+        async for chunk in await client.completions.create(model=model, stream=True, **body):
+            if waits:
+                waits = False
+                await begun.wait()
+            for choice in chunk.choices:
+                text, reason, scores = choices.setdefault(choice.index, ["", None, []])
+                scores += choice.logprobs.tokens if choice.logprobs else []
+                choices[choice.index] = [text + choice.text, choice.finish_reason or reason, scores]
+        return choices
+
+    async def disturb() -> None:
+        await begun.wait()
+        if fault is not None:
+            await fault()
+
+    *texts, _ = await asyncio.gather(*map(one, requests), disturb())
+    return texts
+
+
+async def restart(server: ServeProcess, name: str, number: int) -> None:
+    """Send a signal to a service and wait for the next one."""
+    before = server.services[name]
+    before.send_signal(number)
+    while server.services[name] == before:
+        await asyncio.sleep(0.02)
+        server.find_services()
+
+
+def num_files(server: ServeProcess) -> dict[str, int]:
+    """Return the open files of each service."""
+    return {name: service.num_fds() for name, service in server.services.items()}
+
+
+def assert_no_file_is_left(server: ServeProcess, before: dict[str, int]) -> None:
+    """`before`: open files of each service at an earlier time. A client may have had fewer connections then."""
+
+    def grown() -> dict[str, int]:
+        return {name: count for name, count in num_files(server).items() if count > before[name]}
+
+    wait_until(lambda: not grown(), f"no more open files than {before}")
+
+
+def requests_total(server: ServeProcess) -> dict[str, float]:
+    """Return the requests that have ended, by outcome."""
+    found = re.findall(
+        r'^runahead:requests_total\{.*outcome="(\w+)".*\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
+    )
+    totals: dict[str, float] = {}
+    for outcome, count in found:
+        totals[outcome] = totals.get(outcome, 0.0) + float(count)
+    return totals
+
+
+def assert_nothing_is_kept(server: ServeProcess) -> None:
+    """No request runs or waits, and no KV block is in use."""
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        wait_until(lambda name=name: server.metric(name) == 0, f"{name} is 0")  # type: ignore[misc]

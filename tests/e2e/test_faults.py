@@ -1,0 +1,199 @@
+"""Faults of workers, schedulers and frontends that no signal from outside explains, and clients that leave."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from openai import APIConnectionError, AsyncOpenAI
+
+from services.cli.preflight import free_port
+from tests.e2e.server import ServeProcess, serving, wait_until
+from tests.e2e.streams import (
+    answers,
+    assert_no_file_is_left,
+    assert_nothing_is_kept,
+    num_files,
+    requests_total,
+    restart,
+)
+from tests.examples.install import register
+
+SIM = ("--backend", "sim", "--sim-step-ms", "20", "--scheduler-timeout-seconds", "2")
+FAULTY = 7
+"""Token of the prompt that makes the fault."""
+POLICY = f'''
+from pathlib import Path
+from services.scheduler.policies import ChunkedPolicy
+
+class SpinningPolicy(ChunkedPolicy):
+    """Never return from the first admission of a certain prompt."""
+
+    def admit(self, view, request, hit, count):
+        spun = Path(__file__).with_suffix(".spun")
+        if {FAULTY} in request.token_ids[: request.num_prompt_tokens].tolist() and not spun.exists():
+            spun.touch()
+            while True:
+                pass
+        return super().admit(view, request, hit, count)
+'''
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+async def test_streams_continue_when_a_worker_dies_in_native_code(number: signal.Signals) -> None:
+    with serving(*SIM) as server:
+        async with server.async_client() as client:
+            undisturbed = await answers(client)
+            assert await answers(client, lambda: restart(server, "worker", number)) == undisturbed
+            assert server.metric("epochs_lost_total") == 1
+            assert f"worker was killed by {number.name}; restarting" in server.log.read_text()
+            assert_nothing_is_kept(server)
+
+
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [
+        ("hang", "worker exited with status 7"),
+        pytest.param("freeze", "worker hung and ended itself", marks=pytest.mark.soak),
+    ],
+)
+async def test_streams_continue_when_a_step_never_ends(fault: str, end: str) -> None:
+    """In the thread that computes, and with the interpreter's lock, so that heartbeats end too. The worker is
+    replaced; the client of the request that did it has left by then."""
+    arguments = ("--sim-fault-token", str(FAULTY), "--sim-fault", fault, "--step-timeout-seconds", "1")
+    with serving(*SIM, *arguments) as server:
+        async with server.async_client() as client:
+            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+
+            async def disturb() -> None:
+                faulty = asyncio.create_task(
+                    client.completions.create(model=model, prompt=[100, FAULTY, 300])
+                )
+                await asyncio.to_thread(
+                    wait_until, lambda: server.metric("epochs_lost_total") == 1, "the loss is noticed"
+                )
+                faulty.cancel()
+
+            assert await answers(client, disturb) == undisturbed
+            assert end in server.log.read_text()
+            assert server.metric("epochs_lost_total") == 1
+            assert_nothing_is_kept(server)
+
+
+async def test_streams_continue_when_the_scheduler_never_returns_from_a_loop(tmp_path: Path) -> None:
+    """It lives and is not stopped. The request that did it is answered by the next scheduler."""
+    (tmp_path / "spinning_policy.py").write_text(POLICY)
+    register(tmp_path, "spinning", {"runahead.policies": {"spinning": "spinning_policy:SpinningPolicy"}})
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with serving(*SIM, "--batching-policy", "spinning", forked=False, PYTHONPATH=path) as server:
+        async with server.async_client() as client:
+            undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+
+            async def disturb() -> None:
+                answer = await client.completions.create(model=model, prompt=[100, FAULTY, 300], max_tokens=3)
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 3
+
+            assert await answers(client, disturb) == undisturbed
+            log = server.log.read_text()
+            assert "scheduler hung and ended itself" in log
+            assert "in admit" in log, "the stack says where"
+            assert_nothing_is_kept(server)
+
+
+async def test_a_killed_frontend_leaves_the_streams_of_another_one(tmp_path: Path) -> None:
+    """Its requests end, and their KV blocks are free."""
+    with serving(*SIM) as server:
+        (config,) = server.runtime.glob("*/frontend.json")
+        port = free_port("127.0.0.1", 0)
+        command = [
+            sys.executable, "-m", "services.cli", "frontend", "--port", str(port), "--scheduler-endpoint",
+            f"ipc://{config.with_name('clients')}", "--model", json.loads(config.read_text())["model"],
+        ]  # fmt: skip
+        other = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+        try:
+            await beside_a_killed_frontend(server, other, port)
+        finally:
+            if other.returncode is None:
+                other.kill()
+                await other.wait()
+
+
+async def beside_a_killed_frontend(
+    server: ServeProcess, other: asyncio.subprocess.Process, port: int
+) -> None:
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/readyz", timeout=10) as response:
+            return bool(response.status == 200)
+        return False
+
+    await asyncio.to_thread(wait_until, is_ready, "the other frontend is ready")
+    async with server.async_client() as client, AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as doomed:
+        undisturbed, model = await answers(client), (await client.models.list()).data[0].id
+        streams = [
+            await doomed.completions.create(
+                model=model,
+                prompt=f"Doomed {i}",
+                max_tokens=2000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for i in range(8)
+        ]
+        for stream in streams:
+            await anext(stream)
+
+        async def kill() -> None:
+            other.kill()
+            await other.wait()
+
+        assert await answers(client, kill) == undisturbed
+        for stream in streams:
+            with pytest.raises(APIConnectionError):
+                async for _ in stream:
+                    pass
+        await asyncio.to_thread(assert_nothing_is_kept, server)
+
+
+async def test_clients_that_leave_at_random_moments_leave_nothing() -> None:
+    """With and without a reset of the connection, before the answer, in the middle of a stream, without a stream."""
+    rng = random.Random(1)
+    with serving(*SIM) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+
+        async def leave(number: int, seconds: float, resets: bool, streams: bool) -> None:
+            body = json.dumps(
+                {"prompt": f"Number {number}", "max_tokens": 2000, "stream": streams, "ignore_eos": True}
+            ).encode()
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            await writer.drain()
+            await asyncio.sleep(seconds)
+            if resets:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.close()
+
+        await leave(100, 0.5, False, True)
+        await asyncio.to_thread(assert_nothing_is_kept, server)
+        files = num_files(server)
+        kinds = [(1.5 * rng.random(), rng.random() < 0.5, rng.random() < 0.7) for _ in range(100)]
+        await asyncio.gather(*(leave(number, *kind) for number, kind in enumerate(kinds)))
+        await asyncio.to_thread(assert_nothing_is_kept, server)
+        await asyncio.to_thread(assert_no_file_is_left, server, files)
+        totals = requests_total(server)
+        assert set(totals) == {"aborted"}
+        assert 50 < totals["aborted"] <= 101, "some left before their request was read"
