@@ -177,7 +177,7 @@ async def test_clients_that_leave_at_random_moments_leave_nothing() -> None:
             ).encode()
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
             await writer.drain()

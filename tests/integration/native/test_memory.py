@@ -35,15 +35,17 @@ def loaded_and_expected(
 def test_memory_is_known_before_weights_are_read(
     settings: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    features = selection.processor_features() - {selection.TILES}
+    features = selection.processor_features() - {*selection.OWN_BFLOAT16}
     monkeypatch.setattr(selection, "processor_features", lambda: features)
     stated, expected, bytes_per_block = loaded_and_expected(settings, caplog)
     assert stated == pytest.approx(expected.weights / 2**20, abs=0.051)
     assert bytes_per_block == expected.kv_block
 
 
-@pytest.mark.skipif(selection.TILES not in selection.processor_features(), reason="a processor without AMX")
-def test_kernels_with_amx_keep_a_tied_head_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(
+    not {*selection.OWN_BFLOAT16} & selection.processor_features(), reason="a processor without bfloat16"
+)
+def test_own_products_in_bfloat16_keep_a_tied_head_once(caplog: pytest.LogCaptureFixture) -> None:
     stated, expected, _ = loaded_and_expected({"dtype": "bfloat16"}, caplog)
     model = ModelConfig.from_checkpoint(DEMO_MODEL)
     table = 2 * model.vocab_size * model.hidden_size
