@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import end_on_sigterm, runahead, served
+from tests.benchmarks.support.servers import runahead, served
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -40,7 +40,6 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    end_on_sigterm()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     flags = [f"--threads={args.threads}", f"--dtype={args.dtype}"]
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}

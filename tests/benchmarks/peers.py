@@ -25,7 +25,6 @@ from tests.benchmarks.support.report import DIRECTORY, report
 from tests.benchmarks.support.servers import (
     VLLM_ENVIRONMENT,
     ServerProcess,
-    end_on_sigterm,
     runahead_process,
     served,
     vllm_process,
@@ -133,7 +132,6 @@ SERVERS: Mapping[str, ComparedServer] = {
 
 def main() -> None:
     args = _arguments()
-    end_on_sigterm()
     gguf = Path(args.model) if args.model else _packaged()
     absent = {name: reason for name in args.servers if (reason := _absent(SERVERS[name]))}
     names = [name for name in args.servers if name not in absent]

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import end_on_sigterm, runahead, served, vllm_python
+from tests.benchmarks.support.servers import forward_seconds, runahead, served, vllm_python
 
 DEPTHS = (1, 2)
 BACKENDS: dict[str, Callable[[], str]] = {"native": lambda: sys.executable, "vllm": vllm_python}
@@ -27,8 +27,9 @@ COLUMNS = {
     "ITL p99": "p99_itl_ms",
     "TPOT": "mean_tpot_ms",
     "E2E": "mean_e2el_ms",
+    "gap": "gap_share",
 }
-"""Column -> metric of a load; milliseconds but for the first."""
+"""Column -> metric of a load: tokens/s, milliseconds, and the gaps between forward passes over the forward passes."""
 
 Loads = dict[int, list[dict[str, Any]]]
 """Depth -> the metrics of each load."""
@@ -55,9 +56,12 @@ def measure(model: str, backend: str, args: argparse.Namespace) -> Loads:
         }
         for number in range(args.repeats):
             for depth in DEPTHS if number % 2 == 0 else reversed(DEPTHS):
-                loads[depth].append(
-                    served(urls[depth], args.concurrency, args.input_len, args.output_len, args.waves)
+                before = forward_seconds(urls[depth])
+                load = served(urls[depth], args.concurrency, args.input_len, args.output_len, args.waves)
+                forward, gap = (
+                    after - first for first, after in zip(before, forward_seconds(urls[depth]), strict=True)
                 )
+                loads[depth].append({**load, "gap_share": gap / forward})
     return loads
 
 
@@ -75,7 +79,6 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    end_on_sigterm()
     cases = {
         f"{model}, {backend}": measure(model, backend, args)
         for model in args.models

@@ -14,7 +14,6 @@ from pathlib import Path
 from services.checkpoint import DEMO_MODEL
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import end_on_sigterm
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -42,7 +41,6 @@ def main() -> None:
     for name, default in (("batch", 16), ("prompt", 128), ("output", 64), ("waves", 1), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    end_on_sigterm()
     paths = {
         name: str(DEMO_MODEL) if name == "demo" else str(random_llama(name) if name in SHAPES else Path(name))
         for name in args.models

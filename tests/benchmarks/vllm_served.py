@@ -1,8 +1,8 @@
 """Comparison with vLLM: `runahead serve --backend vllm` against `vllm serve`, in one run.
 
 Model, kernels and load (a closed loop of streams) are equal. Each server in turn has the machine to itself and gets all
-loads; each repeat runs all servers. By default vLLM leaves one core to its engine, which spins there, and computes on
-the others; all servers run with that number of compute threads, and with one more.
+loads; each repeat runs all servers. Servers have their default threads, or as many as their name says: by default vLLM
+leaves one core to its engine, which spins there, and Runahead computes on all cores.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import end_on_sigterm, runahead, served, vllm, vllm_python
+from tests.benchmarks.support.servers import runahead, served, vllm, vllm_python
 
 GIB = 1 << 30
 BLOCK = 128
@@ -24,12 +24,15 @@ BLOCK = 128
 Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[str]]
 
 
-def _runahead_server(backend: str, more_threads: int = 0) -> Serve:
+CORES = len(os.sched_getaffinity(0))
+
+
+def _runahead_server(backend: str, threads: int = 0) -> Serve:
     def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
         return runahead(
             model,
             f"--backend={backend}",
-            f"--threads={args.threads + more_threads}",
+            f"--threads={threads}",
             f"--dtype={args.dtype}",
             f"--max-model-len={args.max_model_len}",
             f"--block-size={BLOCK}",
@@ -40,7 +43,7 @@ def _runahead_server(backend: str, more_threads: int = 0) -> Serve:
     return serve
 
 
-def _vllm_server(*flags: str, more_threads: int | None = None) -> Serve:
+def _vllm_server(*flags: str, threads: int | None = None) -> Serve:
     def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
         return vllm(
             model,
@@ -49,7 +52,7 @@ def _vllm_server(*flags: str, more_threads: int | None = None) -> Serve:
             f"--block-size={BLOCK}",
             f"--kv-cache-memory-bytes={args.kv_gib * GIB}",
             *flags,
-            threads=None if more_threads is None else args.threads + more_threads,
+            threads=threads,
         )
 
     return serve
@@ -57,12 +60,12 @@ def _vllm_server(*flags: str, more_threads: int | None = None) -> Serve:
 
 SERVERS: Mapping[str, Serve] = {
     "vllm serve": _vllm_server(),
-    "vllm serve, a thread more": _vllm_server(more_threads=1),
+    "vllm serve, all cores": _vllm_server(threads=CORES),
     "vllm serve, not compiled": _vllm_server("--enforce-eager"),
     "runahead vllm": _runahead_server("vllm"),
-    "runahead vllm, a thread more": _runahead_server("vllm", more_threads=1),
+    "runahead vllm, a core less": _runahead_server("vllm", max(1, CORES - 1)),
     "runahead native": _runahead_server("native"),
-    "runahead native, a thread more": _runahead_server("native", more_threads=1),
+    "runahead native, a core less": _runahead_server("native", max(1, CORES - 1)),
 }
 """Servers by name. The peers are those whose name begins with vllm."""
 
@@ -74,12 +77,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
     for name, default in (
-        ("threads", max(1, len(os.sched_getaffinity(0)) - 1)), ("input-len", 64), ("output-len", 128), ("waves", 4),
+        ("input-len", 64), ("output-len", 128), ("waves", 4),
         ("repeats", 3), ("max-model-len", 1024), ("kv-gib", 2),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    end_on_sigterm()
     model = random_llama(args.model) if args.model in SHAPES else Path(args.model)
     repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.repeats):
@@ -108,6 +110,8 @@ def _rows(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> list[dict[
             "server": name,
             "concurrency": concurrency,
             "output tokens/s": _median(runs, "output_throughput"),
+            "least": min(run["output_throughput"] for run in runs),
+            "most": max(run["output_throughput"] for run in runs),
             "p99 ITL ms": _median(runs, "p99_itl_ms"),
             "median TTFT ms": _median(runs, "median_ttft_ms"),
         }

@@ -29,7 +29,7 @@ from tests.benchmarks.frontend_streaming import (
     round_of,
 )
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import end_on_sigterm, vllm_process
+from tests.benchmarks.support.servers import vllm_process
 
 PACED = Path(__file__).parent / "support" / "vllm_paced.py"
 OURS, PER_TOKEN, PEER = "runahead", "runahead, a write per token", "vLLM, fake engine"
@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
-    end_on_sigterm()
     streams, tokens = arguments.streams, arguments.tokens
     cases = [
         StreamingCase("1 a connection, step 37.6 ms", streams, 1, tokens, streams / 6_800),

@@ -17,6 +17,7 @@ from protocol.requests import EngineMessage, EnginePhase, EngineState, Finish, G
 from protocol.sampling import SamplingParams, StructuredOutputParams
 from protocol.transport import Client
 from services.checkpoint import DEMO_MODEL
+from tests.benchmarks.support.servers import end_on_sigterm
 
 PATIENCE = 60.0
 """Seconds without a message after which the engine counts as failed."""
@@ -27,6 +28,7 @@ def engine(
     scheduler: Mapping[str, object], worker: Mapping[str, object], num_workers: int = 1
 ) -> Iterator["BenchmarkClient"]:
     """Start an engine and yield its client. The mappings are settings by field name; the demo model is the default."""
+    end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="runahead-") as directory, ExitStack() as stack:
         clients, workers = f"ipc://{directory}/c", f"ipc://{directory}/w"
         log = stack.enter_context((Path(directory) / "log").open("w+"))

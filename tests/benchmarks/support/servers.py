@@ -168,7 +168,9 @@ def _name_as_vllm(directory: Path) -> None:
 
 @contextmanager
 def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """Start a process. At the end, kill its whole session, so that the next server has the machine to itself."""
+    """Start a process. At the end, also by SIGTERM, kill its whole session, so that the next server has the machine to
+    itself."""
+    end_on_sigterm()
     with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
         try:
             yield process
@@ -180,6 +182,19 @@ def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[st
             finally:  # also when a signal ends the wait
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+
+def forward_seconds(url: str) -> tuple[float, float]:
+    """Return for how long a server of ours has computed forward passes, and how long the gaps between them were."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        metrics = answer.read().decode()
+    names = "forward", "forward_gap"
+    found = (
+        re.search(rf"^runahead:worker_{name}_seconds_total\S* (\S+)$", metrics, re.MULTILINE)
+        for name in names
+    )
+    forward, gap = (float(each[1]) if each else 0.0 for each in found)
+    return forward, gap
 
 
 def wait_for(url: str, process: subprocess.Popen[str]) -> None:
