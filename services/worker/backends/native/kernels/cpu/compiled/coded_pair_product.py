@@ -8,11 +8,11 @@ both cases, so a row has the same bits in a batch of any size (batch invariance,
 
 from functools import cache
 
+import numpy as np
 from numba import carray, njit
 
 from services.worker.backends.native.kernels.cpu.compiled import bf16, simd
 from services.worker.backends.native.kernels.cpu.compiled.pair_product import (
-    _PRODUCT,
     BLOCK,
     CHUNK,
     PANELS,
@@ -21,12 +21,13 @@ from services.worker.backends.native.kernels.cpu.compiled.pair_product import (
     write_rows,
 )
 from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP, GROUP_BYTES, INT4, PANEL
-from services.worker.backends.native.kernels.cpu.thread_team import Kernel, take
+from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 FEW = 3
 """Rows for which codes are decoded in registers: 24 sums with those of a group."""
 ROWS, WIDTH = 6, 2 * PANEL
 """Rows and outputs that are multiplied together otherwise: 24 sums."""
+_PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
 @njit(inline="always")
