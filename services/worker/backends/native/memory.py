@@ -21,8 +21,8 @@ KEPT_TYPES = {
 
 class RankMemory(NamedTuple):
     weights: int
-    """Bytes of embedding, products and head. Where our own kernels compute bfloat16 products, a tied head takes no memory;
-    it is counted here, as the processor is not known."""
+    """Bytes of embedding, products and head. Where our own kernels compute bfloat16 products, a tied head takes no
+    memory; it is counted here, as the processor is not known."""
     kv_block: int
     """Bytes of a block of the KV cache."""
 
