@@ -23,7 +23,12 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
             model=model, prompt="x", max_tokens=20, extra_headers={"x-request-id": "traced"},
             extra_body={"ignore_eos": True},
         )  # fmt: skip
-    wait_until(lambda: '"outcome":"LENGTH"' in sim.get("/debug/steps?limit=8")[1], "the end is recorded")
+
+    def has_ended() -> bool:  # other tests use the server, too
+        entries = json.loads(sim.get("/debug/steps?limit=100")[1])["entries"]
+        return any(each.get("request_id") == "traced" and each["outcome"] == "LENGTH" for each in entries)
+
+    wait_until(has_ended, "the end is recorded")
     file = tmp_path / "trace.json"
     done = run("--url", f"{sim.url}/v1", "-o", str(file))
     assert (done.returncode, done.stderr) == (0, "")
