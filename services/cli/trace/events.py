@@ -19,6 +19,8 @@ RANK_PARTS = (
     ("send", "sampled", "sent"),
 )
 """Name, beginning and end of each part of a step on a rank."""
+RANK_TIMES = ("received", "prepared", "forward_began", "forward_ended", "sampled", "sent")
+"""Fields of a rank that are moments."""
 
 
 class _Lanes:
@@ -43,10 +45,28 @@ class _Lanes:
             yield self._first + lane, self.name if lane == 0 else f"{self.name} ({lane + 1})"
 
 
+def _consistent(step: Event) -> Event:
+    """Return the step with times of ranks that lie between its plan and its result.
+
+    The offset between two clocks is measured, so a busy machine's times of a rank may be some milliseconds off.
+    """
+    ranks = []
+    for rank in step["ranks"]:
+        shift = 0.0
+        if rank["received"]:
+            shift = max(shift, step["dispatched"] - rank["received"])
+        if rank["returns_result"] and rank["sent"]:
+            shift = min(shift, step["result_received"] - rank["sent"])
+        moved = {name: rank[name] + shift for name in RANK_TIMES if rank[name]}
+        ranks.append({**rank, **moved})
+    return {**step, "ranks": ranks}
+
+
 class TraceWriter:
     def __init__(self, entries: list[dict[str, Any]]) -> None:
         """`entries`: of /debug/steps, with rows."""
-        self._steps = sorted((e for e in entries if e["kind"] == "step"), key=lambda step: step["planned"])
+        steps = (_consistent(entry) for entry in entries if entry["kind"] == "step")
+        self._steps = sorted(steps, key=lambda step: step["planned"])
         self._marks = [e for e in entries if "at" in e]
         self._requests = _merged(e for e in entries if e["kind"] == "request")
         moments = [step["planned"] for step in self._steps] + [mark["at"] for mark in self._marks]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.records import EngineEvent, EngineEventKind, RequestRecord, RequestTimes
-from services.cli.trace.events import TraceWriter
+from services.cli.trace.events import RANK_TIMES, TraceWriter
 from services.frontend.steps.ring import StepRing
 from services.frontend.steps.view import entry_json
 from tests.unit.cli.trace_format import check
@@ -43,6 +43,18 @@ def test_steps_that_overlap_keep_the_rules_of_the_format(ranks: int) -> None:
     assert (arrows.count("plan"), arrows.count("result")) == (29 * ranks, 29)
     names = {e["args"]["name"] for e in events_of(trace, "M") if e["name"] == "process_name"}
     assert names == {"scheduler", "requests", *(f"rank {rank}" for rank in range(ranks))}
+
+
+@pytest.mark.parametrize("skew", [-0.012, 0.012])
+def test_arrows_are_attached_though_the_clock_of_a_rank_is_off(skew: float) -> None:
+    steps = [pipelined(step_id) for step_id in range(1, 4)]
+    for rank in (rank for step in steps for rank in step["ranks"]):
+        rank.update({name: rank[name] + skew for name in RANK_TIMES if rank[name]})
+    trace = TraceWriter(steps).document()
+    check(trace)
+    assert len(events_of(trace, "s")) == len(
+        events_of(TraceWriter([pipelined(n) for n in range(1, 4)]).document(), "s")
+    )
 
 
 def test_a_plan_is_sent_while_the_step_before_runs() -> None:
