@@ -1,4 +1,4 @@
-"""The default model in float32: tokens and perplexity of `transformers` on the dequantised weights."""
+"""The default model: tokens in float32, and perplexity in both dtypes, of `transformers` on the dequantised weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,14 +70,25 @@ def greedy(reference: Family, prompt: list[int], output: list[int]) -> list[int]
     return tokens
 
 
+@pytest.fixture(scope="module")
+def served_driver() -> RunnerDriver:
+    """In the dtype in which it is served, with the products that this processor has for it."""
+    assert MODEL is not None
+    return RunnerDriver(MODEL, dtype="bfloat16", threads=2)
+
+
 @torch.no_grad()
-def test_perplexity_of_a_text(reference: Family, driver: RunnerDriver, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("name", "tolerance"), [("driver", 0.005), ("served_driver", 0.01)])
+def test_perplexity_of_a_text(
+    reference: Family, tokenizer: Tokenizer, name: str, tolerance: float, request: pytest.FixtureRequest
+) -> None:
+    driver: RunnerDriver = request.getfixturevalue(name)
     ids = tokenizer.encode(PROSE.read_text(encoding="utf-8")).ids[:512]
     logits = reference.model(torch.tensor([ids])).logits[0, :-1].float()
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).exp().item()
-    request = driver.add(ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
-    driver.generate([request], 1)
-    scores = [request.scores[position].values[0] for position in range(1, len(ids))]
+    scored = driver.add(ids, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    driver.generate([scored], 1)
+    scores = [scored.scores[position].values[0] for position in range(1, len(ids))]
     perplexity = torch.tensor(scores).mean().neg().exp().item()
-    assert perplexity == pytest.approx(expected, rel=0.005)
+    assert perplexity == pytest.approx(expected, rel=tolerance)
     assert 2 < perplexity < 100
