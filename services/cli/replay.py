@@ -35,7 +35,8 @@ def _title(recording: EventRecording) -> str:
     h, count = recording.header, len(recording.incarnations)
     others = f"; {count - 1} older ones are in the directory (--incarnation)" if count > 1 else ""
     tokens = "with" if h.has_tokens else "without"
-    return f"recording {recording.incarnation} of release {h.release}, {tokens} tokens{others}"
+    backend = f" on backend {h.backend}" if h.backend else ""
+    return f"recording {recording.incarnation} of release {h.release}{backend}, {tokens} tokens{others}"
 
 
 def _prove(recording: EventRecording) -> int:

@@ -22,8 +22,6 @@ from services.scheduler.what_if import (
 
 COLUMNS = ("recorded", "model", "what if")
 """Measured; predicted for the recorded settings; predicted for the changed ones."""
-BACKEND = "native"
-"""Backend whose combinations of settings are allowed; a recording does not name its own."""
 _WIDTH = 40
 """Characters of the longest bar."""
 Table = list[tuple[Figure, Figure, Figure]]
@@ -58,7 +56,7 @@ def predict(config: ReplayConfig, header: RecordingHeader, history: History, cos
     after = SchedulerConfig.model_validate(before.model_dump(exclude_unset=True) | config.changes)
     if after.pipeline_parallel_size != before.pipeline_parallel_size:
         raise ConfigurationError("the number of stages cannot be changed")
-    if (reason := refusal(Combination.from_config(after, BACKEND))) is not None:
+    if (reason := refusal(Combination.from_config(after, header.backend))) is not None:
         raise ConfigurationError(reason)
     acceptance = config.draft_acceptance
     if after.speculative_config is not None and acceptance is None and not history.drafted:

@@ -351,6 +351,7 @@ class Service:
                 *(c, self._recordings, self.incarnation, limits, *sizes),
                 compiles=self.compiler is not None,
                 late_masks=self.mask_thread is not None,
+                backend=self.group.backend,
             )
             self.engine.observers.add(self._recorder)
             log.info("recording to %s, %s tokens", self._recordings, "with" if c.record_tokens else "without")

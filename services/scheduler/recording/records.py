@@ -67,6 +67,8 @@ class RecordingHeader(_Record, frozen=True):
     """A replay can begin here: with a new core, or with the `CoreRestarted` that follows."""
     late_masks: bool = False
     """Masks are made beside the loop: `MasksReady` follows."""
+    backend: str = ""
+    """Backend of the workers, as in services.scheduler.capabilities; "": not recorded."""
 
 
 class ArrivalRecord(_Record, frozen=True):

@@ -27,6 +27,7 @@ def start_recording(
     hidden_size: int,
     compiles: bool,
     late_masks: bool,
+    backend: str,
 ) -> FlightRecorder:
     """Record a core that starts with these sizes.
 
@@ -47,6 +48,7 @@ def start_recording(
             compiles,
             version("runahead-engine"),
             late_masks=late_masks,
+            backend=backend,
         )
 
     return FlightRecorder(header(0), SegmentWriter(directory, header, config.record_max_bytes))

@@ -13,6 +13,7 @@ from services.cli.what_if import predict
 from services.config import ReplayConfig
 from services.scheduler.recording import EventRecording
 from services.scheduler.what_if import History
+from services.scheduler.what_if.cost import MIN_STEPS
 from tests.integration.scheduler.engine import FrontendConnection, engine
 
 SIM = {"backend": "sim", "sim_step_ms": 4.0, "sim_decode_us": 100.0, "sim_vocab_size": 1000}
@@ -86,6 +87,24 @@ def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.Cap
     assert "not --batching-policy phased" in capsys.readouterr().err
     assert run(["replay", str(recordings), "--num-blocks", "4"]) == 2
     assert "does not fit the KV cache" in capsys.readouterr().err
+
+
+def test_what_the_recorded_backend_cannot_do_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"record": str(tmp_path / "recordings"), "max_model_len": 256, "batching_policy": "phased"}
+    with engine(tmp_path, settings, {**SIM, "sim_rigid": True}) as running:
+        client = FrontendConnection(running.client_endpoint)
+        client.wait_ready()
+        client.generate(0, [*range(16)], SamplingParams(MIN_STEPS + 8, temperature=0.0))
+        client.wait_finished(0)
+        client.close()
+        assert set(running.stop()) == {0}
+    assert run(["replay", str(tmp_path / "recordings"), "--batching-policy", "chunked"]) == 2
+    out, err = capsys.readouterr()
+    assert "on backend sim rigid" in out
+    assert "a rigid device cannot mix prefill and decode" in err
+    assert run(["replay", str(tmp_path / "recordings"), "--batch-queue-depth", "1"]) == 0
 
 
 def test_the_command_prints_a_table_and_a_chart(
