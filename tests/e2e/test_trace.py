@@ -35,13 +35,14 @@ def test_the_last_steps_of_a_server_become_a_trace(sim: ServeProcess, tmp_path: 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(f"written to {file}; open it in Perfetto\n")
     trace = json.loads(file.read_text())
-    check(trace)
+    arrows = check(trace)
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     (request,) = (event for event in slices if event["args"].get("request_id") == "traced")
     assert request["args"]["outcome"] == "LENGTH"
     assert {"queue", "prefill", "decode"} <= {e["name"] for e in slices if e["tid"] == request["tid"]}
-    arrows = [event["name"] for event in trace["traceEvents"] if event["ph"] == "s"]
-    assert arrows.count("plan") == arrows.count("result") >= 19
+    assert all(source["name"] == target["name"] for _, source, target in arrows)
+    names = [arrow.name for arrow in arrows]
+    assert names.count("plan") == names.count("result") >= 19
 
 
 def test_a_file_or_a_server_that_is_not_there_is_one_line(sim: ServeProcess, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ request. Slices of one thread must nest, so slices that overlap are distributed 
 leads from a plan to its execution on every rank, and from the rank with the result to the scheduler.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -52,13 +53,14 @@ def _consistent(step: Event) -> Event:
     """
     ranks = []
     for rank in step["ranks"]:
-        shift = 0.0
-        if rank["received"]:
-            shift = max(shift, step["dispatched"] - rank["received"])
-        if rank["returns_result"] and rank["sent"]:
-            shift = min(shift, step["result_received"] - rank["sent"])
-        moved = {name: rank[name] + shift for name in RANK_TIMES if rank[name]}
-        ranks.append({**rank, **moved})
+        moments = {name: rank[name] for name in RANK_TIMES if rank[name]}
+        if moments:
+            earliest = step["dispatched"]
+            latest = step["result_received"] if rank["returns_result"] else math.inf
+            shift = max(0.0, earliest - min(moments.values()))
+            shift = min(shift, latest - max(moments.values()))
+            moments = {name: min(max(at + shift, earliest), latest) for name, at in moments.items()}
+        ranks.append({**rank, **moments})
     return {**step, "ranks": ranks}
 
 
