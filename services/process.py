@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -122,6 +123,23 @@ class NoAlarm(HangAlarm):
 
 
 NO_ALARM = NoAlarm()
+
+
+@contextmanager
+def stop_signals() -> Iterator[socket.socket]:
+    """Yield a socket that becomes readable when SIGTERM or SIGINT arrives."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
 
 
 def die_with_parent(parent: int) -> None:

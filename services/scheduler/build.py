@@ -1,5 +1,7 @@
 """Construction and restart of the core from a configuration, for the service and for replays."""
 
+from typing import NamedTuple
+
 from services.config import SchedulerConfig
 from services.scheduler.core.drafting import drafting_from_config
 from services.scheduler.core.engine import EngineCore
@@ -9,39 +11,44 @@ from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
 from services.scheduler.policies import BatchingPolicy, make_policy
 
 
+class CoreStart(NamedTuple):
+    """The workers that a core begins with, and who works for it."""
+
+    limits: Limits
+    epoch: int
+    vocab_size: int
+    hidden_size: int
+    """Length of an embedding; 0: embeddings are refused."""
+    compiler: Compiler | None
+    """None: structured output is refused."""
+    mask_maker: MaskMaker = INLINE_MASKS
+    """Makes the masks of constrained rows."""
+    backend: str = ""
+    """Backend of the workers, as in services.scheduler.capabilities; the core does not depend on it."""
+
+
 def build_core(
-    config: SchedulerConfig,
-    limits: Limits,
-    policy: BatchingPolicy,
-    epoch: int,
-    vocab_size: int,
-    hidden_size: int,
-    compiler: Compiler | None,
-    mask_maker: MaskMaker = INLINE_MASKS,
-    parts: Parts = DEFAULT_PARTS,
+    config: SchedulerConfig, start: CoreStart, policy: BatchingPolicy, parts: Parts = DEFAULT_PARTS
 ) -> EngineCore:
     """Return a core for the workers of its first epoch.
 
     Args:
         policy: made from the same configuration (`make_policy`).
-        hidden_size: length of an embedding; 0: embeddings are refused.
-        compiler: None: structured output is refused.
-        mask_maker: makes the masks of constrained rows.
     """
     return EngineCore(
-        limits,
+        start.limits,
         policy,
         config.depth,
-        vocab_size,
-        epoch=epoch,
+        start.vocab_size,
+        epoch=start.epoch,
         drafting=drafting_from_config(config.speculative_config),
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
         max_queue_seconds=config.max_queue_seconds,
         use_priority=config.scheduling_policy == "priority",
-        compiler=compiler,
-        mask_maker=mask_maker,
-        hidden_size=hidden_size,
+        compiler=start.compiler,
+        mask_maker=start.mask_maker,
+        hidden_size=start.hidden_size,
         parts=parts,
     )
 

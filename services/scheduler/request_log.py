@@ -5,6 +5,8 @@ import logging
 from protocol.epochs import number_of
 from protocol.records import RequestTimes
 from protocol.requests import FinishReason
+from services.scheduler.build import CoreStart
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     Event,
     RequestArrived,
@@ -18,11 +20,18 @@ log = logging.getLogger("runahead.scheduler")
 
 
 class RequestLog:
-    """An observer."""
+    """An observer, and the `CoreListener` that attaches it."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, int], str] = {}
         """External ids of open requests."""
+
+    def attach(self, core: EngineCore, start: CoreStart) -> None:
+        core.observers.add(self)
+
+    def on_turn(self, core: EngineCore) -> None: ...
+
+    def close(self) -> None: ...
 
     def observe(self, event: Event) -> None:
         match event:

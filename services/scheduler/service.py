@@ -8,10 +8,8 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import time
-from collections.abc import Iterator
 
 import zmq
 from msgspec.structs import replace
@@ -19,8 +17,8 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError
 from protocol.epochs import number_of
 from protocol.handshake import Hello
-from protocol.membership import Loaded, WorkerMessage, output_rank
-from protocol.records import RankTimes, Subscribe
+from protocol.membership import WorkerMessage
+from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
     ClientMessage,
@@ -37,22 +35,21 @@ from protocol.requests import (
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
-from services.process import HANG_FACTOR, NO_ALARM, HangAlarm
-from services.scheduler.build import build_core, restart_core
+from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, stop_signals
+from services.scheduler.build import CoreStart, build_core
 from services.scheduler.capabilities import Combination
 from services.scheduler.core.engine import EngineCore, StallError
-from services.scheduler.core.limits import Limits
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.suspects import SUSPECT_AFTER
+from services.scheduler.engine_state import StateReports
 from services.scheduler.grammar.compiler import GrammarCompiler
 from services.scheduler.grammar.masks import INLINE_MASKS, MaskThread
 from services.scheduler.grammar.vocabulary import GrammarVocabulary
 from services.scheduler.io.frontends import FrontendConnections
-from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.io.workers import WorkerConnections
-from services.scheduler.kv_events import KVEventObserver, KVEventPublisher
 from services.scheduler.leadership import Leadership
 from services.scheduler.leases import Leases
+from services.scheduler.listeners import CoreListener, make_listeners
 from services.scheduler.membership import (
     Ended,
     FailRequests,
@@ -64,9 +61,7 @@ from services.scheduler.membership import (
     StepSize,
     WorkerGroup,
 )
-from services.scheduler.policies import make_policy
-from services.scheduler.recording import FlightRecorder, prepare_directory, start_recording
-from services.scheduler.request_log import RequestLog
+from services.scheduler.policies import BatchingPolicy, make_policy
 from services.scheduler.subscriptions import Subscriptions
 from services.scheduler.worker_seconds import WorkerSeconds
 
@@ -106,7 +101,7 @@ class Service:
         self.leases = Leases(config.scheduler_timeout_seconds)
         self._alarm = alarm
         self._leadership = Leadership(config.scheduler_timeout_seconds, time.monotonic())
-        self.compiler, self._tokenizer, self.mask_thread = compiler, tokenizer, mask_thread
+        self.compiler, self.mask_thread = compiler, mask_thread
         self.frontends = FrontendConnections(config.client_endpoint, config.security)
         self.workers = WorkerConnections(config.worker_endpoint, config.security)
         # A tokenizer of its own is not that of the model.
@@ -114,20 +109,19 @@ class Service:
         self.engine: EngineCore | None = None
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: no step may be dispatched."""
-        self._limits: Limits | None = None
-        self._loaded: Loaded | None = None
+        self._started: Started | None = None
+        """The epoch in effect, or the last one; None: there was none."""
         self._worker_seconds = WorkerSeconds()
         self._draining = False
         self._stop_now = False
+        self._reports = StateReports(config, incarnation, tokenizer)
         self._reported: GroupStatus | None = None
         self._next_sign = 0.0
         self._was_busy = False
-        self.subscriptions = Subscriptions(StepTrace(config.step_trace) if config.step_trace else None)
-        self._recordings = prepare_directory(config.record) if config.record else None
-        self._recorder: FlightRecorder | None = None
-        kv_events = config.kv_events_config
-        self._kv_events = (
-            KVEventPublisher(kv_events) if kv_events is not None and kv_events.is_active else None
+        self._subscriptions = Subscriptions(config.step_trace)
+        self._listeners: tuple[CoreListener, ...] = (
+            *make_listeners(config, incarnation),
+            self._subscriptions,
         )
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -172,11 +166,8 @@ class Service:
                 self.compiler.close()
             self.frontends.close(LINGER_MS)
             self.workers.close(LINGER_MS)
-            self.subscriptions.close()
-            if self._recorder is not None:
-                self._recorder.close()
-            if self._kv_events is not None:
-                self._kv_events.close()
+            for listener in self._listeners:
+                listener.close()
 
     def _check_leadership(self, now: float) -> None:
         """Exit at once if another scheduler has taken this one's place: closing the sockets would remove the other's
@@ -189,7 +180,7 @@ class Service:
 
     def _poll_ms(self) -> int:
         """Return the milliseconds to wait for messages. When idle, the loop wakes only to check heartbeats."""
-        if self.workers.probing or self.subscriptions.pending:
+        if self.workers.probing or self._subscriptions.pending:
             return PROBE_MS
         return 200 if self.group.settling or (self.engine is not None and self.engine.has_requests) else 1000
 
@@ -220,8 +211,7 @@ class Service:
             case FrontendAlive():
                 self.leases.grant(client, time.monotonic())
             case Subscribe(steps=subscribed):
-                self.subscriptions.set(client, subscribed)
-                self._attach()
+                self._subscriptions.set(client, subscribed)
             case ResetPrefixCache(number=number, reset_running=running):
                 done = self.engine is not None and self.engine.reset_prefix_cache(running)
                 log.info("prefix cache reset%s", "" if done else "; running requests still share blocks")
@@ -255,33 +245,29 @@ class Service:
     def _on_worker_message(self, worker: bytes, message: WorkerMessage | StepResult, now: float) -> None:
         match message:
             case ModelRunnerOutput():
-                if self.engine is None:
-                    return
-                if self._is_forged(worker, message):
-                    self.group.on_impossible_result(worker, "another rank sends the results", now)
-                    return
-                self.group.on_result(message.epoch, message.step_id, now)
-                if message.epoch == self.group.epoch:
-                    self._add_times(worker, message)
-                    self._worker_seconds.add(message.times)
-                try:
-                    self.engine.on_result(message)
-                except UnknownResult as error:  # worker and scheduler disagree about the batch
-                    self.group.on_impossible_result(worker, str(error), now)
+                self._on_result(worker, message, now)
             case StepReport():
-                self._add_times(worker, message)
+                self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
             case _:
                 try:
                     self.group.on_message(worker, message, now)
                 except ProtocolError as error:
                     self.workers.count_error(worker, error)
 
-    def _is_forged(self, worker: bytes, result: ModelRunnerOutput) -> bool:
-        """Return whether a result of the epoch in effect comes from another worker than its output rank."""
-        if not self._ranks or self._limits is None or result.epoch != self.group.epoch:
-            return False
-        stages = self._limits.stages
-        return worker != self._ranks[output_rank(len(self._ranks) // stages, stages)]
+    def _on_result(self, worker: bytes, result: ModelRunnerOutput, now: float) -> None:
+        if self.engine is None:
+            return
+        if not self.group.may_return(worker, result.epoch):
+            self.group.on_impossible_result(worker, "another rank sends the results", now)
+            return
+        self.group.on_result(result.epoch, result.step_id, now)
+        if result.epoch == self.group.epoch:
+            self._subscriptions.add_times(worker, result, self.workers.clock_offset(worker))
+            self._worker_seconds.add(result.times)
+        try:
+            self.engine.on_result(result)
+        except UnknownResult as error:  # worker and scheduler disagree about the batch
+            self.group.on_impossible_result(worker, str(error), now)
 
     def _read_grammars(self) -> None:
         if self.compiler is not None and self.engine is not None:
@@ -313,6 +299,7 @@ class Service:
                 case Ended(epoch, reason, is_fault):
                     log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
+                    self._subscriptions.end_epoch()
                     if self.engine is not None:
                         self.engine.end_epoch(is_fault)
                 case FailRequests(error):
@@ -323,9 +310,9 @@ class Service:
                     log.info("%s", text)
 
     def _start(self, started: Started) -> None:
+        self._ranks, self._started = started.peers, started
+        self._subscriptions.start_epoch(started.peers, started.epoch)
         c, limits = self.config, started.limits
-        self._ranks, self._limits, self._loaded = started.peers, limits, started.loaded
-        self.subscriptions.start_epoch(len(started.peers), started.epoch)
         try:
             policy = make_policy(c, limits)
         except ValueError as error:
@@ -337,28 +324,22 @@ class Service:
             limits.block_size, limits.max_model_len, limits.max_num_seqs, c.depth,
         )  # fmt: skip
         log.info("combined: %s", Combination.from_config(c, self.group.backend))
-        if self.engine is not None:
+        if self.engine is None:
+            self._build_engine(started, policy)
+        else:
             self.engine.start_epoch(limits, policy, started.epoch)
-            return
+
+    def _build_engine(self, started: Started, policy: BatchingPolicy) -> None:
+        vocab_size, hidden_size = started.loaded.vocab_size, started.loaded.hidden_size
         if self.compiler is not None:
-            self.compiler.set_vocab_size(started.loaded.vocab_size)
-        sizes = (started.epoch, started.loaded.vocab_size, started.loaded.hidden_size)
-        self.engine = build_core(c, limits, policy, *sizes, self.compiler, self.mask_thread or INLINE_MASKS)
-        if log.isEnabledFor(logging.DEBUG):
-            self.engine.observers.add(RequestLog())
-        if self._recordings is not None:
-            self._recorder = start_recording(
-                *(c, self._recordings, self.incarnation, limits, *sizes),
-                compiles=self.compiler is not None,
-                late_masks=self.mask_thread is not None,
-                backend=self.group.backend,
-            )
-            self.engine.observers.add(self._recorder)
-            log.info("recording to %s, %s tokens", self._recordings, "with" if c.record_tokens else "without")
-        if self._kv_events is not None:
-            self.engine.observers.add(KVEventObserver(self._kv_events))
-            self.engine.observers.blocks = True
-        self._attach()
+            self.compiler.set_vocab_size(vocab_size)
+        start = CoreStart(
+            *(started.limits, started.epoch, vocab_size, hidden_size),
+            *(self.compiler, self.mask_thread or INLINE_MASKS, self.group.backend),
+        )
+        self.engine = build_core(self.config, start, policy)
+        for listener in self._listeners:
+            listener.attach(self.engine, start)
         gc.collect()
         gc.freeze()
 
@@ -373,8 +354,24 @@ class Service:
                     self.group.fail(str(error), time.monotonic())
                     self._act()
             self._publish()
-            self._begin_recording_again(self.engine)
+            if self._ranks:
+                for listener in self._listeners:
+                    listener.on_turn(self.engine)
         self._send_records()
+        self._send_state()
+        for frontend in self.frontends.take_gone():
+            self._drop_frontend(frontend)
+
+    def _send_records(self) -> None:
+        now = time.monotonic()
+        self.workers.ping(self._subscriptions.workers_to_ping(now))
+        if (taken := self._subscriptions.take(now)) is not None:
+            records, frontends = taken
+            for frontend in frontends:
+                self.frontends.send_if_connected(frontend, records)
+
+    def _send_state(self) -> None:
+        """Give the signs of life that are due, and report the engine's state if it has changed."""
         busy = self.engine is not None and (self.engine.has_requests or len(self.engine.queue) > 0)
         now = time.monotonic()
         due = now >= self._next_sign
@@ -387,26 +384,15 @@ class Service:
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
-            self._report_state()
+            state, self._reported = self._state(), self._status()
+            self.frontends.send_state_to_all(state)
         self._was_busy = busy
-        for frontend in self.frontends.take_gone():
-            self._drop_frontend(frontend)
-
-    def _begin_recording_again(self, engine: EngineCore) -> None:
-        """Restart the core if the recording needs another start and the engine has nothing to do."""
-        recorder = self._recorder
-        if recorder is not None and self._ranks and engine.is_empty and recorder.needs_start():
-            log.info(
-                "a part of the recording begins that can be replayed; the prefix cache is emptied for it"
-            )
-            restart_core(engine, self.config)
 
     def _drop_frontend(self, frontend: int) -> None:
         self.leases.end(frontend)
         if self.engine is not None and (aborted := self.engine.drop_frontend(frontend)):
             log.warning("%d requests of frontend %d were aborted", aborted, frontend)
-        self.subscriptions.set(frontend, subscribed=False)
-        self._attach()
+        self._subscriptions.set(frontend, subscribed=False)
 
     def _dispatch(self, engine: EngineCore) -> None:
         with contextlib.closing(engine.dispatch()) as messages:
@@ -426,35 +412,7 @@ class Service:
             self.frontends.send(client, replace(outputs, incarnation=self.incarnation))
 
     def _state(self) -> EngineState:
-        loaded, limits = self._loaded, self._limits
-        return EngineState(
-            *self._status()[:3],
-            limits.max_model_len if limits else 0,
-            loaded.vocab_size if loaded else 0,
-            limits.num_blocks if limits else 0,
-            self.config.block_size,
-            limits.max_num_seqs if limits else self.config.max_num_seqs,
-            loaded.simulated if loaded else False,
-            self._stats(),
-            self._info(),
-            loaded.hidden_size if loaded else 0,
-            self.incarnation,
-            self._tokenizer,
-        )
-
-    def _info(self) -> dict[str, str]:
-        c = self.config
-        info = {"batching_policy": c.policy, "batch_queue_depth": str(c.depth)}
-        if c.speculative_config is not None:
-            info["speculative_method"] = c.speculative_config.method
-        if self._limits is not None and self.group.backend:
-            size = self.group.size
-            info |= {
-                "backend": self.group.backend,
-                "tensor_parallel_size": str(size.tensor_parallel if size else 0),
-                "pipeline_parallel_size": str(self._limits.stages),
-            }
-        return info
+        return self._reports.state(self._status(), self.group, self._started, self._stats())
 
     def _stats(self) -> dict[str, float]:
         if self.engine is None:
@@ -470,32 +428,6 @@ class Service:
             return status._replace(phase=EnginePhase.DRAINING)
         return status
 
-    def _report_state(self) -> None:
-        state, self._reported = self._state(), self._status()
-        self.frontends.send_state_to_all(state)
-
-    # -- step records --------------------------------------------------------------------------------------------
-
-    def _attach(self) -> None:
-        if self.engine is not None:
-            self.subscriptions.attach(self.engine)
-
-    def _add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport) -> None:
-        if worker in self._ranks:
-            returned = isinstance(message, ModelRunnerOutput)
-            rank = RankTimes(self._ranks.index(worker), message.times, returned)
-            offset = self.workers.clock_offset(worker)
-            self.subscriptions.add_times(message.epoch, message.step_id, rank, offset)
-
-    def _send_records(self) -> None:
-        now = time.monotonic()
-        if self.subscriptions.ping_due(now):
-            self.workers.ping(self._ranks)
-        if (taken := self.subscriptions.take(now)) is not None:
-            records, frontends = taken
-            for frontend in frontends:
-                self.frontends.send_if_connected(frontend, records)
-
 
 def _vocabulary(config: SchedulerConfig) -> GrammarVocabulary | None:
     """Return the vocabulary, or None without a tokenizer: structured output is refused, everything else is served."""
@@ -506,23 +438,6 @@ def _vocabulary(config: SchedulerConfig) -> GrammarVocabulary | None:
         return None
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Yield a socket that becomes readable when SIGTERM or SIGINT arrives."""
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    previous = signal.set_wakeup_fd(writer.fileno())
-    try:
-        yield reader
-    finally:
-        signal.set_wakeup_fd(previous)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        reader.close()
-        writer.close()
-
-
 def run(config: SchedulerConfig) -> int:
     """Run one scheduler process until it is stopped.
 
@@ -531,7 +446,7 @@ def run(config: SchedulerConfig) -> int:
     vocabulary = _vocabulary(config)
     compiler = None if vocabulary is None else GrammarCompiler(vocabulary)
     tokenizer = "" if vocabulary is None else text_digest(vocabulary.text)
-    with _signals() as wakeup:
+    with stop_signals() as wakeup:
         incarnation = time.time_ns() // 1_000_000
         alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
         service = Service(config, incarnation, compiler, tokenizer, MaskThread(), alarm)

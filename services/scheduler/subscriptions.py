@@ -6,6 +6,8 @@ While nobody does, no recorder is attached to the core and plans do not ask rank
 from collections.abc import Iterable
 
 from protocol.records import RankTimes, StepRecords
+from protocol.steps import ModelRunnerOutput, StepReport
+from services.scheduler.build import CoreStart
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.io.step_trace import StepTrace
 from services.scheduler.step_records import StepRecorder
@@ -17,11 +19,22 @@ PING_SECONDS = 1.0
 
 
 class Subscriptions:
-    def __init__(self, trace: StepTrace | None) -> None:
+    """A `CoreListener` that attaches a recorder when somebody needs records, and detaches it when nobody does."""
+
+    def __init__(self, trace_path: str | None) -> None:
+        """
+        Args:
+            trace_path: file of the step trace; None: no trace.
+
+        Raises: OSError, if the file cannot be written.
+        """
         self.frontends: set[int] = set()
-        self._trace = trace
+        self._trace = StepTrace(trace_path) if trace_path else None
+        self._core: EngineCore | None = None
         self._recorder: StepRecorder | None = None
-        self._num_ranks, self._epoch = 0, 0
+        self._ranks: list[bytes] = []
+        """The workers of the epoch in effect; empty: there is none."""
+        self._epoch = 0
         self._next_batch = self._next_ping = 0.0
 
     @property
@@ -35,34 +48,53 @@ class Subscriptions:
 
     def set(self, frontend: int, subscribed: bool) -> None:
         (self.frontends.add if subscribed else self.frontends.discard)(frontend)
+        self._attach_recorder()
 
-    def start_epoch(self, num_ranks: int, epoch: int) -> None:
-        self._num_ranks, self._epoch = num_ranks, epoch
+    def start_epoch(self, ranks: list[bytes], epoch: int) -> None:
+        """Steps of these workers follow."""
+        self._ranks, self._epoch = ranks, epoch
         if self._recorder is not None:
-            self._recorder.set_num_ranks(num_ranks)
+            self._recorder.set_num_ranks(len(ranks))
 
-    def attach(self, core: EngineCore) -> None:
+    def end_epoch(self) -> None:
+        self._ranks = []
+
+    def attach(self, core: EngineCore, start: CoreStart) -> None:
+        self._core = core
+        self._attach_recorder()
+
+    def _attach_recorder(self) -> None:
         """Attach a recorder if there are subscribers, or detach it if there are none."""
+        if self._core is None:
+            return
         if self.active and self._recorder is None:
-            self._recorder = StepRecorder(self._num_ranks, self._epoch)
-            core.attach(self._recorder)
-            core.observers.rank_times = True
+            self._recorder = StepRecorder(len(self._ranks), self._epoch)
+            self._core.attach(self._recorder)
+            self._core.observers.rank_times = True
         elif not self.active and self._recorder is not None:
-            core.observers.remove(self._recorder)
-            core.observers.rank_times = False
+            self._core.observers.remove(self._recorder)
+            self._core.observers.rank_times = False
             self._recorder = None
 
-    def add_times(self, epoch: int, step_id: int, rank: RankTimes, clock_offset: float) -> None:
-        """Add the times of a rank. `clock_offset`: seconds by which its clock is ahead of the scheduler's."""
-        if self._recorder is not None:
-            self._recorder.add_times(epoch, step_id, rank, clock_offset)
+    def on_turn(self, core: EngineCore) -> None: ...
 
-    def ping_due(self, now: float) -> bool:
-        """Return whether the workers' clocks must be measured now. `now`: seconds, monotonic."""
+    def add_times(self, worker: bytes, message: ModelRunnerOutput | StepReport, clock_offset: float) -> None:
+        """Add the times of a rank; those of other workers are ignored.
+
+        Args:
+            clock_offset: seconds by which the worker's clock is ahead of the scheduler's.
+        """
+        if self._recorder is not None and worker in self._ranks:
+            returns_result = isinstance(message, ModelRunnerOutput)
+            rank = RankTimes(self._ranks.index(worker), message.times, returns_result)
+            self._recorder.add_times(message.epoch, message.step_id, rank, clock_offset)
+
+    def workers_to_ping(self, now: float) -> list[bytes]:
+        """Return the workers whose clocks must be measured now. `now`: seconds, monotonic."""
         if self._recorder is None or now < self._next_ping:
-            return False
+            return []
         self._next_ping = now + PING_SECONDS
-        return True
+        return self._ranks
 
     def take(self, now: float) -> tuple[StepRecords, Iterable[int]] | None:
         """The next batch and the frontends that get it; None if none is due. Writes the trace.

@@ -1,5 +1,7 @@
 """Observer that turns the changes of the prefix cache into vLLM's events."""
 
+from services.scheduler.build import CoreStart
+from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.observer import (
     AllRequestsFailed,
     BlocksCached,
@@ -22,11 +24,20 @@ from services.scheduler.kv_events.publisher import KVEventPublisher, now
 
 
 class KVEventObserver:
-    """Collects the changes of one step and hands them to the publisher."""
+    """Collects the changes of one step and hands them to the publisher. Also the `CoreListener` that attaches it."""
 
     def __init__(self, publisher: KVEventPublisher) -> None:
         self._publisher = publisher
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+
+    def attach(self, core: EngineCore, start: CoreStart) -> None:
+        core.observers.add(self)
+        core.observers.blocks = True
+
+    def on_turn(self, core: EngineCore) -> None: ...
+
+    def close(self) -> None:
+        self._publisher.close()
 
     def observe(self, event: Event) -> None:
         match event:

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from protocol.epochs import number_of
-from protocol.membership import EndEpoch, Loaded, RankLost, Register, Shutdown, WorkerMessage
+from protocol.membership import (
+    EndEpoch,
+    Loaded,
+    RankLost,
+    Register,
+    Shutdown,
+    WorkerMessage,
+    output_rank,
+)
 from protocol.requests import EnginePhase
 from protocol.steps import StepFault
 from services.config import SchedulerConfig
@@ -105,6 +113,16 @@ class WorkerGroup:
     def backend(self) -> str:
         """The backend of the workers of the first epoch; "" before it."""
         return self._epoch.model.backend if self._epoch.model else ""
+
+    def may_return(self, peer: bytes, epoch: int) -> bool:
+        """Return whether this worker may send results of an epoch. Those of an epoch that is not in effect are ignored
+        later, so any worker may."""
+        if epoch != self.epoch or self.state is not GroupState.READY or self.size is None:
+            return True
+        if peer not in self.roster:
+            return False
+        member = self.roster[peer]
+        return member.in_epoch and member.rank == output_rank(*self.size)
 
     def stats(self) -> dict[str, float]:
         """Return gauges and totals by metric name, without a prefix."""

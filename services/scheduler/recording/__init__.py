@@ -1,6 +1,7 @@
 """Recordings: what entered the core and what it decided, in files; and their replay."""
 
 from services.scheduler.recording.describe import describe
+from services.scheduler.recording.live import LiveRecording
 from services.scheduler.recording.recorder import FlightRecorder
 from services.scheduler.recording.records import RecordingHeader
 from services.scheduler.recording.replay import CoreFactory, Difference, ProductionCore, Replay
@@ -10,13 +11,13 @@ from services.scheduler.recording.segments import (
     SegmentWriter,
     prepare_directory,
 )
-from services.scheduler.recording.start import start_recording
 
 __all__ = [
     "CoreFactory",
     "Difference",
     "EventRecording",
     "FlightRecorder",
+    "LiveRecording",
     "ProductionCore",
     "RecordingError",
     "RecordingHeader",
@@ -24,5 +25,4 @@ __all__ = [
     "SegmentWriter",
     "describe",
     "prepare_directory",
-    "start_recording",
 ]

@@ -13,7 +13,7 @@ from protocol.codec import ProtocolError, pack, unpack
 from protocol.requests import FinishReason
 from protocol.steps import ModelRunnerOutput
 from services.config import SchedulerConfig
-from services.scheduler.build import build_core
+from services.scheduler.build import CoreStart, build_core
 from services.scheduler.core.drafting import Drafting, drafting_from_config
 from services.scheduler.core.engine import EngineCore, StallError
 from services.scheduler.core.ledger import InflightStep
@@ -94,9 +94,8 @@ class ProductionCore:
 
     def core(self, compiler: Compiler | None, mask_maker: MaskMaker) -> EngineCore:
         h = self.header
-        policy = self.policy(h.limits)
-        sizes = h.epoch, h.vocab_size, h.hidden_size
-        return build_core(self.config, h.limits, policy, *sizes, compiler, mask_maker, self.parts)
+        start = CoreStart(h.limits, h.epoch, h.vocab_size, h.hidden_size, compiler, mask_maker)
+        return build_core(self.config, start, self.policy(h.limits), self.parts)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from protocol.requests import Finish, FinishReason
 from protocol.sampling import Pooling, StructuredOutputParams
 from protocol.steps import GrammarOutput, ModelRunnerOutput, SchedulerOutput, StepTimes
 from services.config import SchedulerConfig
-from services.scheduler.build import build_core
+from services.scheduler.build import CoreStart, build_core
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.observer import Event, RequestFinished, StepDispatched
@@ -82,10 +82,9 @@ class WhatIf:
         Raises: ValueError, if the policy cannot be used.
         """
         self._history, self._device, self._hidden_size = history, device, header.hidden_size
-        policy = make_policy(config, limits)
         self._compiler = _Tickets()
-        sizes = (header.epoch, header.vocab_size, header.hidden_size)
-        self.core = build_core(config, limits, policy, *sizes, self._compiler)
+        start = CoreStart(limits, header.epoch, header.vocab_size, header.hidden_size, self._compiler)
+        self.core = build_core(config, start, make_policy(config, limits))
         self.core.observers.add(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0

@@ -1,0 +1,51 @@
+"""The state of the engine, its settings and its figures, as frontends receive them."""
+
+from protocol.requests import EngineState
+from services.config import SchedulerConfig
+from services.scheduler.membership import GroupStatus, Started, WorkerGroup
+
+
+class StateReports:
+    """Makes the `EngineState` of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig, incarnation: int, tokenizer: str) -> None:
+        """`tokenizer`: digest of the tokenizer.json that grammars are compiled for; "": there is none."""
+        self._config, self._incarnation, self._tokenizer = config, incarnation, tokenizer
+
+    def state(
+        self, status: GroupStatus, group: WorkerGroup, started: Started | None, stats: dict[str, float]
+    ) -> EngineState:
+        """
+        Args:
+            started: the epoch in effect, or the last one; None: there was none.
+        """
+        limits, loaded = (started.limits, started.loaded) if started else (None, None)
+        return EngineState(
+            phase=status.phase,
+            detail=status.detail,
+            progress=status.progress,
+            max_model_len=limits.max_model_len if limits else 0,
+            vocab_size=loaded.vocab_size if loaded else 0,
+            num_blocks=limits.num_blocks if limits else 0,
+            block_size=self._config.block_size,
+            max_num_seqs=limits.max_num_seqs if limits else self._config.max_num_seqs,
+            simulated=loaded.simulated if loaded else False,
+            stats=stats,
+            info=self._info(group, started),
+            hidden_size=loaded.hidden_size if loaded else 0,
+            incarnation=self._incarnation,
+            tokenizer=self._tokenizer,
+        )
+
+    def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:
+        c = self._config
+        info = {"batching_policy": c.policy, "batch_queue_depth": str(c.depth)}
+        if c.speculative_config is not None:
+            info["speculative_method"] = c.speculative_config.method
+        if started is not None and group.backend:
+            info |= {
+                "backend": group.backend,
+                "tensor_parallel_size": str(group.size.tensor_parallel if group.size else 0),
+                "pipeline_parallel_size": str(started.limits.stages),
+            }
+        return info
