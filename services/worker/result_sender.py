@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec.structs
@@ -99,14 +100,14 @@ class ResultSender:
         self._kept: OrderedDict[int, ModelRunnerOutput] = OrderedDict()
         self._last_sampled = self._last_forward = 0.0
         self._epoch, self._rank, self._last_step = 0, 0, 0
-        self.waits_for_ranks = False
+        self._waits_for_ranks = False
         """True while the executing thread may wait for other ranks: when it joins them, and in a step."""
-        self._idle = IdleWatch()
-        self.in_step = False
+        self._in_step = False
         """True while the executing thread is in a step, which must end soon after its epoch."""
+        self._idle = IdleWatch()
         self._computing = False
-        """True while the output thread waits for a step that another thread of the runner computes; like `in_step`, and
-        that thread may wait for other ranks."""
+        """True while the output thread waits for a step that another thread of the runner computes. Like `_in_step`,
+        and that thread may wait for other ranks."""
         self._ended_epoch = 0
         """The last epoch whose end was received on this connection."""
         self._dismissed = False
@@ -140,6 +141,19 @@ class ResultSender:
     def put(self, item: LaunchedStep | StepFault | ResendResult) -> None:
         """Queue a result, a fault or a repetition."""
         self._queue.put(item)
+
+    @contextmanager
+    def may_wait_for_ranks(self, in_step: bool = False) -> Iterator[None]:
+        """The executing thread may wait for other ranks in the body: a wait that has become useless is aborted.
+
+        Args:
+            in_step: the body must end soon after the epoch has ended; loading weights may take longer.
+        """
+        self._waits_for_ranks, self._in_step = True, in_step
+        try:
+            yield
+        finally:
+            self._waits_for_ranks = self._in_step = False
 
     def close(self, timeout: float) -> bool:
         """Send the queued messages, then end the threads and close the connection.
@@ -258,10 +272,10 @@ class ResultSender:
                 continue
             self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
             deadline = deadline or time.monotonic() + ABORT_GRACE
-            is_stuck = self.in_step or self._computing or self._idle.seconds(time.monotonic()) > ABORT_GRACE
+            is_stuck = self._in_step or self._computing or self._idle.seconds(time.monotonic()) > ABORT_GRACE
             if is_stuck and time.monotonic() > deadline:
                 why = self.lost or f"epoch {number_of(self._epoch)} is over"
-                what = "the last step" if self.in_step or self._computing else "loading"
+                what = "the last step" if self._in_step or self._computing else "loading"
                 log.error("%s, but %s does not end: this process exits", why, what)
                 os._exit(EXIT_STUCK)
 
@@ -273,14 +287,14 @@ class ResultSender:
         """
         with self._state:
             is_over = self.failed.is_set() or self._dismissed or self._ended_epoch >= self._epoch > 0
-            if (self.waits_for_ranks or self._computing) and is_over:
+            if (self._waits_for_ranks or self._computing) and is_over:
                 self._abort()
                 return True
             return False
 
     def _measure_work(self) -> float:
         """Return the seconds of processor time while this worker starts; 0.0 otherwise."""
-        starts = self.waits_for_ranks and not self.in_step
+        starts = self._waits_for_ranks and not self._in_step
         work = processor_seconds() if starts else 0.0
         self._idle.observe(work, time.monotonic())
         return work

@@ -2,21 +2,14 @@
 
 import gc
 import logging
-import os
-import secrets
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
-import msgspec
-import numpy as np
 import zmq
 
-from protocol.codec import Decoder, ProtocolError, pack, unpack
+from protocol.codec import Decoder, ProtocolError
 from protocol.epochs import number_of
 from protocol.fields import MAX_TEXT
 from protocol.membership import (
@@ -24,45 +17,29 @@ from protocol.membership import (
     EndEpoch,
     GroupMessage,
     InitializeCache,
-    LoadFailed,
-    LoadProgress,
     Ping,
     Pong,
     RankLost,
-    Ready,
-    Register,
-    Shard,
     Shutdown,
 )
-from protocol.sampling import SamplingParams
-from protocol.steps import GrammarOutput, NewRequest, ReleaseSlots, SchedulerOutput, StepFault, StepMessage
-from protocol.transport import Client, HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
+from protocol.steps import ReleaseSlots, StepFault, StepMessage
+from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from services.config import WorkerConfig
 from services.process import HANG_FACTOR, NO_ALARM, HangAlarm, collection_paused
-from services.units import size_text
 from services.worker.backends.registry import create_runner
-from services.worker.distributed.rendezvous import address_facing, listen
-from services.worker.result_sender import LaunchedStep, ResultSender, fault
-from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
+from services.worker.runner import LoadError, ModelRunner, OutOfMemory, RanksLost
+from services.worker.scheduler_link import DRAIN_TIMEOUT, SchedulerLink
 from services.worker.session import Action, AddMasks, ExecuteStep, Phase, ResendResult, SampleStep, Session
+from services.worker.start_up import StartUp
+from services.worker.step_execution import StepExecution
 
 log = logging.getLogger("runahead.worker")
 
 EXIT_MODEL, EXIT_REFUSED, EXIT_LOST, EXIT_FAULT = 3, 4, 5, 6
 CONNECT_TIMEOUT = 60.0
 """Seconds to wait for the first scheduler."""
-CONNECT_ATTEMPT = 5.0
-"""Seconds to wait for an answer from a scheduler before connecting anew."""
-RECONNECT_PAUSE = 0.1
-"""Seconds between two attempts."""
 FAILURE_CHECK_INTERVAL = 1.0
 """Seconds between two checks for a failed output thread while no message arrives."""
-PROGRESS_INTERVAL = 0.1
-"""Seconds between two messages about loading."""
-DRAIN_TIMEOUT = 10.0
-"""Seconds that the worker waits for steps in flight when it leaves."""
-LINGER_MS = 2000
-"""Milliseconds that a closed socket keeps sending its last messages."""
 
 
 class Worker:
@@ -74,31 +51,21 @@ class Worker:
         self._runner = runner
         self._alarm = alarm
         self._session = Session()
-        self._client, self._results = self._make_connection()
-        self._listener: socket.socket | None = None
-        """The rendezvous that was sent with the registration, until the runner owns it."""
-        self._shard: Shard | None = None
-        """The shard whose weights are in memory."""
+        self._link = SchedulerLink(config, runner, alarm)
+        self._start_up = StartUp(config, runner, self._session, self._link)
+        self._steps = StepExecution(runner, self._session, self._link)
         self._decoder: Decoder[StepMessage | GroupMessage] = Decoder(StepMessage | GroupMessage)
-        self._waited = 0.0
-        """Seconds spent in receive since the last plan, while no step waited for its grammar."""
         self._received = 0.0
         """When the last message was read: seconds on the monotonic clock."""
-        self._step_received = 0.0
-        """When the last plan was read."""
-        self._request_ids: dict[int, str] = {}
-        """Slot -> external id of the request that entered it last."""
-        self._next_progress = 0.0
         self.sockets_closed = False
-        self._leaving = False
 
     def leave(self, *_: object) -> None:
         """Signal handler: end the main thread's work, unless the worker is leaving already.
 
         Raises: SystemExit. Python drops an exception that is raised in a finaliser, so the loop checks as well.
         """
-        if not self._leaving:
-            self._leaving = True
+        if not self._link.is_closing:
+            self._link.is_closing = True
             raise SystemExit(0)
 
     def run(self) -> int:
@@ -107,20 +74,19 @@ class Worker:
         Raises: LoadError, PeerGone, PeerSlow, HandshakeRefused, HandshakeTimeout
         """
         try:
-            self._connect_within(CONNECT_TIMEOUT)
+            self._link.connect_within(CONNECT_TIMEOUT)
             while (loss := self._serve()) is not None:
                 log.warning("the scheduler is lost: %s; waiting for another one, with the weights kept", loss)
                 self._reconnect(loss)
         finally:
-            self._leaving = True
-            self._close_listener()
-            self._client.close()
-            self.sockets_closed = self._results.close(DRAIN_TIMEOUT)
+            self._link.is_closing = True
+            self._start_up.close_listener()
+            self.sockets_closed = self._link.close()
             if not self.sockets_closed:
                 log.error("steps in flight did not end within %.0f s", DRAIN_TIMEOUT)
             self._alarm.cancel()
             self._runner.shutdown()
-        faulted = self._session.phase is Phase.FAILED or self._results.failed.is_set()
+        faulted = self._session.phase is Phase.FAILED or self._link.results.failed.is_set()
         return EXIT_FAULT if faulted else 0
 
     def _serve(self) -> PeerGone | PeerSlow | None:
@@ -129,55 +95,18 @@ class Worker:
         Raises: LoadError, HandshakeRefused
         """
         try:
-            self._register()
-            while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._leaving:
+            self._start_up.register()
+            while self._session.phase not in (Phase.LEAVING, Phase.FAILED) and not self._link.is_closing:
                 frame = self._receive()
                 if frame is not None:
                     self._handle(frame)
-                if self._results.failed.is_set():
+                if self._link.results.failed.is_set():
                     self._session.failed()
         except (PeerGone, PeerSlow) as error:
             return error
-        if isinstance(self._results.lost, HandshakeRefused):
-            raise self._results.lost
-        return self._results.lost
-
-    def _make_connection(self) -> tuple[Client, ResultSender]:
-        silence = self._config.scheduler_timeout_seconds
-        client, results = _client(self._config), _client(self._config)
-        return client, ResultSender(results, self._runner.abort, silence, self._alarm)
-
-    def _connect(self, timeout: float) -> None:
-        """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
-        # Unique, and not to be guessed: nobody else can name the second connection like the first one.
-        name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-        self._client.handshake("worker", name, timeout)
-        self._results.handshake(name, timeout)
-        self._results.start()
-
-    def _connect_within(self, seconds: float) -> None:
-        """Connect, in attempts of some seconds: a scheduler that was found may be stopped, and another takes its place.
-
-        Raises: HandshakeRefused; HandshakeTimeout, PeerGone or PeerSlow of the last attempt.
-        """
-        deadline = time.monotonic() + seconds
-        while True:
-            self._alarm.set()
-            try:
-                self._connect(CONNECT_ATTEMPT)
-                return
-            except (HandshakeTimeout, PeerGone, PeerSlow):
-                if time.monotonic() >= deadline or not self._renew_connection():
-                    raise
-                time.sleep(RECONNECT_PAUSE)
-
-    def _renew_connection(self) -> bool:
-        """Make new sockets in place of the old ones. Return False if this worker must end instead."""
-        self._client.close()
-        if self._leaving or not self._results.close(DRAIN_TIMEOUT):
-            return False
-        self._client, self._results = self._make_connection()
-        return True
+        if isinstance(self._link.results.lost, HandshakeRefused):
+            raise self._link.results.lost
+        return self._link.results.lost
 
     def _reconnect(self, loss: PeerGone | PeerSlow) -> None:
         """End the epoch, keep the weights, and connect to the scheduler that takes the place of the lost one.
@@ -185,57 +114,23 @@ class Worker:
         Raises: HandshakeRefused; PeerGone and PeerSlow: the loss, if there is no other scheduler in time.
         """
         self._end_epoch()
-        if not self._renew_connection():
+        if not self._link.renew():
             raise loss
         self._session.reconnected()
         try:
-            self._connect_within(self._config.recovery_timeout_seconds)
+            self._link.connect_within(self._config.recovery_timeout_seconds)
         except (HandshakeTimeout, PeerGone, PeerSlow):
             raise loss from None
 
-    def _register(self) -> None:
-        """Send this worker's model, its weights in memory, and its rendezvous."""
-        host = self._config.host_ip or address_facing(self._config.scheduler_endpoint)
-        with self._starting():
-            identity, listener = self._runner.identify(), _listen(host)
-        self._session.leaves_rows_out = identity.leaves_rows_out
-        self._close_listener()
-        self._listener = listener
-        self._client.send(
-            Register(
-                backend=self._config.backend_name,
-                model=self._config.model,
-                hostname=socket.gethostname(),
-                pid=os.getpid(),
-                model_hash=identity.model_hash,
-                dtype=identity.dtype,
-                tensor_parallel_sizes=identity.tensor_parallel_sizes,
-                max_pipeline_parallel_size=identity.max_pipeline_parallel_size,
-                rendezvous=f"{host}:{listener.getsockname()[1]}",
-                epoch=self._session.epoch,
-                shard=self._shard,
-                returns=self._session.returns,
-                tokenizer=identity.tokenizer,
-                leaves_rows_out=identity.leaves_rows_out,
-                single_rank=identity.single_rank,
-            )
-        )
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
     def _receive(self) -> bytes | None:
-        frame = self._client.receive_now()
+        frame = self._link.client.receive_now()
         if frame is not None:
             self._received = time.monotonic()
             return frame
         began = time.monotonic()
-        frame = self._client.receive(FAILURE_CHECK_INTERVAL)
+        frame = self._link.client.receive(FAILURE_CHECK_INTERVAL)
         self._received = time.monotonic()
-        if self._session.phase is Phase.SERVING:
-            self._waited += self._received - began
+        self._steps.on_wait(self._received - began)
         return frame
 
     def _handle(self, frame: bytes) -> None:
@@ -249,178 +144,42 @@ class Worker:
         except RanksLost as error:  # this worker is healthy; the scheduler ends the epoch
             log.warning("other ranks are lost: %s", error)
             self._session.ranks_lost()
-            self._client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
+            self._link.client.send(RankLost(self._session.epoch, str(error)[:MAX_TEXT]))
         except OutOfMemory as error:  # the scheduler ends the epoch, and forms smaller steps in the next one
             log.warning("%s", error)
             self._session.ranks_lost()
-            self._client.send(error.message(self._session.epoch))
+            self._link.client.send(error.message(self._session.epoch))
 
     def _act(self, action: Action | None) -> None:
         """Raises: RanksLost; OutOfMemory; LoadError, after it was sent to the scheduler."""
         match action:
             case Assignment():
-                self._load(action)
+                self._start_up.load(action)
             case InitializeCache():
-                self._initialize(action)
+                self._start_up.initialize(action)
             case EndEpoch(epoch=epoch, reason=reason):
                 log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                 self._end_epoch()
-                self._register()
+                self._start_up.register()
             case Ping(sent=sent):
-                self._client.send(Pong(sent, self._received, time.monotonic()))
+                self._link.client.send(Pong(sent, self._received, time.monotonic()))
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler sent no reason")
             case ResendResult():
-                self._results.put(action)
+                self._link.results.put(action)
             case StepFault():
                 log.error("%s", action.error)
-                self._results.put(action)
+                self._link.results.put(action)
             case AddMasks(grammar):
                 self._runner.add_masks(grammar)
             case ExecuteStep() | SampleStep() | ReleaseSlots():
-                self._compute(action)
+                self._steps.act(action, self._received)
 
     def _end_epoch(self) -> None:
         """Drop the epoch. A step that is still computed must end soon, which the results' heartbeats check."""
-        self._results.waits_for_ranks = self._results.in_step = True
-        try:
+        with self._link.results.may_wait_for_ranks(in_step=True):
             self._runner.leave()
-        finally:
-            self._results.waits_for_ranks = self._results.in_step = False
-        self._results.begin_epoch(0, 0)
-
-    # -- start-up ------------------------------------------------------------------------------------------------
-
-    def _load(self, assignment: Assignment) -> None:
-        listener, self._listener, self._shard = self._listener, None, None
-        self._results.begin_epoch(assignment.epoch, assignment.rank)
-        try:
-            with self._starting():
-                loaded = self._runner.load(assignment, self._progress, listener)
-        except LoadError:
-            if listener is not None:  # the runner may have failed before it owned the listener
-                listener.close()
-            raise
-        self._shard = assignment.shard
-        size = size_text(loaded.num_blocks * loaded.bytes_per_block)
-        log.info("loaded: the KV cache has %s in %d blocks", size, loaded.num_blocks)
-        self._client.send(msgspec.structs.replace(loaded, epoch=assignment.epoch))
-        self._session.loaded()
-
-    def _progress(self, phase: str, fraction: float) -> None:
-        now = time.monotonic()
-        if now >= self._next_progress or fraction >= 1:
-            self._next_progress = now + PROGRESS_INTERVAL
-            self._client.send(LoadProgress(phase, min(1.0, max(0.0, fraction)), self._session.epoch))
-
-    def _initialize(self, init: InitializeCache) -> None:
-        with self._starting():
-            self._runner.init_kv_cache(init)
-            self._canary()
-        self._client.send(Ready(self._session.epoch))
-        self._session.ready()
-        log.info("ready: %d KV blocks, context %d", init.num_blocks, init.max_model_len)
-
-    @contextmanager
-    def _starting(self) -> Iterator[None]:
-        """Send errors of the start-up to the scheduler.
-
-        Raises: LoadError, after it was sent; RanksLost, PeerGone and PeerSlow of the body as they are.
-        """
-        self._results.waits_for_ranks = True
-        try:
-            yield
-        except (PeerGone, PeerSlow, RanksLost):
-            raise
-        except LoadError as error:
-            self._send_load_failed(error)
-            raise
-        except Exception as error:
-            log.exception("the model cannot be served")
-            failure = LoadError(f"{type(error).__name__}: {error}")
-            self._send_load_failed(failure)
-            raise failure from error
-        finally:
-            self._results.waits_for_ranks = False
-
-    def _send_load_failed(self, error: LoadError) -> None:
-        self._client.send(LoadFailed(" ".join(str(error).split())[:MAX_TEXT]))
-
-    def _canary(self) -> None:
-        """Run one step through forward pass and sampling before the first real one.
-
-        Afterwards its slot is empty and no step is pending (single pending state). Its generation is 0; requests have
-        generations from 1 on.
-        """
-        zero, one = pack([0]), pack([1])
-        request = NewRequest(0, 0, zero, 1, zero, SamplingParams(max_tokens=1, temperature=0.0))
-        self._runner.execute_model(SchedulerOutput(0, 0, zero, zero, zero, one, b"\1", [request]))
-        self._runner.sample_tokens(None).get()
-        self._runner.release(np.zeros(1, np.int32))
-
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def _compute(self, action: ExecuteStep | SampleStep | ReleaseSlots) -> None:
-        """Raises: RanksLost; OutOfMemory"""
-        step_id = self._session.last_step
-        self._results.waits_for_ranks = self._results.in_step = True
-        try:
-            match action:
-                case ExecuteStep(step=step):
-                    self._step_received = self._received
-                    self._request_ids |= {request.slot: request.request_id for request in step.new}
-                    self._runner.execute_model(step)
-                    if self._session.phase is not Phase.SAMPLING:
-                        self._sample(step, None)
-                case SampleStep(grammar, step):
-                    self._sample(step, grammar)
-                case ReleaseSlots(slots=slots):
-                    self._runner.release(unpack(slots))
-        except RanksLost:
-            raise
-        except Exception as error:  # any other error is sent instead of the step's result
-            if is_out_of_memory(error):
-                raise OutOfMemory(step_id, error) from None
-            requests = "none" if isinstance(action, ReleaseSlots) else self._requests_of(action.step)
-            log.exception("step %d failed; its requests: %s", step_id, requests)
-            self._results.put(fault(self._session.epoch, step_id, error))
-            self._session.failed()
-        finally:
-            self._results.waits_for_ranks = self._results.in_step = False
-
-    def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
-        output = self._runner.sample_tokens(grammar)
-
-        def requests() -> str:
-            return self._requests_of(step)
-
-        self._results.put(LaunchedStep(step, output, self._step_received, self._waited, requests))
-        self._waited = 0.0
-
-    def _requests_of(self, step: SchedulerOutput) -> str:
-        """Return the external ids of the requests in a step in flight, for the log."""
-        ids = (self._request_ids.get(slot, "") for slot in unpack(step.slots).tolist())
-        return ", ".join(request_id or "unnamed" for request_id in ids)
-
-
-def _listen(host: str) -> socket.socket:
-    """Raises: LoadError"""
-    try:
-        return listen(host)
-    except OSError as error:
-        raise LoadError(
-            f"--host-ip {host}: cannot listen on this address: {error.strerror}; give an address of this machine"
-        ) from error
-    except ValueError as error:
-        raise LoadError(
-            f"--host-ip {host}: {error}; give the address of a network of the ranks' own"
-        ) from None
-
-
-def _client(config: WorkerConfig) -> Client:
-    client = Client(config.scheduler_endpoint, config.security)
-    client.socket.linger = LINGER_MS  # a fault is a worker's last message, and must arrive
-    return client
+        self._link.results.begin_epoch(0, 0)
 
 
 def hide_exits() -> None:

@@ -27,8 +27,7 @@ from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.config import SchedulerConfig, WorkerConfig
 from services.scheduler.grammar import Grammar, Masks
 from services.scheduler.service import Service
-from services.worker import result_sender
-from services.worker import service as worker_service
+from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
 from tests.simulation.grammar import Automaton, Compilation, LateMasks, structured
 from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
@@ -384,7 +383,7 @@ class System:
             patch.setattr(
                 result_sender, "processor_seconds", lambda: hub.process.work if hub.process else 0.0
             )
-            patch.setattr(worker_service, "listen", lambda host: SimulatedListener(self.network.next_id()))
+            patch.setattr(start_up, "listen", lambda host: SimulatedListener(self.network.next_id()))
             patch.setattr(logging, "shutdown", lambda: None)
             patch.setattr(gc, "collect", lambda *_: 0)
             patch.setattr(gc, "freeze", lambda: None)

@@ -185,14 +185,14 @@ def test_a_rank_without_results_reports_its_times_if_the_plan_requests_them(
 
 def test_a_wait_for_ranks_is_aborted_at_the_end_of_its_own_epoch_alone(connection: ResultConnection) -> None:
     connection.results.begin_epoch(2, 3)
-    connection.results.waits_for_ranks = True
-    connection.send(EndEpoch(1))
-    for _ in range(2):  # the connection is read between two heartbeats
-        connection.next_message(Heartbeat)
-    assert not connection.aborted.is_set()
-    connection.send(EndEpoch(2))
-    assert connection.aborted.wait(PATIENCE)
-    connection.next_message(Heartbeat)  # heartbeats are still sent
+    with connection.results.may_wait_for_ranks():
+        connection.send(EndEpoch(1))
+        for _ in range(2):  # the connection is read between two heartbeats
+            connection.next_message(Heartbeat)
+        assert not connection.aborted.is_set()
+        connection.send(EndEpoch(2))
+        assert connection.aborted.wait(PATIENCE)
+        connection.next_message(Heartbeat)  # heartbeats are still sent
 
 
 def test_a_worker_that_does_not_wait_is_not_aborted(connection: ResultConnection) -> None:
@@ -204,11 +204,11 @@ def test_a_worker_that_does_not_wait_is_not_aborted(connection: ResultConnection
 
 def test_a_wait_for_ranks_is_aborted_when_the_scheduler_is_gone(connection: ResultConnection) -> None:
     connection.next_message(Heartbeat)
-    connection.results.waits_for_ranks = True
-    connection.server.close()
-    assert connection.aborted.wait(PATIENCE)
-    assert connection.results.failed.is_set()
-    assert isinstance(connection.results.lost, PeerGone)
+    with connection.results.may_wait_for_ranks():
+        connection.server.close()
+        assert connection.aborted.wait(PATIENCE)
+        assert connection.results.failed.is_set()
+        assert isinstance(connection.results.lost, PeerGone)
 
 
 def test_work_is_measured_after_the_scheduler_is_gone(
@@ -225,24 +225,24 @@ def test_work_is_measured_after_the_scheduler_is_gone(
     connection.server.close()
     assert connection.results.failed.wait(PATIENCE)
     monkeypatch.setattr(result_sender, "processor_seconds", processor_seconds)
-    connection.results.waits_for_ranks = True
-    for _ in range(2):
-        assert measured.acquire(timeout=PATIENCE)
+    with connection.results.may_wait_for_ranks():
+        for _ in range(2):
+            assert measured.acquire(timeout=PATIENCE)
 
 
 def test_a_scheduler_that_sends_a_shutdown_and_goes_is_not_lost(connection: ResultConnection) -> None:
     """A wait for ranks is aborted; a step that still ends cannot be reported, which is not a failure."""
     connection.next_message(Heartbeat)
-    connection.results.waits_for_ranks = True
-    connection.send(Shutdown("enough"))
-    connection.server.close(1000 * int(PATIENCE))
-    assert connection.aborted.wait(PATIENCE)
-    late = PendingCopy(result(1, 1))
-    late.ended.set()
-    connection.results.put(launched(1, 1, late))
-    assert late.begun.wait(PATIENCE)
-    assert connection.results.lost is None
-    assert not connection.results.failed.is_set()
+    with connection.results.may_wait_for_ranks():
+        connection.send(Shutdown("enough"))
+        connection.server.close(1000 * int(PATIENCE))
+        assert connection.aborted.wait(PATIENCE)
+        late = PendingCopy(result(1, 1))
+        late.ended.set()
+        connection.results.put(launched(1, 1, late))
+        assert late.begun.wait(PATIENCE)
+        assert connection.results.lost is None
+        assert not connection.results.failed.is_set()
 
 
 def test_a_step_that_waits_for_ranks_on_another_thread_is_aborted_with_its_epoch(

@@ -1,0 +1,76 @@
+"""Execution of steps on the runner: forward pass, sampling, and what is sent when one of them fails."""
+
+import logging
+
+from protocol.codec import unpack
+from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
+from services.worker.result_sender import LaunchedStep, fault
+from services.worker.runner import ModelRunner, OutOfMemory, RanksLost, is_out_of_memory
+from services.worker.scheduler_link import SchedulerLink
+from services.worker.session import ExecuteStep, Phase, SampleStep, Session
+
+log = logging.getLogger("runahead.worker")
+
+
+class StepExecution:
+    def __init__(self, runner: ModelRunner, session: Session, link: SchedulerLink) -> None:
+        self._runner, self._session, self._link = runner, session, link
+        self._waited = 0.0
+        """Seconds spent in receive since the last plan, while no step waited for its grammar."""
+        self._received = 0.0
+        """When the last plan was read: seconds on the monotonic clock."""
+        self._request_ids: dict[int, str] = {}
+        """Slot -> external id of the request that entered it last."""
+
+    def on_wait(self, seconds: float) -> None:
+        """The executing thread has waited so long for a message."""
+        if self._session.phase is Phase.SERVING:
+            self._waited += seconds
+
+    def act(self, action: ExecuteStep | SampleStep | ReleaseSlots, received: float) -> None:
+        """
+        Args:
+            received: when the message was read, seconds on the monotonic clock.
+
+        Raises: RanksLost; OutOfMemory. Any other error is sent instead of the step's result.
+        """
+        step_id = self._session.last_step
+        try:
+            with self._link.results.may_wait_for_ranks(in_step=True):
+                self._run(action, received)
+        except RanksLost:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(step_id, error) from None
+            requests = "none" if isinstance(action, ReleaseSlots) else self._requests_of(action.step)
+            log.exception("step %d failed; its requests: %s", step_id, requests)
+            self._link.results.put(fault(self._session.epoch, step_id, error))
+            self._session.failed()
+
+    def _run(self, action: ExecuteStep | SampleStep | ReleaseSlots, received: float) -> None:
+        match action:
+            case ExecuteStep(step=step):
+                self._received = received
+                self._request_ids |= {request.slot: request.request_id for request in step.new}
+                self._runner.execute_model(step)
+                if self._session.phase is not Phase.SAMPLING:
+                    self._sample(step, None)
+            case SampleStep(grammar, step):
+                self._sample(step, grammar)
+            case ReleaseSlots(slots=slots):
+                self._runner.release(unpack(slots))
+
+    def _sample(self, step: SchedulerOutput, grammar: GrammarOutput | None) -> None:
+        output = self._runner.sample_tokens(grammar)
+
+        def requests() -> str:
+            return self._requests_of(step)
+
+        self._link.results.put(LaunchedStep(step, output, self._received, self._waited, requests))
+        self._waited = 0.0
+
+    def _requests_of(self, step: SchedulerOutput) -> str:
+        """Return the external ids of the requests in a step in flight, for the log."""
+        ids = (self._request_ids.get(slot, "") for slot in unpack(step.slots).tolist())
+        return ", ".join(request_id or "unnamed" for request_id in ids)
