@@ -1,6 +1,7 @@
-"""Temporary files of tests and their processes, in the directory that pytest removes after some runs."""
+"""Settings of all tests: Triton's interpreter, and temporary files in the directory that pytest removes later."""
 
 import getpass
+import os
 import tempfile
 from collections.abc import Iterator
 
@@ -9,6 +10,11 @@ import pytest
 SUITES = ("unit", "simulation", "integration", "ranks", "e2e", "vllm", "docker", "gpu")
 pytest.register_assert_rewrite(*(f"tests.{suite}" for suite in SUITES))
 """Modules that tests share get pytest's assertions: with the values of both sides, and under `python -O` too."""
+
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Triton's interpreter stands for CUDA devices. Triton reads this when it is imported, which any suite may do first.
+`tests/gpu` runs with 0."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,5 +1,7 @@
 """Tests that need an NVIDIA GPU. Elsewhere each is skipped with the reason. `docs/gpu.md` says how to run them."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ def reason() -> str | None:
         return f"torch {torch.__version__} is a build for CPUs"
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton interprets kernels in this run; set TRITON_INTERPRET=0 and run tests/gpu alone"
     return None
 
 

@@ -1,5 +1,6 @@
 """The parts of the measurement on a GPU. Each returns what its JSON file contains."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -71,7 +72,10 @@ def _tested(name: str) -> Result:
     command = [sys.executable, "-m", "pytest", "-c", "tests/benchmarks/gpu/pytest.ini", "--rootdir", "."]
     command += ["-p", "no:cacheprovider", "-rs", "-v", "--durations=10", f"tests/gpu/test_{name}.py"]
     output: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tests:
+    compiled = os.environ | {"TRITON_INTERPRET": "0"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=compiled
+    ) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:  # a part that is killed has printed what it did
             print(line, end="", flush=True)

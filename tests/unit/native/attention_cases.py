@@ -1,0 +1,90 @@
+"""Paged attention of some implementation over random tokens, for tests that compare its outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.backends.native.kernels.interface.attention import Attention, AttentionShape
+from services.worker.backends.native.kernels.interface.kernels import Kernels
+from services.worker.backends.native.kernels.interface.kv_cache import CacheShape, KVCache
+from services.worker.backends.native.kernels.interface.rows import BatchTensors
+from services.worker.batch.slots import Rows
+
+SLOTS = 3
+AttentionMaker = Callable[[AttentionShape, KVCache, torch.Tensor, int], Attention]
+"""As `NetworkKernels.attention`."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int = 0
+    normed: bool = False
+    """Queries and keys are normalised head by head."""
+
+
+class PagedTokens:
+    """Random tokens of `SLOTS` sequences, and a cache whose unwritten memory is poisoned.
+
+    There are two layers; attention is computed in the second one, whose window is the case's.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        case: AttentionCase,
+        context: int,
+        activations: torch.dtype,
+        cache: torch.dtype,
+        make: AttentionMaker | None = None,
+    ) -> None:
+        """
+        Args:
+            context: tokens of each sequence
+            make: None: the kernels' own
+        """
+        torch.manual_seed(0)
+        self.kernels, self.case, self.context, self.activations = kernels, case, context, activations
+        width = (case.heads + 2 * case.kv_heads) * case.head_dim
+        self.qkv = torch.randn(SLOTS, context, width).to(activations)
+        blocks = -(-context // case.block_size)
+        total = SLOTS * blocks + 2
+        table = torch.randperm(total, dtype=torch.int32)[: SLOTS * blocks].view(SLOTS, blocks)
+        norms = torch.rand(case.head_dim) + 0.5, torch.rand(case.head_dim) + 0.5
+        self.norms = norms if case.normed else None
+        sizes = CacheShape(2, case.kv_heads, case.head_dim, case.block_size, cache)
+        self.cache = kernels.network.kv_cache(sizes, total)
+        self.cache.keys.fill_(float("nan"))
+        self.cache.values.fill_(float("nan"))
+        self.frequencies = 1e4 ** -(torch.arange(0, case.head_dim, 2) / case.head_dim)
+        shape = AttentionShape(case.heads, case.head_dim, (0, case.window), 1e-6, self.frequencies)
+        make = make or kernels.network.attention
+        self._attention = make(shape, self.cache, table, SLOTS * context)
+
+    def step(self, starts: list[int], counts: list[int], padding: int = 0) -> torch.Tensor:
+        """Return [tokens, heads * head_dim] of the next tokens of each sequence; a count of 0 is no row.
+
+        Args:
+            padding: more rows that compute nothing
+        """
+        slots = np.flatnonzero(counts).astype(np.int32)
+        here = [np.array(column, np.int32)[slots] for column in (starts, counts)]
+        rows = Rows(slots, slots, *here, np.ones(len(slots), np.bool_), np.zeros(len(slots), np.int32))
+        tokens = sum(counts)
+        ints = [torch.empty(tokens + padding, dtype=torch.int32) for _ in range(4)]
+        tiles = torch.empty(tokens + padding, 4, dtype=torch.int32)
+        batch = BatchTensors(*ints[:3], tiles, ints[3])
+        number, _ = self.kernels.rows.lay_out(rows, None, 1, batch)
+        parts = [self.qkv[slot, start : start + n] for slot, start, n in zip(slots, *here, strict=True)]
+        qkv = torch.cat((*parts, torch.randn(padding, self.qkv.shape[2]).to(self.activations)))
+        width = self.case.heads * self.case.head_dim
+        out = torch.full((tokens + padding, width), float("nan"), dtype=self.activations)
+        self._attention.begin(batch.positions, batch.slots)
+        self._attention.write(1, qkv, self.norms)
+        self._attention.attend(1, tiles[: number + padding], out)
+        return out[:tokens]
