@@ -68,6 +68,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(other), target
 
 
+@pytest.mark.parametrize(
+    ("page", "headings"),
+    [(RULES, "##+"), (RULES.with_name("benchmarks.md"), "##")],
+    ids=["rules", "benchmarks"],
+)
+def test_a_long_page_begins_with_all_of_its_sections(page: Path, headings: str) -> None:
+    own, other = page.read_text().split("\n## On this page\n")[1].split("\n## ", 1)
+    sections = re.findall(rf"^{headings} (.+)$", f"## {other}", re.MULTILINE)
+    assert sorted(re.findall(r"\[([^\]]+)\]\(#", own)) == sorted(sections)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     for name, test, case in PATH.findall(page.read_text()):
