@@ -39,7 +39,11 @@ class StateReports:
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:
         c = self._config
-        info = {"batching_policy": c.policy, "batch_queue_depth": str(c.depth)}
+        info = {
+            "batching_policy": c.policy,
+            "batch_queue_depth": str(c.depth),
+            "prefix_caching": str(c.enable_prefix_caching),
+        }
         if c.speculative_config is not None:
             info["speculative_method"] = c.speculative_config.method
         if started is not None and group.backend:

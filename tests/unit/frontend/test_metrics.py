@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.requests import EnginePhase, EngineState
-from services.frontend.collectors import ValueHistogram
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.metrics import VLLM_NAMES, Metrics
+from services.frontend.metrics.collectors import ValueHistogram
 
 BUCKETS = (0.01, 0.5, 1, 2.5, 10)
 LABELS = ("demo", "0")
@@ -97,9 +97,10 @@ def test_sizes_of_the_cache_and_waiting_requests_have_vllm_labels() -> None:
         "grammars_compiling": 1.0,
         "admission_rejections:max_num_queued_tokens": 6.0,
     }
-    found = rendered(num_blocks=100, block_size=16, stats=stats)
+    found = rendered(num_blocks=100, block_size=16, stats=stats, info={"prefix_caching": "False"})
     (sizes,) = [dict(labels) for (name, labels) in found if name == "vllm:cache_config_info"]
     assert (sizes["block_size"], sizes["num_gpu_blocks"], sizes["engine"]) == ("16", "100", "0")
+    assert sizes["enable_prefix_caching"] == "False"
     waiting = {dict(labels)["reason"]: value for (name, labels), value in found.items()
                if name == "vllm:num_requests_waiting_by_reason"}  # fmt: skip
     assert waiting == {"capacity": 4, "deferred": 1}

@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+OURS = "runahead:"
+"""Prefix of every metric's name."""
 LABELS = ("model_name", "engine")
 """Labels of every metric."""
 

@@ -1,0 +1,157 @@
+"""Metrics of this frontend's answers and requests."""
+
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from protocol.requests import Finish
+from services.frontend.engine.client import EngineClient
+from services.frontend.errors import GONE
+from services.frontend.metrics.collectors import OURS, Count, Total, ValueHistogram
+from services.frontend.metrics.engine_statistics import EngineStatistics
+from services.frontend.metrics.vllm_names import VllmNames
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+         2560)  # fmt: skip
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+"""1, 2, 5, 10, ...; vLLM's end at the context length."""
+_CHOICES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+
+
+def outcome_of(status: int) -> str:
+    """Return in one word how an HTTP request for an answer ended."""
+    outcomes = {200: "completed", GONE: "aborted", 429: "rejected", 503: "rejected"}
+    return outcomes.get(status, "failed" if status >= 500 else "invalid")
+
+
+class AnswerRecord(NamedTuple):
+    """Numbers of one choice that ended by itself."""
+
+    finish: str
+    """OpenAI's `finish_reason`."""
+    seconds: float
+    """From the HTTP request to the end."""
+    duplicates: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    num_choices: int = 1
+    max_tokens: int = 1
+    first_to_last: float = 0.0
+    """Seconds from the first token to the last one."""
+    end: Finish | None = None
+    """None if a stop string ended the choice before the engine did."""
+
+
+class Metrics:
+    """The frontend's metrics, and the last statistics that the scheduler reported."""
+
+    def __init__(self, engine: EngineClient, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._aliases = CollectorRegistry()
+        self._aliases.register(VllmNames(self._registry))
+        labels = (model, "0")
+        self._registry.register(EngineStatistics(engine, labels))
+
+        self._histograms: list[ValueHistogram] = []
+
+        def counter(name: str, text: str, *more: str) -> Total:
+            total = Total(f"{OURS}{name}", text, more, labels)
+            self._registry.register(total)
+            return total
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> ValueHistogram:
+            made = ValueHistogram(f"{OURS}{name}", text, buckets, labels)
+            self._registry.register(made)
+            self._histograms.append(made)
+            return made
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...] = _LATENCY) -> ValueHistogram:
+            return histogram(f"{name}_seconds", text, buckets)
+
+        success = counter("request_success", "answers that completed", "finished_reason")
+        self._finished = {reason: success.count(reason) for reason in ("stop", "length", "abort", "error")}
+        self._requests = counter("requests", "HTTP requests for answers that ended", "outcome", "code")
+        self._by_status: dict[int, Count] = {}
+        self._duplicates = counter(
+            "duplicate_tokens_dropped", "tokens dropped because they had been delivered before"
+        ).count()
+        by_source = counter("prompt_tokens_by_source", "prompt tokens by source", "source")
+        self._computed_total = by_source.count("local_compute")
+        self._cached = (
+            counter("prompt_tokens_cached", "prompt tokens that the prefix cache held").count(),
+            counter("prompt_tokens_cached_by_source", "the same by source", "source").count(
+                "local_cache_hit"
+            ),
+            by_source.count("local_cache_hit"),
+        )
+        first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
+        gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
+        self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
+        self._e2e = seconds("e2e_request_latency", "seconds from a request to its end")
+        self._per_token = seconds(
+            "request_time_per_output_token", "mean seconds between the tokens of an answer", _ITL
+        )
+        self._queue = seconds("request_queue_time", "seconds from a request's admission to its first step")
+        self._prefill = seconds("request_prefill_time", "seconds from the first step to the first token")
+        self._decode = seconds("request_decode_time", "seconds from the first token to the end")
+        self._inference = seconds("request_inference_time", "seconds from the first step to the end")
+        self._prompt = histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
+        self._output = histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
+        self._most = histogram("request_max_num_generation_tokens", "tokens of an answer", _TOKENS)
+        self._n = histogram("request_params_n", "answers per prompt of a request", _CHOICES)
+        self._max_tokens = histogram("request_params_max_tokens", "limit of an answer's tokens", _TOKENS)
+        self._preemptions = histogram("request_num_preemptions", "preemptions of a request", _PREEMPTIONS)
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "prompt tokens that were computed", _TOKENS
+        )
+
+    def on_answer(self, record: AnswerRecord) -> None:
+        """Count a choice that ended by itself."""
+        self._finished[record.finish].value += 1
+        self._e2e.observe(record.seconds)
+        self._duplicates.value += record.duplicates
+        self._prompt.observe(record.prompt_tokens)
+        self._output.observe(record.output_tokens)
+        self._most.observe(record.output_tokens)
+        self._n.observe(record.num_choices)
+        self._max_tokens.observe(record.max_tokens)
+        if record.output_tokens > 1:
+            self._per_token.observe(record.first_to_last / (record.output_tokens - 1))
+        if record.end is not None:
+            self._on_finish(record.end, record.prompt_tokens)
+
+    def _on_finish(self, end: Finish, prompt_tokens: int) -> None:
+        """Count what only the engine knows."""
+        cached = end.num_cached_tokens
+        computed = max(prompt_tokens - cached, 0)
+        for count in self._cached:
+            count.value += cached
+        self._computed_total.value += computed
+        self._computed.observe(computed)
+        self._preemptions.observe(end.num_preemptions)
+        times = end.times
+        if times is None or not times.scheduled:
+            return
+        self._queue.observe(times.scheduled - times.queued)
+        self._inference.observe(times.ended - times.scheduled)
+        if times.first_token:
+            self._prefill.observe(times.first_token - times.scheduled)
+            self._decode.observe(times.ended - times.first_token)
+
+    def on_request(self, status: int) -> None:
+        """Count an HTTP request that has ended. A stream that failed counts with the status of its error."""
+        count = self._by_status.get(status)
+        if count is None:
+            count = self._by_status[status] = self._requests.count(outcome_of(status), str(status))
+        count.value += 1
+
+    def fold(self) -> None:
+        """Sort observed values into buckets. Call it regularly: until then they are kept."""
+        for histogram in self._histograms:
+            histogram.fold()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry) + generate_latest(self._aliases)
