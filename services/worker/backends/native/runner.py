@@ -3,48 +3,32 @@
 import logging
 import socket
 from collections.abc import Callable
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.membership import Assignment, InitializeCache, Loaded, Shard
+from protocol.membership import Assignment, InitializeCache, Loaded
 from protocol.steps import GrammarOutput, SchedulerOutput
 from services.config import WorkerConfig
 from services.units import size_text
 from services.worker import machine
 from services.worker.backends.epoch_value import EpochValue
 from services.worker.backends.kv_blocks import context_limit, num_kv_blocks
-from services.worker.backends.native import drafters
-from services.worker.backends.native.device.choice import device_kind
 from services.worker.backends.native.device.memory_plan import MemoryPlan
-from services.worker.backends.native.drafters.base import Drafter, TargetModel
+from services.worker.backends.native.drafters.base import Drafter
 from services.worker.backends.native.epoch import NativeEpoch
 from services.worker.backends.native.epoch_memory import epoch_memory
+from services.worker.backends.native.kept_model import KeptModel
 from services.worker.backends.native.kernels import selection
 from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.quantized_weight import Quantization
 from services.worker.backends.native.kernels.selection import KernelChoice
-from services.worker.backends.native.layout import inputs_kept_together
-from services.worker.backends.native.memory import served_dtype
-from services.worker.backends.native.model.config import ModelConfig
-from services.worker.backends.native.model.loading import has_blocks
 from services.worker.backends.native.model.model import Model
-from services.worker.backends.native.model.partition import ModelPart, tensor_parallel_sizes
 from services.worker.backends.native.stages import NativeOutput, NativeStages, Prepared
 from services.worker.batch.slots import SlotTable
 from services.worker.distributed.ranks import Ranks
-from services.worker.runner import SINGLE_GPU, Identity, LoadError, Progress
-from services.worker.weights import (
-    Checkpoint,
-    HashedCheckpoint,
-    checkpoint_path,
-    model_digest,
-    open_checkpoint,
-    tokenizer_digest,
-)
+from services.worker.runner import Identity, Progress
 
 log = logging.getLogger("runahead.worker")
 
@@ -79,17 +63,8 @@ class NativeRunner:
         create_kernels: Callable[[KernelChoice], Kernels] = selection.create,
     ) -> None:
         self._poison, self._after_prepare = poison, after_prepare
-        self._create_kernels = create_kernels
         self._config = config
-        self._identity: Identity | None = None
-        self._model: Model | None = None
-        self._contents: dict[str, str] = {}
-        """Digest of each part of the weights."""
-        self._drafter_contents: dict[str, str] = {}
-        self._num_loads = 0
-        """Number of times that weights were read."""
-        self._drafter: Drafter | None = None
-        self._drafter_for: tuple[object, ...] = ()
+        self._kept = KeptModel(config, create_kernels)
         self._ranks: Ranks | None = None
         """Set at the beginning of `load`, so that `abort` ends a join as well."""
         self._loaded = EpochValue[_Loaded]("load")
@@ -106,24 +81,7 @@ class NativeRunner:
     # -- from process to epoch -----------------------------------------------------------------------------------
 
     def identify(self) -> Identity:
-        """Return the model's identity. It is computed once, so that it stays that of the registration."""
-        if self._identity is None:
-            path = checkpoint_path(self._config)
-            config = ModelConfig.from_checkpoint(path)
-            sizes, stages = tensor_parallel_sizes(config, self._group), config.num_layers
-            single = SINGLE_GPU if self._device == "cuda" else ""
-            if single:
-                sizes, stages = (1,), 1
-            self._identity = Identity(
-                model_hash=self._digest(path, open_checkpoint(path)),
-                dtype=str(_dtype(self._config, config)).removeprefix("torch."),
-                tensor_parallel_sizes=sizes,
-                max_pipeline_parallel_size=stages,
-                tokenizer=tokenizer_digest(path),
-                leaves_rows_out=self._device == "cpu",  # the end of a forward pass on a GPU is not observed
-                single_rank=single,
-            )
-        return self._identity
+        return self._kept.identify()
 
     @torch.inference_mode()
     def load(
@@ -137,10 +95,9 @@ class NativeRunner:
         threads = self._config.threads or max(1, machine.cores() // ranks.on_this_machine)
         # One core stays free for the services that start at the same time. OpenMP's barriers would wait for it.
         torch.set_num_threads(max(1, threads - 1))
-        model = self._weights(assignment.shard, progress)
+        model = self._kept.weights(assignment.shard, progress)
         limit = context_limit(assignment.max_model_len, model.part.whole.max_position)
-        drafter = self._drafter_of(assignment, model, limit) if ranks.is_output else None
-        contents = self._contents if drafter is None else self._contents | self._drafter_contents
+        drafter = self._kept.drafter(assignment, model, limit) if ranks.is_output else None
         torch.set_num_threads(threads)
         model.kernels.use_threads(threads)
         self._loaded.set(_Loaded(assignment, ranks, model, drafter))
@@ -159,40 +116,9 @@ class NativeRunner:
                 budget=self._cache_budget(assignment, model, drafter, limit),
             ),
             hidden_size=model.part.whole.hidden_size,
-            num_loads=self._num_loads,
-            contents=contents,
+            num_loads=self._kept.num_loads,
+            contents=self._kept.contents(drafter),
         )
-
-    def _weights(self, shard: Shard, progress: Progress) -> Model:
-        """Return the weights: those of an earlier epoch, if the shard is the same, else read now."""
-        if self._model is None or self._model.part.shard != shard:
-            self._model = None  # freed before the next ones are read
-            self._num_loads += 1
-            path = checkpoint_path(self._config)
-            config, checkpoint = ModelConfig.from_checkpoint(path), open_checkpoint(path)
-            if self._digest(path, checkpoint) != self.identify().model_hash:
-                raise LoadError(f"the files of {path} have changed; start this worker again")
-            dtype, features = _dtype(self._config, config), selection.device_features(self._device)
-            wanted, quantization = self._config.kernels, self._quantization
-            quantized = quantization != "none" and (
-                quantization is not None or has_blocks(checkpoint, config)
-            )
-            invariant = self._config.batch_invariant
-            eager = self._config.enforce_eager
-            choice = selection.choose(wanted, self._device, dtype, features, quantized, invariant, eager)
-            log.info("%s", choice.describe(features))
-            part, hashed = ModelPart.from_shard(config, shard, self._group), HashedCheckpoint(checkpoint)
-            model = Model(
-                part,
-                hashed,
-                dtype,
-                self._create_kernels(choice),
-                progress,
-                quantization,
-            )
-            log.info("weights: %.1f MiB in %s", model.num_bytes / 2**20, model.weight_types)
-            self._model, self._contents = model, hashed.contents
-        return self._model
 
     def _cache_budget(self, assignment: Assignment, model: Model, drafter: Drafter | None, limit: int) -> int:
         """Return the bytes for the KV cache on a device with memory of its own, else 0. Logs the account of the memory.
@@ -209,60 +135,6 @@ class NativeRunner:
         )
         log.info("%s, KV cache %s", plan.describe(), size_text(plan.cache))
         return plan.cache
-
-    @property
-    def _device(self) -> str:
-        """Kind of the device: "cuda" or "cpu".
-
-        Raises: LoadError, if the wanted one is missing, or a setting does not fit it.
-        """
-        kind = device_kind(self._config.device)
-        if kind == "cpu" and self._config.enforce_eager:
-            raise LoadError(
-                "--enforce-eager: --backend native records graphs on a GPU only; this worker computes on the CPU"
-            )
-        return kind
-
-    @property
-    def _quantization(self) -> Quantization | Literal["none"] | None:
-        """Raises: LoadError, for a method of another backend."""
-        match self._config.quantization:
-            case None | "int8" | "int4" | "none" as known:
-                return known
-            case other:
-                raise LoadError(f"--quantization {other}: the native backend computes int8 and int4")
-
-    @property
-    def _group(self) -> int:
-        """Inputs that must not be cut."""
-        return inputs_kept_together(self._quantization)
-
-    def _digest(self, path: Path, checkpoint: Checkpoint) -> str:
-        """Return the digest of the model and of settings that change its values: all ranks have the same."""
-        quantization = self._config.quantization
-        settings = [quantization] if quantization is not None else []
-        settings += ["batch-invariant"] if self._config.batch_invariant else []
-        return model_digest(path, checkpoint, settings)
-
-    def _drafter_of(self, assignment: Assignment, model: Model, limit: int) -> Drafter | None:
-        """Return the drafter: that of an earlier epoch with the same model, else read now."""
-        if (speculation := assignment.speculation) is None:
-            return None
-        if not model.kernels.device.is_host and speculation.method != "ngram":
-            raise LoadError(
-                f'--speculative-config: a GPU computes no drafts of "method": "{speculation.method}" yet; use "ngram", '
-                "or --device cpu"
-            )
-        wanted_for = speculation, model, assignment.block_size, limit
-        if self._drafter is None or self._drafter_for != wanted_for:
-            self._drafter = None  # freed before the next one is read
-            path = checkpoint_path(self._config)
-            target = TargetModel(
-                speculation, model, path, open_checkpoint(path), assignment.block_size, limit
-            )
-            self._drafter, self._drafter_for = drafters.create(target), wanted_for
-            self._drafter_contents = target.contents
-        return self._drafter
 
     @torch.inference_mode()
     def init_kv_cache(self, init: InitializeCache) -> None:
@@ -296,7 +168,7 @@ class NativeRunner:
 
     def shutdown(self) -> None:
         self.leave()
-        self._model = self._drafter = None
+        self._kept.drop()
 
     # -- steps of an epoch ---------------------------------------------------------------------------------------
 
@@ -318,7 +190,3 @@ def _log_progress(done: int, whole: int) -> None:
     """Log each quarter of the sizes that are captured."""
     if done * 4 // whole > (done - 1) * 4 // whole:
         log.info("recording graphs of decode steps: %d of %d", done, whole)
-
-
-def _dtype(worker: WorkerConfig, model: ModelConfig) -> torch.dtype:
-    return torch.bfloat16 if served_dtype(worker, model) == "bfloat16" else torch.float32
