@@ -22,6 +22,7 @@ from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
+from services.scheduler.core.step_masks import StepMasks
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.faults import Fault, assert_caught, parameters
 
@@ -368,13 +369,11 @@ def more_admissions_than_allowed(admit: Any) -> Any:
 
 
 def masks_before_the_token_before_is_known(output: Any) -> Any:
-    return lambda self, step, sampled_before, vocab_size: output(
-        self, step, np.zeros_like(sampled_before), vocab_size
-    )
+    return lambda self, step, sampled_before: output(self, step, np.zeros_like(sampled_before))
 
 
 def masks_of_other_rows(output: Any) -> Any:
-    def broken(self: StepPlanner, *arguments: Any) -> Any:
+    def broken(self: StepMasks, *arguments: Any) -> Any:
         grammar = output(self, *arguments)
         if grammar is None or len(grammar.slots) < 8:
             return grammar
@@ -445,8 +444,8 @@ def every_request_reads_the_prefix_cache(find: Any) -> Any:
 
 
 FAULTS = [
-    Fault("planner", "grammar_output", masks_before_the_token_before_is_known),
-    Fault("planner", "grammar_output", masks_of_other_rows),
+    Fault("step_masks", "grammar_output", masks_before_the_token_before_is_known),
+    Fault("step_masks", "grammar_output", masks_of_other_rows),
     Fault("request", "matching", a_failed_grammar_is_overlooked),
     Fault("applier", "wanted_logprobs", logprobs_of_requests_that_left),
     Fault("kv", "find_prefix", every_request_reads_the_prefix_cache),

@@ -18,7 +18,7 @@ from protocol.requests import (
     GenerateRequest,
     RequestOutputs,
 )
-from protocol.steps import GrammarOutput, ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
+from protocol.steps import ModelRunnerOutput, ReleaseSlots, SchedulerOutput, StepMessage
 from services.scheduler.core.admission import Admission, Refusal
 from services.scheduler.core.arrivals import Arrivals
 from services.scheduler.core.drafting import Drafting
@@ -117,6 +117,7 @@ class EngineCore:
         self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
         self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
         self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
+        self.step_masks = self.parts.step_masks(self.store, self.epoch, self.queue, self._mask_words)
 
     @property
     def observers(self) -> Observers:
@@ -351,11 +352,10 @@ class EngineCore:
     def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
         queue = self.queue
         while True:
-            for grammar in self._grammar_outputs():
+            for grammar in self.step_masks.outputs():
                 observers.emit(GrammarSent(grammar))
                 yield grammar
-            deferred = bool(queue.unmasked) and not self.epoch.limits.leaves_rows_out
-            planned = None if queue.full or deferred else self._schedule()
+            planned = None if queue.full or self.step_masks.holds_back else self._schedule()
             if planned is None:
                 break
             step, plan, masked = planned
@@ -379,15 +379,6 @@ class EngineCore:
             num_waiting=self.store.num_waiting,
             kv_cache_usage=self.epoch.kv.usage,
         )
-
-    def _grammar_outputs(self) -> Iterator[GrammarOutput]:
-        """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""
-        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            grammar = self.planner.grammar_output(unmasked, sampled_before, self._mask_words)
-            if not unmasked.rows:
-                self.queue.unmasked.remove(unmasked)
-            if grammar is not None:
-                yield grammar
 
     def _schedule(self) -> PlannedStep | None:
         if not self.has_requests:
@@ -426,7 +417,7 @@ class EngineCore:
                 self.observers.emit(ResultRefused(ready[1].epoch, ready[1].step_id))
                 raise
         if self.store.masks.late:
-            self._start_masks()
+            self.step_masks.start()  # before the next step is formed: they are more urgent
 
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
         decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)
@@ -438,11 +429,6 @@ class EngineCore:
         self.store.counters[f"iteration_tokens:{bisect_left(ITERATION_TOKENS, tokens)}"] += 1
         if self.observers.listening:
             self.observers.emit(ResultApplied(step, result, *applied))
-
-    def _start_masks(self) -> None:
-        """Start to make the masks that can be made, before the next step is formed: they are more urgent."""
-        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
-            self.planner.start_masks(unmasked, sampled_before, self._mask_words)
 
     def _measure(self, step: InflightStep, tokens: int, ended: Iterable[RequestKey]) -> None:
         """`tokens`: positions of the step. All but one per row, and but drafts, are those of prompts."""

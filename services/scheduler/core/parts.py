@@ -21,6 +21,7 @@ from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotColumns
+from services.scheduler.core.step_masks import StepMasks
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
@@ -44,6 +45,7 @@ class Parts:
     lifecycle: type[Lifecycle] = Lifecycle
     planner: type[StepPlanner] = StepPlanner
     applier: type[ResultApplier] = ResultApplier
+    step_masks: type[StepMasks] = StepMasks
 
     def build_store(self, compiler: Compiler | None, mask_maker: MaskMaker = INLINE_MASKS) -> RequestStore:
         return self.store(self.compiling(compiler), self.masks(mask_maker), self.waiting(), self.outputs())

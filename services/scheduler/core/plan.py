@@ -15,17 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codec import pack
-from protocol.steps import GrammarOutput, NewRequest, SchedulerOutput
-from services.scheduler.core.batch_queue import UnmaskedStep
+from protocol.steps import NewRequest, SchedulerOutput
 from services.scheduler.core.drafting import Drafting
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.ledger import InflightStep
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.observer import PreemptionCause
 from services.scheduler.core.request import Request, RequestStatus, priority_of
-from services.scheduler.core.slots import DELIVER, LIVE, Column, Mask, SlotIds
+from services.scheduler.core.slots import Column, SlotIds
 from services.scheduler.core.store import RequestStore
-from services.scheduler.grammar import Masks
 from services.scheduler.policies import SchedulerView, StepBudget
 
 _NO_SLOTS = np.empty(0, np.int64)
@@ -274,61 +272,6 @@ class StepPlanner:
         epoch.next_step += 1
         epoch.ledger.add(step)
         return PlannedStep(step, plan, masked)
-
-    def grammar_output(
-        self, unmasked: UnmaskedStep, sampled_before: Mask, num_words: int
-    ) -> GrammarOutput | None:
-        """Return the masks of a step that can be sent now, and remove their rows from `unmasked`. None: there are none.
-
-        A row whose slot is sampled by an earlier step in flight has to wait, because its grammar has not accepted that
-        token yet (deferred sampling). A row with drafts has a mask for each position that a draft within the grammar
-        leads to (draft masks). A row whose result will be ignored may sample anything. Workers that leave no row out
-        get the masks of all rows in one message.
-
-        Args:
-            sampled_before: bool[slots]: an earlier step in flight samples for the slot.
-            num_words: int32 words of one mask.
-        """
-        step, whole, used = unmasked.step, not self.epoch.limits.leaves_rows_out, self.used_rows(unmasked)
-        parts = {}
-        for slot, row in unmasked.rows.items():
-            if slot in used and sampled_before[slot]:
-                if whole:
-                    return None
-            elif (masks := self.row_masks(step, row, num_words, slot in used)) is not None:
-                parts[slot] = masks
-        if not parts or (whole and len(parts) < len(unmasked.rows)):
-            return None
-        for slot in parts:
-            del unmasked.rows[slot]
-        return GrammarOutput(
-            self.epoch.number,
-            step.step_id,
-            pack(list(parts)),
-            np.concatenate(list(parts.values())).view(np.uint8).reshape(-1).data,
-            pack([len(masks) for masks in parts.values()]) if step.drafts.any() else b"",
-        )
-
-    def start_masks(self, unmasked: UnmaskedStep, sampled_before: Mask, num_words: int) -> None:
-        """Start to make the masks of rows whose tokens before are known; arguments as of `grammar_output`."""
-        for slot, row in self.used_rows(unmasked).items():
-            if not sampled_before[slot]:
-                self.row_masks(unmasked.step, row, num_words, True)
-
-    def used_rows(self, unmasked: UnmaskedStep) -> dict[int, int]:
-        """Return those rows without masks whose tokens will be appended to a request: slot -> row, in plan order."""
-        step = unmasked.step
-        states = self.epoch.slots.state.take(step.slots)
-        used = self.epoch.ledger.current(step) & ((states == LIVE) | (states == DELIVER))
-        return {slot: row for slot, row in unmasked.rows.items() if used[row]}
-
-    def row_masks(self, step: InflightStep, row: int, num_words: int, used: bool) -> Masks | None:
-        """Return the masks of one row, or None while they are being made."""
-        if not used:
-            return np.full((1, num_words), -1, np.int32)
-        request, num_drafts = self.epoch.slots.request(int(step.slots[row])), int(step.drafts[row])
-        masks = self.store.masks.get(request, num_drafts, num_words)
-        return None if masks is None else masks[: 1 + num_drafts]
 
 
 def _limit(budget: int | None) -> int:

@@ -1,0 +1,96 @@
+"""Sending the masks of the steps in flight.
+
+A step's sampling waits for the masks of its constrained rows, and a mask can be made when the token before is known
+(deferred sampling, docs/invariants.md). So masks are sent in messages of their own, behind the plan. The masks
+themselves belong to the requests (`services.scheduler.core.masks`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.codec import pack
+from protocol.steps import GrammarOutput
+from services.scheduler.core.batch_queue import BatchQueue, UnmaskedStep
+from services.scheduler.core.epoch import EpochState
+from services.scheduler.core.ledger import InflightStep
+from services.scheduler.core.slots import DELIVER, LIVE, Mask
+from services.scheduler.core.store import RequestStore
+from services.scheduler.grammar import Masks
+
+
+@dataclass(eq=False)
+class StepMasks:
+    store: RequestStore
+    epoch: EpochState
+    queue: BatchQueue
+    num_words: int
+    """int32 words of one mask."""
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether no further step may be dispatched before the missing masks are sent."""
+        return bool(self.queue.unmasked) and not self.epoch.limits.leaves_rows_out
+
+    def outputs(self) -> Iterator[GrammarOutput]:
+        """Yield the masks that can be sent, step by step, and start to make others whose tokens before are known."""
+        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+            grammar = self.grammar_output(unmasked, sampled_before)
+            if not unmasked.rows:
+                self.queue.unmasked.remove(unmasked)
+            if grammar is not None:
+                yield grammar
+
+    def start(self) -> None:
+        """Start to make the masks of all rows whose tokens before are known."""
+        for unmasked, sampled_before in self.queue.unmasked_steps(self.epoch.slots):
+            for slot, row in self.used_rows(unmasked).items():
+                if not sampled_before[slot]:
+                    self.row_masks(unmasked.step, row, True)
+
+    def grammar_output(self, unmasked: UnmaskedStep, sampled_before: Mask) -> GrammarOutput | None:
+        """Return the masks of a step that can be sent now, and remove their rows from `unmasked`. None: there are none.
+
+        A row whose slot is sampled by an earlier step in flight has to wait, because its grammar has not accepted that
+        token yet. A row with drafts has a mask for each position that a draft within the grammar leads to (draft
+        masks). A row whose result will be ignored may sample anything. Workers that leave no row out get the masks of
+        all rows in one message.
+
+        Args:
+            sampled_before: bool[slots]: an earlier step in flight samples for the slot.
+        """
+        step, whole, used = unmasked.step, not self.epoch.limits.leaves_rows_out, self.used_rows(unmasked)
+        parts = {}
+        for slot, row in unmasked.rows.items():
+            if slot in used and sampled_before[slot]:
+                if whole:
+                    return None
+            elif (masks := self.row_masks(step, row, slot in used)) is not None:
+                parts[slot] = masks
+        if not parts or (whole and len(parts) < len(unmasked.rows)):
+            return None
+        for slot in parts:
+            del unmasked.rows[slot]
+        return GrammarOutput(
+            self.epoch.number,
+            step.step_id,
+            pack(list(parts)),
+            np.concatenate(list(parts.values())).view(np.uint8).reshape(-1).data,
+            pack([len(masks) for masks in parts.values()]) if step.drafts.any() else b"",
+        )
+
+    def used_rows(self, unmasked: UnmaskedStep) -> dict[int, int]:
+        """Return those rows without masks whose tokens will be appended to a request: slot -> row, in plan order."""
+        step = unmasked.step
+        states = self.epoch.slots.state.take(step.slots)
+        used = self.epoch.ledger.current(step) & ((states == LIVE) | (states == DELIVER))
+        return {slot: row for slot, row in unmasked.rows.items() if used[row]}
+
+    def row_masks(self, step: InflightStep, row: int, used: bool) -> Masks | None:
+        """Return the masks of one row, or None while they are being made."""
+        if not used:
+            return np.full((1, self.num_words), -1, np.int32)
+        request, num_drafts = self.epoch.slots.request(int(step.slots[row])), int(step.drafts[row])
+        masks = self.store.masks.get(request, num_drafts, self.num_words)
+        return None if masks is None else masks[: 1 + num_drafts]
