@@ -10,9 +10,8 @@ from pathlib import Path
 from services.config import SERVICES
 from services.process import collection_paused, die_with_parent
 
-signal.signal(
-    signal.SIGINT, signal.SIG_DFL
-)  # until the service handles it: no traceback of a KeyboardInterrupt
+# Without a handler of Python's there is no traceback of a KeyboardInterrupt until the service handles the signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 with collection_paused():
     from services.cli.start import start
 

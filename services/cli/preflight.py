@@ -154,9 +154,8 @@ def check_tls(config: HttpConfig) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     name = "--ssl-certfile"
     try:
-        context.load_cert_chain(
-            config.ssl_certfile, config.ssl_keyfile, password=""
-        )  # never asks on the terminal
+        # With an empty password, a key that needs one is refused; OpenSSL would ask for it on the terminal
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
         name = "--ssl-ca-certs"
         context.load_verify_locations(config.ssl_ca_certs) if config.ssl_ca_certs is not None else None
     except (OSError, ssl.SSLError) as error:

@@ -81,9 +81,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(http: HTTPRequest, error: RequestValidationError) -> Response:
-        first = error.errors()[
-            0
-        ]  # of a parameter in the path or the query; bodies have a parser of their own
+        # A parameter in the path or the query; bodies have a parser of their own
+        first = error.errors()[0]
         name = str(first["loc"][-1])
         return error_response(invalid(f"{name}: {first['msg']}", name), http.url.path, http.state.request_id)
 

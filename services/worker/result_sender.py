@@ -161,9 +161,8 @@ class ResultSender:
         Return False if the threads did not end within `timeout` seconds.
         """
         self._queue.put(None)
-        for (
-            thread
-        ) in self._threads:  # until the first has ended, the second one aborts waits that are useless
+        # The heartbeat thread is the second one: until the first has ended, it aborts waits that are useless
+        for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout)
             self._closing.set()

@@ -74,9 +74,8 @@ class ServeProcess:
         except psutil.NoSuchProcess:
             return
         for child in children:
-            with contextlib.suppress(
-                psutil.NoSuchProcess, ValueError
-            ):  # it has ended, or its command line is not there yet
+            # It has ended, or its command line is not there yet
+            with contextlib.suppress(psutil.NoSuchProcess, ValueError):
                 self.services[name_of(child)] = child
 
     def client(self) -> OpenAI:

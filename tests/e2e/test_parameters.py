@@ -156,9 +156,8 @@ def test_log_probabilities_of_chat_and_its_stream_are_equal(client: OpenAI, mode
     whole = client.chat.completions.create(**request).choices[0]
     content = whole.logprobs.content
     text = b"".join(bytes(entry.bytes) for entry in content).decode()
-    assert (
-        text.removesuffix("<|eos|>") == whole.message.content
-    )  # the token that ended the output has an entry too
+    # The token that ended the output has an entry too
+    assert text.removesuffix("<|eos|>") == whole.message.content
     for entry in content:
         likely = [top.logprob for top in entry.top_logprobs]
         assert (len(likely), likely[0]) == (5, entry.logprob)

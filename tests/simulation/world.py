@@ -833,9 +833,8 @@ class World:
         one_more = stream.pooling is not Pooling.NONE or finish.reason is FinishReason.ERROR
         exact = len(stream.prompt) + len(stream.tokens) - 1 - stream.hit + one_more + stream.in_vain
         slack = 0 if finish.reason is FinishReason.LENGTH else (self.depth - 1) // self.limits.stages
-        if (
-            self.speculating is not None
-        ):  # rejected drafts, drafts behind the end, steps in flight behind the end
+        # Rejected drafts, drafts behind the end, steps in flight behind the end
+        if self.speculating is not None:
             slack = stream.planned_drafts - stream.accepted + self.speculating.most + self.depth - 1
         if not exact <= stream.scheduled <= exact + slack:
             raise DeliveryError(

@@ -43,10 +43,11 @@ def vllm_request(stream: VllmStream) -> VllmRequest:
         params["allowed_token_ids"] = unpack(allowed).tolist()
     if stops := params.pop("stop_token_ids", None):
         params["stop_token_ids"] = list(stops)
+    # The streams have no end tokens
     params |= {
         "max_tokens": stream.params.max_tokens,
         "ignore_eos": True,
-    }  # the streams have no end tokens
+    }
     return VllmRequest(stream.prompt, params, set_afterwards)
 
 

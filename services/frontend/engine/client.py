@@ -69,9 +69,8 @@ def failure(finish: Finish, param: str | None = None) -> APIError | None:
     message = finish.message or "the request was not completed"
     if status != 400 or param is None:
         return APIError(status, message, retry_after=finish.retry_after)
-    return invalid(
-        message, param, logged=f"{param}: the engine refused the request"
-    )  # a grammar's errors quote it
+    # The log does not have the engine's text: errors of a grammar quote the grammar
+    return invalid(message, param, logged=f"{param}: the engine refused the request")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ class StepTrace:
             self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # what the buffer holds cannot be written either; the file is closed
+        # What the buffer holds cannot be written either; the file is closed
+        with contextlib.suppress(OSError):
             self._file.close()

@@ -56,9 +56,8 @@ class PrefixChains:
         chain = _BlockChain(self._keyed, salt)
         data, width = tokens.tobytes(), 4 * self._size
         ids = [chain.extend(data[at : at + width]) for at in range(0, len(data) - width + 1, width)]
-        self._chains.setdefault(
-            key, chain
-        )  # a number that is in use is refused, and its owner keeps its chain
+        # A number that is in use is refused, and its owner keeps its chain
+        self._chains.setdefault(key, chain)
         return b"".join(ids)
 
     def forget(self, key: RequestKey) -> None:

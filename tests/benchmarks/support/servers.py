@@ -58,9 +58,8 @@ def end_on_sigterm() -> None:
     An exception that the handler raises may be caught by the callback of a load that it interrupts. On SIGINT asyncio
     cancels the load instead.
     """
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored by a process in the background of a script
+    # Ignored by a process in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 

@@ -158,9 +158,8 @@ def test_steps_are_prepared_while_one_computes(llama: Family, monkeypatch: pytes
     request = driver.add(PROMPT)
     flying = [driver.launch([(request, len(PROMPT))])]
     held.begun.acquire()
-    flying += [
-        driver.launch([(request, 1)]) for _ in range(2)
-    ]  # returns: two are ready while the first computes
+    # Returns at once: two steps are ready while the first computes
+    flying += [driver.launch([(request, 1)]) for _ in range(2)]
     assert not held.begun.acquire(blocking=False)
     held.let_all_go()
     for launched in flying:

@@ -142,9 +142,8 @@ def test_answers_are_those_without_drafts(
     for request in requests:
         assert 0 < request.accepted < request.drafted
     counts = {int(count) for seen in script(driver).seen[9:] for count in seen.counts[seen.samples]}
-    assert counts >= (
-        {1, 2, k + 1} if k < 4 else {2, 3, 5}
-    )  # no two wrong drafts are further apart, or neighbours
+    # No two wrong drafts are further apart, or neighbours
+    assert counts >= ({1, 2, k + 1} if k < 4 else {2, 3, 5})
 
 
 @pytest.mark.usefixtures("scripted")

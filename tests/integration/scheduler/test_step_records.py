@@ -105,9 +105,8 @@ def test_a_subscriber_gets_every_step_with_the_times_of_every_rank(tmp_path: Pat
 
 def test_nobody_gets_records_without_a_subscription_or_after_it_ended(tmp_path: Path) -> None:
     with engine(tmp_path, LIMITS, SIM) as running:
-        client = FrontendConnection(
-            running.client_endpoint
-        )  # it fails on a message that it did not subscribe to
+        # It fails on a message that it did not subscribe to
+        client = FrontendConnection(running.client_endpoint)
         client.wait_ready()
         subscriber = Subscriber(running.client_endpoint)
         generate(client, 1)

@@ -53,9 +53,8 @@ def test_other_blocks_are_not_kept() -> None:
     assert weight_from_blocks(blocks("Q5_1", torch.randn(2, GROUP))[0]) is None
     large = np.zeros((1, 18), np.uint8)
     large[0, :2] = np.array([60000.0], np.float16).view(np.uint8)
-    assert (
-        weight_from_blocks(QuantizedRows("Q4_0", torch.from_numpy(large))) is None
-    )  # 8 * 60000 is no float16
+    # 8 * 60000 is no float16
+    assert weight_from_blocks(QuantizedRows("Q4_0", torch.from_numpy(large))) is None
 
 
 def test_stacked_weights_of_one_kind_stay_and_of_two_become_int8() -> None:

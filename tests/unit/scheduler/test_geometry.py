@@ -75,9 +75,8 @@ def test_tkv_is_the_longest_row_of_the_rectangle() -> None:
     for _ in range(2000):
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
         assert SMALL.tkv(np.array(lengths, np.int32)) == rectangle(lengths, 4)
-    assert (
-        SMALL.tkv(np.array([5, 4], np.int32)) == 8
-    )  # the shorter row ends with a full block and is padded by a block
+    # The shorter row ends with a full block and is padded by a block
+    assert SMALL.tkv(np.array([5, 4], np.int32)) == 8
     assert SMALL.tkv(np.array([5, 5], np.int32)) == 5
 
 

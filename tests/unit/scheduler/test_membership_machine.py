@@ -151,10 +151,8 @@ class GroupMachine(RuleBasedStateMachine):
                     assert peer in self.group.roster
                 case Send(peer, EndEpoch(epoch=epoch), everywhere):
                     assert everywhere
-                    assert epoch in (
-                        self.group.epoch,
-                        self.group.epoch - 1,
-                    )  # the same event may begin the next
+                    # The same event may begin the next
+                    assert epoch in (self.group.epoch, self.group.epoch - 1)
                     assert self.group.roster.state_of(peer) not in IN_EPOCH
                 case Refuse(peer):
                     assert peer not in self.group.roster

@@ -147,9 +147,8 @@ def test_a_rectangle_beyond_the_volume_or_the_context_is_refused() -> None:
     rigid, plan, table = shapes([4, 3, 11], max_volume=35)
     with pytest.raises(PlanError, match="3 rows of 12 tokens, more than 35"):
         rigid.pad(plan, table.apply(plan))
-    rigid, plan, table = shapes(
-        [8, 3], context=10
-    )  # the shorter row ends its block: 12 positions with padding
+    # The shorter row ends its block: 12 positions with padding
+    rigid, plan, table = shapes([8, 3], context=10)
     with pytest.raises(PlanError, match="12 tokens long, the context is 10"):
         rigid.pad(plan, table.apply(plan))
 

@@ -256,9 +256,8 @@ class SimEpoch:
             embeddings, copied = executed.embeddings.copy_out(device)
         proposed, ended = self._propose(executed)
         drafts: I32 | None = None
-        if (
-            step.has_structured_output_requests and proposed.size
-        ):  # without a grammar no result waits for the drafter
+        # Without a grammar no result waits for the drafter
+        if step.has_structured_output_requests and proposed.size:
             drafts, copied = device.copy_out(proposed)
         rank.exchange.send_sampled(device, step, acceptance, proposed, ended)
         return replace(

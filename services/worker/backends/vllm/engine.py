@@ -115,9 +115,8 @@ class VllmEngine:
         )
         kinds: list[Any] = vllm_api.BUILTIN_LOGITS_PROCESSORS
         processors = [kind(self.config, runner.device, False) for kind in kinds]
-        batch.logitsprocs = vllm_api.LogitsProcessors(
-            processors
-        )  # with drafts, vLLM creates only one of them
+        # With drafts, vLLM creates only one of them
+        batch.logitsprocs = vllm_api.LogitsProcessors(processors)
         batch.logitsprocs_need_output_token_ids = True
         runner.rejection_sampler = verifier = DraftVerifier(runner.sampler)
         return verifier

@@ -90,9 +90,8 @@ class DeferredProposer(Proposer):
         order = np.concatenate((last, np.setdiff1d(slots[stays], last)))
         place = np.empty(len(generation), np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
-        places = np.where(
-            stays, place[slots], len(order)
-        )  # rows of requests that have left come last and are removed
+        # Rows of requests that have left come last and are removed
+        places = np.where(stays, place[slots], len(order))
         firsts = np.unique(places, return_index=True)[1][: len(order)]
         by_token = np.repeat(places, counts)
         joined = np.bincount(by_token, minlength=len(order))[: len(order)].astype(np.int32)

@@ -51,9 +51,8 @@ def _help(state):  # type: ignore[no-untyped-def]
                 yielded += 1
                 continue
             simd.fetch_add(state + ASLEEP, 1)
-            if (
-                simd.load_i64(state + TURN) == seen
-            ):  # else the caller may not have seen that this helper sleeps
+            # If the turn has changed, the caller may not have seen that this helper sleeps, and may not wake it
+            if simd.load_i64(state + TURN) == seen:
                 simd.call(simd.load_i64(state + WAIT), state + SEMAPHORE)
             yielded = 0
         seen = simd.load_i64(state + TURN)

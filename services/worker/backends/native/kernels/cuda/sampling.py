@@ -181,9 +181,8 @@ def _cutoff(
 def sampling_bytes(rows: int, vocab_size: int) -> int:
     """Return the most memory that choosing and scoring a token of each of `rows` rows takes."""
     masks = 2 * 4 * -(-vocab_size // 32)  # of a grammar and of allowed tokens
-    best = (
-        8 * _MOST_PARTS + 4 * 4
-    )  # of each part of the vocabulary; the row's greatest, cutoff, token and rank
+    # Of each part of the vocabulary; the row's greatest, cutoff, token and rank
+    best = 8 * _MOST_PARTS + 4 * 4
     search = 2 * (2 * 8 + 4 * WAYS * _MOST_PARTS)  # bounds and sums of two rounds
     return rows * (masks + 2 * best + search) + _SCORED_BYTES * min(rows, _ROWS_SCORED) * vocab_size
 
