@@ -6,11 +6,12 @@ import pytest
 from protocol.codec import pack
 from protocol.requests import FinishReason
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import EventRecorder, RequestFinished
+from services.scheduler.core.observer import RequestFinished
 from services.scheduler.core.request import RequestStatus
 from services.scheduler.core.results import UnknownResult
 from services.scheduler.core.slots import SlotIds
 from services.scheduler.policies import ChunkedPolicy, SchedulerView
+from tests.event_recorder import EventRecorder
 from tests.simulation.test_acceptance import DEPTHS, ROOMY, entered, prompt_of
 from tests.simulation.world import _RESULTS, World, params
 

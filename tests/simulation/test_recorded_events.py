@@ -18,7 +18,6 @@ from services.scheduler.core.observer import (
     EpochEnded,
     EpochStarted,
     Event,
-    EventRecorder,
     FrontendLeft,
     GrammarReady,
     GrammarSent,
@@ -35,6 +34,7 @@ from services.scheduler.core.observer import (
     TimeAdvanced,
 )
 from services.scheduler.grammar import INLINE_MASKS
+from tests.event_recorder import EventRecorder
 from tests.simulation.driver import play
 from tests.simulation.grammar import Compilation, LateMasks
 from tests.simulation.oracle import HIDDEN_SIZE

@@ -280,13 +280,3 @@ class Observers:
     def emit(self, event: Event) -> None:
         for observer in self.listening:
             observer.observe(event)
-
-
-class EventRecorder:
-    """An observer that keeps every event in a list."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def observe(self, event: Event) -> None:
-        self.events.append(event)

@@ -18,7 +18,6 @@ from services.scheduler.core.observer import (
     EpochEnded,
     EpochStarted,
     Event,
-    EventRecorder,
     FrontendLeft,
     GrammarReady,
     GrammarSent,
@@ -38,6 +37,7 @@ from services.scheduler.core.observer import (
 )
 from services.scheduler.core.slots import DELIVER, DROP, LIVE
 from services.scheduler.policies import ChunkedPolicy
+from tests.event_recorder import EventRecorder
 from tests.simulation.grammar import Compilation, structured
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, num_blocks=32, block_size=4)

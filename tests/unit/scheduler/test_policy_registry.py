@@ -11,7 +11,7 @@ import pytest
 from protocol.codec import unpack
 from services.config import SchedulerConfig
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.observer import EventRecorder, StepDispatched
+from services.scheduler.core.observer import StepDispatched
 from services.scheduler.policies import (
     BUILT_IN,
     ChunkedPolicy,
@@ -21,6 +21,7 @@ from services.scheduler.policies import (
     find_policy,
     make_policy,
 )
+from tests.event_recorder import EventRecorder
 from tests.examples.install import STEADY_DECODE, install, register
 from tests.simulation.world import World, params
 
