@@ -384,9 +384,12 @@ class Service:
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:
-            state, self._reported = self._state(), self._status()
-            self.frontends.send_state_to_all(state)
+            self._report_state()
         self._was_busy = busy
+
+    def _report_state(self) -> None:
+        state, self._reported = self._state(), self._status()
+        self.frontends.send_state_to_all(state)
 
     def _drop_frontend(self, frontend: int) -> None:
         self.leases.end(frontend)
