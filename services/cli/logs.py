@@ -52,8 +52,6 @@ class JsonFormatter(logging.Formatter):
 def configure(level: str, form: Literal["text", "json"] = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    # No line has them, and each would be looked up for each line.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 

@@ -1,6 +1,7 @@
 """`runahead serve --backend vllm` as a user starts it: the same answers as vLLM, and a clean end."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 
@@ -86,9 +87,15 @@ def test_structured_output_and_log_probabilities(client: OpenAI, model: str) -> 
 
 
 def test_stop_leaves_nothing_and_prints_nothing_of_the_libraries(server: ServeProcess) -> None:
-    """The last test of this file."""
+    """The last test of this file that needs the server."""
     server.signal(signal.SIGTERM)
     assert server.wait() == 0
     server.assert_nothing_is_left()
     lines = [line for line in server.log.read_text().splitlines() if line.startswith("worker")]
     assert "leaving: the scheduler is stopping" in lines[-1]
+
+
+def test_vllms_log_lines_have_the_format_of_the_service(server: ServeProcess) -> None:
+    log = server.log.read_text()
+    assert re.search(r"^worker +\| \S+ \S+ WARNING vllm\.\S+: ", log, re.MULTILINE)
+    assert "Logging error" not in log

