@@ -6,7 +6,13 @@ import torch
 from protocol.rows import LogprobRows
 from services.worker.backends.native.device.cpu import CpuDevice
 from services.worker.backends.native.kernels.interface.kernels import Kernels
-from services.worker.backends.native.kernels.selection import OWN_BFLOAT16, TABLE, create
+from services.worker.backends.native.kernels.selection import (
+    OWN_BFLOAT16,
+    TABLE,
+    WIDE,
+    create,
+    processor_features,
+)
 from services.worker.backends.native.sampling.logprobs import ScoresOnTheirWay
 from services.worker.backends.native.sampling.sampler import SampledTokens
 
@@ -24,12 +30,11 @@ def scores_of(result: SampledTokens) -> LogprobRows:
 
 
 def make(implementation: str, dtype: torch.dtype = F32, activations: torch.dtype | None = None) -> Kernels:
-    """One row of the table that any processor computes, but for products; `activations` choose between those for one
-    dtype."""
-    wanted = activations or dtype
+    """One row of the table, without our own products of bfloat16; `activations` choose between those for one dtype."""
+    wanted, excluded = activations or dtype, {*OWN_BFLOAT16, WIDE} - (processor_features() & {WIDE})
     rows = [
         c
         for c in TABLE
-        if (c.implementation, c.dtype) == (implementation, dtype) and not {*OWN_BFLOAT16} & {*c.needs}
+        if (c.implementation, c.dtype) == (implementation, dtype) and not excluded & {*c.needs}
     ]
     return create(next(c for c in rows if c.activations == wanted or implementation == "reference"))

@@ -12,6 +12,7 @@ from services.worker.backends.native.kernels.selection import (
     PAIRS,
     TABLE,
     TILES,
+    WIDE,
     choose,
     create,
     processor_features,
@@ -56,7 +57,11 @@ def test_first_row_that_fits(
         (BF16, (ONEDNN_BFLOAT16, TILES), False, True, "our own, AMX, bfloat16"),
         (BF16, (ONEDNN_BFLOAT16,), True, False, "our own, float32 from bfloat16 weights"),
         (BF16, (ONEDNN_BFLOAT16,), False, True, "our own, float32 from bfloat16 weights"),
-        (F32, (ONEDNN_BFLOAT16, TILES), True, True, "our own, float32"),
+        (BF16, (ONEDNN_BFLOAT16, WIDE), False, True, "our own, AVX-512, float32 from bfloat16 weights"),
+        (BF16, (ONEDNN_BFLOAT16, WIDE), False, False, "oneDNN, bfloat16"),
+        (BF16, (ONEDNN_BFLOAT16, PAIRS, WIDE), False, False, "our own, AVX-512, bfloat16"),
+        (F32, (ONEDNN_BFLOAT16,), True, True, "our own, float32"),
+        (F32, (ONEDNN_BFLOAT16, PAIRS, WIDE), True, True, "our own, AVX-512, float32"),
     ],
 )
 def test_products_of_quantised_weights_and_of_batch_invariance(

@@ -1,15 +1,20 @@
-"""Float32 products by our own kernel: the right sums, and a row's bits do not depend on its batch."""
+"""Float32 products by our own kernels: the right sums, and a row's bits depend neither on its batch nor on the kernel.
+
+The kernel for AVX-512 computes on every processor, so all of them test it."""
 
 import pytest
 import torch
 
-from services.worker.backends.native.kernels.cpu.compiled import product as product_kernels
+from services.worker.backends.native.kernels.cpu.compiled import product as narrow_kernels
+from services.worker.backends.native.kernels.cpu.compiled import wide_product as wide_kernels
 from services.worker.backends.native.kernels.cpu.launching import Launcher
-from services.worker.backends.native.kernels.cpu.products import Float32Product
+from services.worker.backends.native.kernels.cpu.products import NARROW, WIDE, Float32Product, Float32Way
 from services.worker.backends.native.kernels.cpu.thread_team import set_num_threads
 
 SHAPES = [(64, 96), (1, 5), (211, 64), (130, 17), (192, 384)]
+WAYS = {"narrow": NARROW, "wide": WIDE}
 SIZES = [*range(1, 20), 47, 48, 49, 70, 96, 97, 128, 257]
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def multiply(product: Float32Product, x: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -19,12 +24,13 @@ def multiply(product: Float32Product, x: torch.Tensor, outputs: int) -> torch.Te
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("digits", ["bfloat16", "float32"])
-def test_equals_torch(shape: tuple[int, int], bias: bool, digits: str) -> None:
+@each_way
+def test_equals_torch(way: Float32Way, shape: tuple[int, int], bias: bool, digits: str) -> None:
     """With weights that are kept in bfloat16, because they have no more digits, and with others."""
     torch.manual_seed(0)
     weight = torch.randn(shape).to(getattr(torch, digits)).float()
     added = torch.randn(shape[0]) if bias else None
-    product = Float32Product(Launcher(), weight.clone(), added)
+    product = Float32Product(Launcher(), weight.clone(), added, way)
     for rows in (0, 1, 2, 3, 4, 5, 8, 23, 49):
         x = torch.randn(rows, shape[1])
         expected = torch.nn.functional.linear(x, weight, added)
@@ -33,13 +39,15 @@ def test_equals_torch(shape: tuple[int, int], bias: bool, digits: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
+@each_way
 def test_a_row_has_the_same_bits_at_every_batch_size(
-    shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+    way: Float32Way, shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch invariance (docs/invariants.md), also where other threads compute parts."""
-    monkeypatch.setattr(product_kernels, "WORTH", 1)  # small products are shared too
+    for kernels in (narrow_kernels, wide_kernels):
+        monkeypatch.setattr(kernels, "WORTH", 1)  # small products are shared too
     torch.manual_seed(0)
-    product = Float32Product(Launcher(), torch.randn(shape), torch.randn(shape[0]))
+    product = Float32Product(Launcher(), torch.randn(shape), torch.randn(shape[0]), way)
     x = torch.randn(max(SIZES), shape[1])
     set_num_threads(threads)
     try:
@@ -48,3 +56,15 @@ def test_a_row_has_the_same_bits_at_every_batch_size(
             assert torch.equal(multiply(product, x[-size:].contiguous(), shape[0]), alone[-size:]), size
     finally:
         set_num_threads(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("digits", ["bfloat16", "float32"])
+def test_both_kernels_give_the_same_bits(shape: tuple[int, int], digits: str) -> None:
+    """So the ranks of a group may have different processors."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(getattr(torch, digits)).float(), torch.randn(shape[0])
+    narrow, wide = (Float32Product(Launcher(), weight.clone(), bias, way) for way in (NARROW, WIDE))
+    for rows in (1, 3, 16, 97):
+        x = torch.randn(rows, shape[1])
+        assert torch.equal(multiply(narrow, x, shape[0]), multiply(wide, x, shape[0]))

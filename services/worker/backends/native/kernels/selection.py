@@ -22,6 +22,8 @@ from services.worker.runner import LoadError
 Implementation = Literal["compiled", "reference"]
 ONEDNN_BFLOAT16 = "onednn_bfloat16"
 """oneDNN computes bfloat16 products and packs weights for them."""
+WIDE = "wide"
+"""Our own kernels can use AVX-512."""
 TILES = "tiles"
 """Our own kernels can use AMX, with bfloat16 arithmetic of AVX-512 beside it."""
 PAIRS = "pairs"
@@ -69,6 +71,10 @@ class KernelChoice:
 
 _HELPERS = "helpers that are not waited for"
 TABLE = (
+    KernelChoice(
+        *("compiled", "cpu", torch.float32, (WIDE,), torch.float32),
+        *("our own, AVX-512, float32", _HELPERS),
+    ),
     KernelChoice("compiled", "cpu", torch.float32, (), torch.float32, "our own, float32", _HELPERS),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (TILES,), torch.bfloat16),
@@ -83,6 +89,10 @@ TABLE = (
         *("oneDNN, bfloat16", "torch's OpenMP threads", False, False),
     ),
     # Without bfloat16 arithmetic torch's own bfloat16 products take three to seven times as long as float32 ones.
+    KernelChoice(
+        *("compiled", "cpu", torch.bfloat16, (WIDE,), torch.float32),
+        *("our own, AVX-512, float32 from bfloat16 weights", _HELPERS),
+    ),
     KernelChoice(
         *("compiled", "cpu", torch.bfloat16, (), torch.float32),
         *("our own, float32 from bfloat16 weights", _HELPERS),
@@ -146,7 +156,8 @@ def create(choice: KernelChoice) -> Kernels:
             from services.worker.backends.native.kernels.cpu.kernels import CpuKernels
 
             own = next((feature for feature in choice.needs if feature in OWN_BFLOAT16), None)
-            return CpuKernels(choice.activations, choice.dtype, own)
+            wide = bool({WIDE, *OWN_BFLOAT16} & {*choice.needs})  # each of them needs AVX-512
+            return CpuKernels(choice.activations, choice.dtype, own, wide)
         case _, "reference":
             from services.worker.backends.native.kernels.reference.kernels import ReferenceKernels
 
@@ -177,10 +188,12 @@ def processor_features() -> frozenset[str]:
     if torch.backends.mkldnn.is_available():
         supported = torch.ops.mkldnn._is_mkldnn_bf16_supported  # noqa: SLF001  torch has no public query
         found |= {ONEDNN_BFLOAT16} if supported() else set()
-    if {"avx512_f", "avx512_bf16"} <= found and _compiles_for_this(os.environ):
-        found.add(PAIRS)
-        if "amx_bf16" in found and _may_use_tiles():
-            found.add(TILES)
+    if "avx512_f" in found and _compiles_for_this(os.environ):
+        found.add(WIDE)
+        if "avx512_bf16" in found:
+            found.add(PAIRS)
+            if "amx_bf16" in found and _may_use_tiles():
+                found.add(TILES)
     return frozenset(found)
 
 

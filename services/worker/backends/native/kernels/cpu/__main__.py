@@ -22,8 +22,15 @@ from services.worker.backends.native.kernels.cpu.compiled.product import product
 from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, INT4, INT8, rows_kernel
 from services.worker.backends.native.kernels.cpu.compiled.quantized_product import quantized_product_kernel
 from services.worker.backends.native.kernels.cpu.compiled.rotary import rotary_kernel
+from services.worker.backends.native.kernels.cpu.compiled.wide_product import wide_product_kernel
 from services.worker.backends.native.kernels.cpu.recording import replay_kernel
-from services.worker.backends.native.kernels.selection import OWN_BFLOAT16, PAIRS, TILES, processor_features
+from services.worker.backends.native.kernels.selection import (
+    OWN_BFLOAT16,
+    PAIRS,
+    TILES,
+    WIDE,
+    processor_features,
+)
 
 SINGLE = (
     *(draw_kernel, greedy_kernel, most_likely_kernel, rules_kernel, mask_kernel),
@@ -35,7 +42,7 @@ FEATURES = processor_features()
 KERNELS: list[tuple[Callable[..., object], Sequence[tuple[object, ...]]]] = [
     (attention_kernel, [(False, False), (False, True), (True, True)]),
     (quantized_product_kernel, [(INT8, 1), (INT4, 1)]),
-    (product_kernel, [(False, 1), (True, 1)]),
+    (wide_product_kernel if WIDE in FEATURES else product_kernel, [(False, 1), (True, 1)]),
     (rows_kernel, [(INT8,), (INT4,), *([(BF16,)] if {*OWN_BFLOAT16} & FEATURES else [])]),
     (norm_kernel, [(False,), (True,)]),
     (gate_kernel, [(False,), (True,)]),

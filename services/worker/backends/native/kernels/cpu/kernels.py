@@ -22,19 +22,22 @@ class CpuKernels:
     Args:
         activations: of the model's products
         dtype: the model's, in which keys and values are kept
-        own: see `CpuNetwork`
+        own, wide: see `CpuNetwork`
     """
 
-    def __init__(self, activations: torch.dtype, dtype: torch.dtype, own: str | None = None) -> None:
-        self._dtype, self._uses_torch = dtype, activations != torch.float32 and own is None
+    def __init__(
+        self, activations: torch.dtype, dtype: torch.dtype, own: str | None = None, wide: bool = False
+    ) -> None:
+        self._dtype, self._wide = dtype, wide
+        self._uses_torch = activations != torch.float32 and own is None
         self.device: ComputeDevice = CpuDevice()
-        self.network: NetworkKernels = CpuNetwork(activations, dtype, own)
+        self.network: NetworkKernels = CpuNetwork(activations, dtype, own, wide)
         self.rows: RowKernels = CpuRows()
         self.sampling: SamplingKernels = CpuSampling()
         self.drafting: DraftingKernels = CpuDrafting()
 
     def float32_network(self) -> NetworkKernels:
-        return CpuNetwork(torch.float32, self._dtype)
+        return CpuNetwork(torch.float32, self._dtype, wide=self._wide)
 
     def workspaces(self, sizes: EpochSizes) -> Uses:
         return {}

@@ -14,7 +14,9 @@ from services.worker.backends.native.kernels.cpu.embedding import PanelEmbedding
 from services.worker.backends.native.kernels.cpu.launching import Launcher
 from services.worker.backends.native.kernels.cpu.panels import Panels
 from services.worker.backends.native.kernels.cpu.products import (
+    NARROW,
     OWN_BFLOAT16,
+    WIDE,
     Float32Product,
     OneDnnProduct,
     float32_panel_product,
@@ -38,10 +40,14 @@ class CpuNetwork:
     Args:
         own: the feature of the processor with which our own kernels compute products of bfloat16 activations; None:
             oneDNN computes them
+        wide: products of float32 activations use AVX-512
     """
 
-    def __init__(self, activations: torch.dtype, cache: torch.dtype, own: str | None = None) -> None:
+    def __init__(
+        self, activations: torch.dtype, cache: torch.dtype, own: str | None = None, wide: bool = False
+    ) -> None:
         self.activations, self._cache, self._own = activations, cache, own
+        self._float32 = WIDE if wide else NARROW
         half = activations == torch.bfloat16
         self._launcher = Launcher(beside_torch=half and own is None)
         self._norm, self._gate, self._most_likely = norm_kernel(half), gate_kernel(half), most_likely_kernel()
@@ -54,7 +60,7 @@ class CpuNetwork:
         if self._own is not None or isinstance(weight, QuantizedWeight):
             return self._from_panels(Panels.from_weight(weight), bias)
         if self.activations == torch.float32:
-            return Float32Product(self._launcher, weight, bias)
+            return Float32Product(self._launcher, weight, bias, self._float32)
         return OneDnnProduct(self._launcher, weight.to(self.activations), bias)
 
     def embedding(self, weight: Weight) -> EmbeddingTable:

@@ -4,6 +4,7 @@ With our own kernels, a row has the same bits in a batch of any size (batch inva
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
@@ -14,6 +15,7 @@ from services.worker.backends.native.kernels.cpu.compiled import (
     product,
     quantized_product,
     tile_product,
+    wide_product,
 )
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PANEL
 from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16
@@ -25,32 +27,53 @@ from services.worker.backends.native.kernels.selection import PAIRS, TILES
 _ONEDNN = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001  torch has no public product with a packed weight
 
 
+@dataclass(frozen=True)
+class Float32Way:
+    """A kernel of float32 products, and how it wants its weights."""
+
+    kernel: Callable[[bool, int], Kernel]
+    """For weights in bfloat16 or float32, and the number of inputs."""
+    chunk: int
+    """Rows of one item."""
+    panel: int
+    """Outputs whose weights are side by side, input after input."""
+    apart: int
+    """Distance of the two bfloat16 that share a word."""
+
+
+NARROW = Float32Way(product.product_kernel, product.CHUNK, PANEL, PANEL // 2)
+WIDE = Float32Way(wide_product.wide_product_kernel, wide_product.CHUNK, BLOCK, PANEL)
+"""With AVX-512."""
+
+
 class Float32Product:
     """A product with float32 activations.
 
     A weight whose numbers are exact in bfloat16 is stored in bfloat16: half the bytes to read, and the same sums.
     """
 
-    def __init__(self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._launcher = launcher
+    def __init__(
+        self, launcher: Launcher, weight: torch.Tensor, bias: torch.Tensor | None, way: Float32Way = NARROW
+    ) -> None:
+        self._launcher, self._chunk = launcher, way.chunk
         self._outputs, self._inputs = weight.shape
         missing = -self._outputs % BLOCK
         short = weight.to(torch.bfloat16)
         half = torch.equal(short.to(weight.dtype), weight)
         padded = functional.pad(short if half else weight.float(), (0, 0, 0, missing))
         self._blocks = len(padded) // BLOCK
-        panels = padded.view(-1, PANEL, self._inputs).transpose(1, 2)
-        if half:  # number i beside number i + 8: `simd.load_bf16_pairs`
-            panels = panels.unflatten(2, (2, PANEL // 2)).transpose(2, 3)
+        panels = padded.view(-1, way.panel, self._inputs).transpose(1, 2)
+        if half:
+            panels = panels.unflatten(2, (-1, 2, way.apart)).transpose(3, 4)
         self._weight = panels.contiguous()
         self.num_bytes: int = self._weight.nbytes
         self._bias = _padded(bias, self._outputs, BLOCK)
-        self._kernel = product.product_kernel(half, self._inputs)
+        self._kernel = way.kernel(half, self._inputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         addresses = x.data_ptr(), self._weight.data_ptr(), self._bias.data_ptr(), out.data_ptr()
         values = (*addresses, len(x), self._inputs, self._outputs)
-        self._launcher.launch(self._kernel, x, values, self._blocks, product.CHUNK, "rows")
+        self._launcher.launch(self._kernel, x, values, self._blocks, self._chunk, "rows")
         return out
 
 

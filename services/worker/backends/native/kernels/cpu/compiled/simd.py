@@ -388,15 +388,20 @@ def store_i64(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Build a prefetch of the 64 bytes around `address`."""
+    where = builder.inttoptr(address, I8.as_pointer())
+    numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # for reading, to all caches, data
+    kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, [where, *numbers])
+
+
 @intrinsic
 def _prefetch_line(typing_context: Any, address: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        numbers = [ir.Constant(I32, number) for number in (0, 3, 1)]  # for reading, to all caches, data
-        kind = ir.FunctionType(ir.VoidType(), [where.type, I32, I32, I32])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [where, *numbers])
+        prefetch_line(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), code
