@@ -63,6 +63,8 @@ class Pooler:
     def rows(self, rows: Rows, table: BatchColumns) -> PooledRows | None:
         """Return the pooled ones of a step's rows, which `table` has applied; None where no state is needed."""
         kinds = table.pooling[rows.slots]
+        if not kinds.any():  # every step pays for this, and NumPy is slow at comparing with an enumeration
+            return None
         means = kinds == Pooling.MEAN
         wanted = means | ((kinds == Pooling.LAST) & rows.samples)
         if not wanted.any():

@@ -15,10 +15,10 @@ from protocol.codec import unpack
 from protocol.rows import StepRows
 from protocol.sampling import SamplingParams
 from protocol.steps import NewRequest, SchedulerOutput
+from services.worker.batch.row_check import EMPTY as EMPTY
+from services.worker.batch.row_check import CountRows, count_rows
 
 I32 = NDArray[np.int32]
-EMPTY = -1
-"""Generation of an empty slot."""
 NONE = -1
 """Number of log-probabilities of a request that did not request any."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -126,6 +126,7 @@ class SlotTable(BatchColumns):
 
     Args:
         leaves_rows_out: constrained rows may be left out (left-out row, docs/invariants.md)
+        count_rows: the check of rows, which a backend may have compiled
     """
 
     def __init__(
@@ -135,9 +136,10 @@ class SlotTable(BatchColumns):
         num_blocks: int,
         max_model_len: int,
         leaves_rows_out: bool = False,
+        count_rows: CountRows = count_rows,
     ) -> None:
         super().__init__(num_slots, block_size, max_model_len)
-        self._leaves_rows_out = leaves_rows_out
+        self._leaves_rows_out, self._count_rows = leaves_rows_out, count_rows
         self.total_blocks = num_blocks
         self.num_tokens = np.zeros(num_slots, np.int32)
         """Tokens known or promised: those in the request's message, and one per sampling row launched since."""
@@ -151,7 +153,7 @@ class SlotTable(BatchColumns):
         self.corrected = np.zeros(num_slots, np.bool_)
         """True after a row ended elsewhere than planned: further rows of this generation are void."""
         self._row_of = np.zeros(num_slots, np.intp)
-        """For the check that no slot has two rows; written before it is read."""
+        """See `row_check.count_rows`."""
 
     # -- changes -------------------------------------------------------------------------------------------------
 
@@ -169,16 +171,14 @@ class SlotTable(BatchColumns):
     def apply_plan(self, plan: StepRows, new: Sequence[NewRequest]) -> Rows:
         """Apply a plan whose columns are unpacked; see `apply`."""
         self.apply_changes(plan, new)
-        rows = self._without_void(Rows(*plan[:6]))
-        slots = rows.slots
-        self._settle(rows)
-        self._check(rows)
-        self.computed[slots] = rows.ends
-        self.num_tokens[slots] += rows.samples
-        if len(rows.drafts) and rows.drafts.any():
-            self.num_tokens[slots] += rows.drafts
-            self.unsettled[slots] += rows.drafts
-        if self._leaves_rows_out:
+        rows = Rows(*plan[:6])
+        if np.count_nonzero(self.corrected):
+            rows = self._without_void(rows)
+        columns = self.generation, self.num_blocks, self.num_tokens, self.computed, self.unsettled
+        sizes = self._row_of, self.block_size, self.max_model_len
+        if not self._count_rows(*vars(rows).values(), *columns, *sizes):
+            self._explain(rows)
+        if self._leaves_rows_out and len(plan.masked):
             self.unsettled[plan.masked] += 1
         return rows
 
@@ -203,24 +203,9 @@ class SlotTable(BatchColumns):
         self.num_tokens[slot] -= sampled
         self.corrected[slot] = True
 
-    def _settle(self, rows: Rows) -> None:
-        """Lower the counts of slots with rejected drafts or left-out rows: their row starts before the end of what was
-        launched."""
-        slots = rows.slots
-        unsettled = self.unsettled[slots]
-        if not unsettled.any():
-            return
-        back = np.where(self.computed[slots] == EMPTY, 0, self.computed[slots] - rows.starts)
-        back = np.where((back >= 0) & (back <= unsettled), back, 0)
-        self.computed[slots] -= back
-        self.num_tokens[slots] -= back
-        self.unsettled[slots] -= back
-
     def _without_void(self, rows: Rows) -> Rows:
         """Drop rows of corrected slots until their next generation, which continues at the reported frontier."""
         self._check_range(rows.slots)
-        if not self.corrected.any():
-            return rows
         corrected = self.corrected[rows.slots]
         void = corrected & (rows.generations == self.generation[rows.slots])
         next_one = rows.slots[corrected & (rows.generations == self.generation[rows.slots] + 1)]
@@ -280,28 +265,10 @@ class SlotTable(BatchColumns):
             f"block {block} is appended to slot {slot}, which is empty or has a full block table"
         )
 
-    def _check(self, rows: Rows) -> None:
-        """Check all rows in few operations, because every step pays for them; `_explain` finds what is wrong.
-
-        Raises: PlanError
-        """
-        slots, starts = rows.slots, rows.starts
-        numbers = np.arange(len(slots))
-        self._row_of[slots] = numbers
-        computed, known, ends = self.computed[slots], self.num_tokens[slots], starts + rows.counts
-        last = ends - rows.drafts
-        fine = self._row_of[slots] == numbers
-        fine &= self.generation[slots] == rows.generations
-        fine &= (computed == starts) | (computed == EMPTY)
-        fine &= last <= known
-        fine &= (last == known) == rows.samples
-        fine &= ends <= np.minimum(self.num_blocks[slots] * self.block_size, self.max_model_len)
-        if not fine.all():
-            self._explain(rows)
-
     def _explain(self, rows: Rows) -> NoReturn:
-        """Raises: PlanError, for the first check that a row fails."""
+        """Find what `count_rows` has refused. Raises: PlanError, for the first check that a row fails."""
         slots = rows.slots
+        self._check_range(slots)
         if len(np.unique(slots)) != len(slots):
             raise PlanError(f"a slot has two rows in one step: {sorted(slots.tolist())}")
         have, computed, known = self.generation[slots], self.computed[slots], self.num_tokens[slots]

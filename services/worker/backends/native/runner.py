@@ -145,6 +145,7 @@ class NativeRunner:
         table = SlotTable(
             *(assignment.num_slots, assignment.block_size, init.num_blocks, init.max_model_len),
             leaves_rows_out=self.identify().leaves_rows_out,
+            count_rows=loaded.model.kernels.rows.count_rows,
         )
         stages = NativeStages(table, epoch, ranks, self._after_prepare)
         self._stages.set(stages)

@@ -1,6 +1,7 @@
 """One step in the runner: prepared, computed and not sampled yet, then a result."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -45,16 +46,16 @@ class ComputedStep:
     """Log-probabilities of prompt tokens; None if no row requests them."""
     clock: StepClock
 
-    @property
+    @cached_property
     def sampling(self) -> bool:
         return bool(self.rows.samples.any())
 
-    @property
+    @cached_property
     def slots(self) -> NDArray[np.int32]:
         """int32[sampling rows]"""
         return self.rows.slots[self.rows.samples]
 
-    @property
+    @cached_property
     def firsts(self) -> NDArray[np.int32]:
         """int32[sampling rows]: position of the first token that each row samples."""
         return (self.rows.ends - self.rows.drafts)[self.rows.samples]

@@ -98,7 +98,10 @@ class PromptScores:
     ) -> "PromptScores | None":
         """None when the step has no such token."""
         slots = rows.slots
-        has = (table.prompt_logprobs[slots] != NONE) & (rows.starts < table.num_prompt[slots] - 1)
+        wanted = table.prompt_logprobs[slots] != NONE
+        if not wanted.any():  # every step pays for this
+            return None
+        has = wanted & (rows.starts < table.num_prompt[slots] - 1)
         return cls(rows, table, kernels, history) if has.any() else None
 
     def slices(self, vocab_size: int) -> Iterator[I32]:

@@ -12,6 +12,7 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
+from services.worker.batch.row_check import CountRows
 from services.worker.batch.slots import Rows
 
 _NO_HISTORY = torch.empty(0, 0, dtype=torch.int32).numpy()
@@ -21,6 +22,7 @@ class CpuRows(HostHistory):
     """`RowKernels`"""
 
     tile = TILE
+    count_rows: CountRows = staticmethod(compiled.count_rows)
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         owners, offsets = compiled.spread(counts)

@@ -16,6 +16,7 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
+from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 
 _AT_ONCE = 256
@@ -25,6 +26,7 @@ class CudaRows:
     """`RowKernels`. Frontiers and proposed drafts (`SlotDrafts`) are tensors of the host."""
 
     tile = TILE
+    count_rows: CountRows = staticmethod(count_rows)
 
     def __init__(self, device: ComputeDevice) -> None:
         self._device = device

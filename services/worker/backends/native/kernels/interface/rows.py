@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.interface.arrays import I32
+from services.worker.batch.row_check import CountRows
 from services.worker.batch.slots import Rows
 
 
@@ -60,6 +61,8 @@ class RowKernels(Protocol):
 
     tile: int
     """Maximum number of tokens in a tile."""
+    count_rows: CountRows
+    """The check of a plan's rows on the host; for any thread."""
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         """Return the row of each token and its index in the row, int32[tokens] each. `counts`: int32[rows], tokens."""

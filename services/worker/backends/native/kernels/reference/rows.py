@@ -11,6 +11,7 @@ from services.worker.backends.native.kernels.interface.rows import (
     SlotDrafts,
     Verified,
 )
+from services.worker.batch.row_check import CountRows, count_rows
 from services.worker.batch.slots import Rows
 
 
@@ -18,6 +19,7 @@ class ReferenceRows(HostHistory):
     """`RowKernels`"""
 
     tile = 8
+    count_rows: CountRows = staticmethod(count_rows)
 
     def spread(self, counts: I32) -> tuple[I32, I32]:
         owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)

@@ -3,11 +3,18 @@
 import numpy as np
 from numba import njit, types
 
+from services.worker.batch import row_check
+
 _GIVEN = types.Array(types.int32, 1, "A", readonly=True)
 _MADE = types.Array(types.int32, 1, "C")
 _KEPT = types.Array(types.int32, 2, "C")
 _MASK = types.Array(types.boolean, 1, "C")
 _BITS = types.Array(types.boolean, 1, "A", readonly=True)
+_INDICES = types.Array(types.intp, 1, "C")
+
+count_rows = njit(
+    types.boolean(*(_GIVEN,) * 4, _BITS, _GIVEN, *(_MADE,) * 5, _INDICES, *(types.int64,) * 2), cache=True
+)(row_check.count_rows)
 
 
 @njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
