@@ -25,9 +25,9 @@ ROWS = 6
 """Rows that are multiplied together: 24 sums, four weights and one input fit into 32 registers."""
 CHUNK = 16 * ROWS
 """Maximum number of rows of one item."""
-AHEAD = 1024
-"""Bytes from the weights that are read to those that are prefetched. The processor's own prefetching ends with a
-page."""
+AHEAD = 1 << 14
+"""Bytes from the weights that one row reads to those that are prefetched; more rows take longer for each weight. The
+processor's own prefetching ends with a page."""
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
@@ -67,7 +67,7 @@ def multiply_rows(
         with cgutils.for_range(builder, inputs) as loop:
             here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
             for line in range(0, size, 64):
-                simd.prefetch_line(builder, _moved(builder, here, AHEAD + line))
+                simd.prefetch_line(builder, _moved(builder, here, AHEAD // rows.literal_value + line))
             vectors = _block_of(builder, here, half.literal_value)
             for number, row in enumerate(sums):
                 start = builder.add(x, builder.mul(stride, ir.Constant(I64, number)))
