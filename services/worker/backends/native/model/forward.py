@@ -174,7 +174,7 @@ class ForwardPass:
             for tokens in prompts.slices(part.whole.vocab_size):
                 if (scored := self._whole_logits(self._head(self._final_normed(tokens)))) is not None:
                     prompts.take(scored)
-        return self._whole_logits(logits[: counts.sampled], self._buffers.float32_logits)
+        return self._whole_logits(logits[: counts.sampled])
 
     def capture(self, progress: Captured) -> int:
         """Prepare the sizes of steps that are replayed, before the first step. Returns: bytes of device memory."""
@@ -215,7 +215,11 @@ class ForwardPass:
             network.norm(b.residual, None, model.final_norm, eps, b.taps[self._taps.index(FINAL)])
         network.gather(b.sampled, b.residual, b.final)
         network.norm(b.final, None, model.final_norm, eps, b.final_normed)
-        return model.head(b.final_normed, b.logits)
+        logits = model.head(b.final_normed, b.logits)
+        if b.float32_logits is None:
+            return logits
+        network.copy(logits, b.float32_logits)
+        return b.float32_logits
 
     def _sum_over_ranks(self, partial: torch.Tensor, b: ForwardBuffers) -> torch.Tensor:
         team = self._ranks.tensor_parallel
@@ -248,17 +252,12 @@ class ForwardPass:
             states, torch.empty(len(states), width, dtype=states.dtype, device=states.device)
         )
 
-    def _whole_logits(self, own: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks. `out`:
-        float32[any, vocab] for the result of a single rank."""
+    def _whole_logits(self, own: torch.Tensor) -> torch.Tensor | None:
+        """float32[rows, vocab] on the first rank of the last stage, gathered from the shares of all ranks."""
         vocab, team = self._model.part.whole.vocab_size, self._ranks.tensor_parallel
         if not len(own):
             return torch.empty(0, vocab, device=own.device) if team.is_first else None
         parts = team.gather(own)
-        if len(parts) == 1 and out is not None:
-            converted = out[: len(own)]
-            self._device.launch(lambda: converted.copy_(own))
-            return converted
         if len(parts) == 1:
             return parts[0].float()
         return torch.cat(parts, 1)[:, :vocab].float().contiguous() if parts else None

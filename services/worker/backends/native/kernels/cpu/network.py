@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 
+from services.worker.backends.native.kernels.cpu.compiled import copying
 from services.worker.backends.native.kernels.cpu.compiled.attention import attention_kernel, write_kernel
 from services.worker.backends.native.kernels.cpu.compiled.copying import copy_kernel
 from services.worker.backends.native.kernels.cpu.compiled.most_likely import most_likely_kernel
@@ -107,9 +108,10 @@ class CpuNetwork:
     def _copied(
         self, counted: torch.Tensor, source: torch.Tensor, index: int, out: torch.Tensor, adds: bool
     ) -> None:
-        sizes = source.shape[1], out.stride(0)
+        sizes, kernel = (source.shape[1], out.stride(0)), self._copies[source.dtype]
+        kernel.cost = -(-copying.WORTH // sizes[0])
         values = (source.data_ptr(), index, out.data_ptr(), *sizes, int(adds))
-        self._launcher.launch(self._copies[source.dtype], counted, values)
+        self._launcher.launch(kernel, counted, values)
 
     def norm(
         self,

@@ -24,6 +24,9 @@ class CpuRows(HostHistory):
     tile = TILE
     count_rows: CountRows = staticmethod(compiled.count_rows)
 
+    def write_tokens(self, history: torch.Tensor, slots: I32, positions: I32, ids: torch.Tensor) -> None:
+        compiled.write_tokens(history.numpy(), slots, positions, ids.numpy())
+
     def spread(self, counts: I32) -> tuple[I32, I32]:
         owners, offsets = compiled.spread(counts)
         return owners, offsets

@@ -48,7 +48,8 @@ class NetworkKernels(Protocol):
         ...
 
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """out = source; float32[rows, width] each. `out` may be columns of a wider matrix."""
+        """out = source; float32 or activations[rows, width], float32[rows, width]. `out` may be columns of a wider
+        matrix."""
         ...
 
     def add(self, source: torch.Tensor, out: torch.Tensor) -> None:

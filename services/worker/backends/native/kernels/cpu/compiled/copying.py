@@ -6,6 +6,8 @@ from numba import carray
 from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
+WORTH = 1 << 16
+"""Smallest amount of numbers for which another thread is used."""
 COPY = [
     ("source", np.int64),  # [any, width], bfloat16 or float32
     ("index", np.int64),  # int32[items]: which row, or 0: each in turn
@@ -18,7 +20,8 @@ _COPY = np.dtype(HEADER + COPY, align=True)
 
 
 def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
-    """One item is one row. `half`: the source is bfloat16. `beside_torch`: see `thread_team.shared`."""
+    """One item is one row. Set the cost to that of the width. `half`: the source is bfloat16. `beside_torch`: see
+    `thread_team.shared`."""
     HALF, SIZE = int(half), 2 if half else 4
 
     def copy(address):  # type: ignore[no-untyped-def]
@@ -41,4 +44,4 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
                     one += simd.load_f32(out + i * 4)
                 simd.store_f32(out + i * 4, one)
 
-    return Kernel(copy, COPY, cost=64, beside_torch=beside_torch)
+    return Kernel(copy, COPY, cost=1, beside_torch=beside_torch)

@@ -17,6 +17,14 @@ count_rows = njit(
 )(row_check.count_rows)
 
 
+@njit(types.void(_KEPT, _GIVEN, _GIVEN, _GIVEN), cache=True)
+def write_tokens(history, slots, positions, ids):  # type: ignore[no-untyped-def]
+    """See `RowKernels.write_tokens`."""
+    for token in range(len(slots)):
+        if positions[token] < history.shape[1]:
+            history[slots[token], positions[token]] = ids[token]
+
+
 @njit(types.UniTuple(_MADE, 2)(_GIVEN), cache=True)
 def spread(counts):  # type: ignore[no-untyped-def]
     """Return the row of each token and its index in the row, int32[sum(counts)] each."""
