@@ -93,6 +93,8 @@ def test_gather_copy_and_add(implementation: str, dtype: torch.dtype, width: int
         expected = total + delta.float()
         kernels.add(delta, total)
         assert torch.equal(total, expected)
+        kernels.copy(delta, total)
+        assert torch.equal(total, delta.float())
 
 
 @every_implementation

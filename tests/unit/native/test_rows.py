@@ -128,3 +128,11 @@ def test_spread(implementation: str) -> None:
     owners, offsets = make(implementation).rows.spread(np.array([2, 0, 3, 1], np.int32))
     assert (owners.tolist(), offsets.tolist()) == ([0, 0, 2, 2, 2, 3], [0, 1, 0, 1, 2, 0])
     assert len(make(implementation).rows.spread(np.empty(0, np.int32))[0]) == 0
+
+
+@every_implementation
+def test_tokens_beyond_the_history_are_not_written(implementation: str) -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.int32)
+    columns = (np.array(column, np.int32) for column in ([1, 0, 1], [3, 4, 0]))
+    make(implementation).rows.write_tokens(tokens, *columns, torch.tensor([7, 8, 9], dtype=torch.int32))
+    assert tokens.tolist() == [[0, 0, 0, 0], [9, 0, 0, 7]]
