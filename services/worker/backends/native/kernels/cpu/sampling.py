@@ -32,7 +32,9 @@ class CpuSampling:
         self._mask.run(len(rows), (logits.data_ptr(), logits.shape[1], *addresses))
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._greatest(logits, np.arange(len(logits), dtype=np.int32)))
+        ids = torch.empty(len(logits), dtype=torch.int32)
+        self._greedy.run(len(logits), (logits.data_ptr(), 0, logits.shape[1], ids.data_ptr()))
+        return ids
 
     def choose(self, logits: torch.Tensor, columns: DrawColumns) -> torch.Tensor:
         draws = columns.temperature >= GREEDY_BELOW

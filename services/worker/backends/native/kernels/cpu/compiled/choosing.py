@@ -24,7 +24,7 @@ DRAW = [
 ]
 GREEDY = [
     ("logits", np.int64),  # float32[any, vocab]
-    ("rows", np.int64),  # int32[items]: which rows of the logits
+    ("rows", np.int64),  # int32[items]: which rows of the logits, or 0: each in turn
     ("vocab", np.int64),
     ("ids", np.int64),  # int32[items], the result
 ]
@@ -144,7 +144,8 @@ def greedy_kernel() -> Kernel:
             item = take(address)
             if item >= a.items:
                 break
-            row = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            number = np.int64(simd.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
+            row = a.logits + number * a.vocab * 4
             logits, most = simd.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
             for i in range(0, whole, 16):
                 most = simd.maximum(simd.load_f32x16(row + i * 4), most)
