@@ -20,6 +20,7 @@ HANDSHAKE_MS = 5_000
 PING_MS, SILENCE_MS = 5_000, 30_000
 """tcp: interval and time limit of pings between the threads of libzmq. They detect a lost machine; a busy service
 answers them too."""
+MAX_PORT = 65535
 ENVELOPE_BYTES = 1024
 """Bytes that encryption may add to a message of `MAX_MESSAGE_BYTES`."""
 
@@ -31,15 +32,9 @@ def check_endpoint(endpoint: str, security: Security = LOCAL) -> str:
 
     Raises: ValueError, with the accepted forms, or with what a connection beyond loopback needs.
     """
-    path = ipc_path(endpoint)
-    if path is not None:
-        if len(os.fsencode(path)) > MAX_IPC_PATH:
-            raise ValueError(f"{endpoint}: an ipc path has at most {MAX_IPC_PATH} bytes")
+    host = _checked_host(endpoint)
+    if host is None:
         return endpoint
-    parts = _TCP.fullmatch(endpoint)
-    if parts is None or int(parts["port"]) > 65535:
-        raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
-    host = parts["host"]
     if not security.encrypted and _is_everywhere(host):
         raise ValueError(
             f"{endpoint}: services are not encrypted; use one internal address or interface instead of {host}, or keys "
@@ -64,14 +59,26 @@ def check_publisher(endpoint: str, security: Security = LOCAL) -> str:
 
     Raises: ValueError, with the accepted forms, or with what another machine needs.
     """
-    if ipc_path(endpoint) is None and _TCP.fullmatch(endpoint) is None:
-        raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
+    _checked_host(endpoint)
     if not (is_private(endpoint) or security.insecure):
         raise ValueError(
             f"{endpoint} is not on this machine alone, and what is published is not encrypted; set "
             "--insecure-transport on a network that you trust"
         )
     return endpoint
+
+
+def _checked_host(endpoint: str) -> str | None:
+    """Return the host of a tcp endpoint, or None for ipc. Raises: ValueError, with the accepted forms."""
+    path = ipc_path(endpoint)
+    if path is not None:
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise ValueError(f"{endpoint}: an ipc path has at most {MAX_IPC_PATH} bytes")
+        return None
+    parts = _TCP.fullmatch(endpoint)
+    if parts is None or int(parts["port"]) > MAX_PORT:
+        raise ValueError(f"{endpoint!r} is not an endpoint: use ipc://PATH or tcp://HOST:PORT")
+    return parts["host"]
 
 
 def ipc_path(endpoint: str) -> Path | None:
@@ -103,8 +110,7 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, security: Security = LOCAL) -
     """
     path = ipc_path(endpoint)
     if path is not None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_if_served(path)
+        prepare_path(path)
     else:
         endpoint = check_endpoint(_numeric(endpoint), security)
     try:
@@ -138,8 +144,12 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _refuse_if_served(path: Path) -> None:
-    """Raise OSError if a service listens on the path: libzmq would replace the socket of a running service."""
+def prepare_path(path: Path) -> None:
+    """Make the directory of an ipc socket.
+
+    Raises: OSError, also if a service listens on the path: libzmq would replace the socket of a running service.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(os.fspath(path)) == 0:
             raise OSError(errno.EADDRINUSE, f"cannot bind ipc://{path}: another service is using it")

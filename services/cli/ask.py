@@ -37,11 +37,19 @@ def ask(url: str, api_key: str) -> bytes:
         with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:  # noqa: S310
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
-        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else ""
+        hint = "; set RUNAHEAD_API_KEY or --api-key" if error.code == 401 else _reason_of(error)
         raise NoAnswer(f"{url}: status {error.code}{hint}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise NoAnswer(f"{url}: no answer: {reason}") from None
+
+
+def _reason_of(error: urllib.error.HTTPError) -> str:
+    """Return the server's reason after a colon; "" if its body has none."""
+    try:
+        return f": {json.loads(error.read())['error']['message']}"
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        return ""
 
 
 def ask_object(url: str, api_key: str, *fields: str) -> dict[str, Any]:

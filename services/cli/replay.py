@@ -20,9 +20,13 @@ def replay(config: ReplayConfig) -> int:
     if not config.recording:
         raise ConfigurationError("replay needs the directory of a recording: runahead replay DIR")
     try:
+        if config.chart and not config.is_what_if:
+            raise ConfigurationError(
+                "--chart draws a prediction: name a setting to change, as --batch-queue-depth 1"
+            )
         recording = EventRecording(Path(config.recording).expanduser(), config.incarnation)
         print(_title(recording), flush=True)
-        if config.changes:
+        if config.is_what_if:
             from services.cli.what_if import print_prediction
 
             return print_prediction(config, recording)

@@ -1,13 +1,16 @@
 """The prediction of `runahead replay DIR --SETTING VALUE`: a table and a chart."""
 
 import importlib.util
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from services.cli.settings import ConfigurationError, flag
-from services.config import ReplayConfig, SchedulerConfig
+from services.cli.settings import ConfigurationError, flag, merge
+from services.config import ReplayConfig, SchedulerConfig, WhatIfConfig
 from services.scheduler.capabilities import Combination, refusal
-from services.scheduler.recording import EventRecording, RecordingHeader
+from services.scheduler.policies import make_policy
+from services.scheduler.recording import EventRecording, RecordingHeader, settings_of
 from services.scheduler.what_if import (
     FEATURES,
     Figure,
@@ -27,6 +30,14 @@ _WIDTH = 40
 Table = list[tuple[Figure, Figure, Figure]]
 
 
+class Prediction(NamedTuple):
+    table: Table
+    """Each figure as recorded, predicted for the recorded settings, and predicted for the changed ones."""
+    num_refused: int
+    """Requests that the changed settings have no room for; they are left out of the last column."""
+    num_requests: int
+
+
 def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     """Print the prediction for the changed settings. Return 0.
 
@@ -34,12 +45,17 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     """
     if config.chart and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--chart needs matplotlib: pip install 'runahead-engine[bench]'")
+    changed_settings(config, recording.header)  # what is not possible is refused before the recording is read
     history = History.read(recording)
     cost = history.cost()
     print(_describe_cost(cost, history))
-    print("what if: " + ", ".join(f"{name} {value}" for name, value in _named(config.changes)))
-    table = predict(config, recording.header, history, cost)
+    print("what if: " + ", ".join(f"{name} {value}" for name, value in _named(config)))
+    table, num_refused, num_requests = predict(config, recording.header, history, cost)
     print("\n".join([*_table(table), "", *_bars(table)]))
+    if num_refused:
+        print(
+            f"what if refuses {num_refused:,} of {num_requests:,} requests: they do not fit its context or its cache"
+        )
     if recording.torn:
         print(recording.torn)
     if config.chart:
@@ -47,24 +63,35 @@ def print_prediction(config: ReplayConfig, recording: EventRecording) -> int:
     return 0
 
 
-def predict(config: ReplayConfig, header: RecordingHeader, history: History, cost: StepCost) -> Table:
-    """Return each figure as recorded, predicted for the recorded settings, and predicted for the changed ones.
+def changed_settings(config: ReplayConfig, header: RecordingHeader) -> SchedulerConfig:
+    """Return the recorded settings with the changes.
 
-    Raises: ConfigurationError, ValueError
+    Raises: RecordingError; ConfigurationError, if the recorded workers cannot be used so; ValueError, if the context
+        does not fit the blocks.
     """
-    before = SchedulerConfig.model_validate_json(header.config)
-    after = SchedulerConfig.model_validate(before.model_dump(exclude_unset=True) | config.changes)
-    if after.pipeline_parallel_size != before.pipeline_parallel_size:
-        raise ConfigurationError("the number of stages cannot be changed")
+    before = settings_of(header).model_dump(exclude_unset=True)
+    after = merge(SchedulerConfig, before | config.changes, environ={}).config
     if (reason := refusal(Combination.from_config(after, header.backend))) is not None:
         raise ConfigurationError(reason)
+    if config.draft_acceptance is not None and after.speculative_config is None:
+        raise ConfigurationError("--draft-acceptance needs drafts: set --speculative-config")
+    make_policy(after, limits_for(header, after))
+    return after
+
+
+def predict(config: ReplayConfig, header: RecordingHeader, history: History, cost: StepCost) -> Prediction:
+    """Run the recorded load with both settings.
+
+    Raises: RecordingError, ConfigurationError, ValueError
+    """
+    before, after = settings_of(header), changed_settings(config, header)
     acceptance = config.draft_acceptance
     if after.speculative_config is not None and acceptance is None and not history.drafted:
         raise ConfigurationError("the recording has no drafts; set --draft-acceptance")
     modelled = _run(header, before, history, ModelledDevice(cost, history.gap, history.latency, None))
     changed = _run(header, after, history, ModelledDevice(cost, history.gap, history.latency, acceptance))
     columns = [side.figures() for side in (recorded(history), modelled, changed)]
-    return [*zip(*columns, strict=True)]
+    return Prediction([*zip(*columns, strict=True)], changed.num_refused, len(history.requests))
 
 
 def recorded(history: History) -> Measurements:
@@ -84,15 +111,16 @@ def _run(
     return WhatIf(header, config, limits_for(header, config), history, device).run()
 
 
-def _named(changes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in changes.items():
-        if name != "async_scheduling":
-            yield flag("num_blocks" if name == "num_gpu_blocks_override" else name), value
+def _named(config: ReplayConfig) -> Iterator[tuple[str, object]]:
+    """Yield flag and value of each change."""
+    fields = [*WhatIfConfig.model_fields, "draft_acceptance"]
+    for name, value in config.model_dump(include=set(fields), exclude_none=True).items():
+        yield flag(name), json.dumps(value) if isinstance(value, dict) else value
 
 
 def _describe_cost(cost: StepCost, history: History) -> str:
     parts = [
-        f"{1e6 * value:.3g} us a {name}"
+        f"{_duration(value)} a {name}"
         for name, value in zip(FEATURES, cost.seconds.tolist(), strict=True)
         if value
     ]
@@ -100,6 +128,14 @@ def _describe_cost(cost: StepCost, history: History) -> str:
         f"cost model from {cost.num_steps:,} steps: {', '.join(parts)}; median error {100 * cost.error:.0f} %; "
         f"{1e3 * history.latency:.2f} ms from dispatch to result besides, {1e3 * history.gap:.2f} ms between steps"
     )
+
+
+def _duration(seconds: float) -> str:
+    """Return three digits with a unit."""
+    for unit, factor in (("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
 
 
 def _table(table: Table) -> Iterator[str]:

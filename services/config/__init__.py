@@ -10,7 +10,7 @@ from services.config.convert import ConvertConfig
 from services.config.frontend import FrontendConfig
 from services.config.http import HttpConfig
 from services.config.kv_events import KVEventsConfig
-from services.config.replay import ReplayConfig
+from services.config.replay import ReplayConfig, WhatIfConfig
 from services.config.run_batch import WITHOUT_SERVER, RunBatchConfig
 from services.config.scheduler import SchedulerConfig
 from services.config.serve import ENDPOINTS, OMITTED, SERVICES, ServeConfig
@@ -37,5 +37,6 @@ __all__ = [
     "ServiceConfig",
     "SimulatorConfig",
     "SpeculativeConfig",
+    "WhatIfConfig",
     "WorkerConfig",
 ]

@@ -39,3 +39,9 @@ class KVEventsConfig(BaseConfig):
         if self.publisher == "zmq" and not self.enable_kv_cache_events:
             raise ValueError('"publisher": "zmq" needs "enable_kv_cache_events": true')
         return self
+
+    @model_validator(mode="after")
+    def _check_endpoints(self) -> Self:
+        if self.replay_endpoint == self.endpoint:
+            raise ValueError(f'"replay_endpoint" must differ from "endpoint", {self.endpoint}')
+        return self

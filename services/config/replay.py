@@ -55,6 +55,10 @@ class ReplayConfig(WhatIfConfig):
     )
 
     @property
+    def is_what_if(self) -> bool:
+        return bool(self.changes) or self.draft_acceptance is not None
+
+    @property
     def changes(self) -> dict[str, object]:
         """Changed settings, under the names of `SchedulerConfig`."""
         given = self.model_dump(include=set(WhatIfConfig.model_fields), exclude_none=True)

@@ -140,6 +140,7 @@ class SchedulerConfig(ServiceConfig):
 
     record: str | None = Field(
         None,
+        min_length=1,
         description="Directory for a recording of every event that enters the scheduler and of every plan, for "
         "`runahead replay`. It is made with mode 0700. Default: none.",
     )

@@ -118,7 +118,8 @@ def rows_of(
         rerun = best_of(repeats, directory / f"{name}-{index}", shape, after, worker)
         acceptance = rerun.acceptance if "speculative_config" in values and not from_drafts else None
         config = ReplayConfig.model_validate({**values, "draft_acceptance": acceptance})
-        table = predict(config, EventRecording(base.directory).header, base.history, base.history.cost())
+        header = EventRecording(base.directory).header
+        table = predict(config, header, base.history, base.history.cost()).table
         predicted = {sides[2].name: sides[2].value for sides in table}
         row: dict[str, object] = {"backend": name, "change": change}
         for figure in (*COMPARED, "preemptions"):

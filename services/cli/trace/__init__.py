@@ -25,7 +25,8 @@ def trace(url: str, api_key: str, output: Path, seconds: float) -> int:
     except (NoAnswer, OSError) as error:
         print(f"runahead: {error}", file=sys.stderr)
         return 1
-    print(f"{writer.num_steps} steps on {writer.num_ranks} ranks written to {output}; open it in Perfetto")
+    hint = "open it in Perfetto" if writer.num_steps else "no request was served in this time"
+    print(f"{writer.num_steps} steps on {writer.num_ranks} ranks written to {output}; {hint}")
     return 0
 
 

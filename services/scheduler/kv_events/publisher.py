@@ -14,7 +14,7 @@ from queue import Empty, Full, Queue
 import msgspec
 import zmq
 
-from protocol.transport.endpoint import ipc_path, is_private
+from protocol.transport.endpoint import ipc_path, is_private, prepare_path
 from services.config import KVEventsConfig
 from services.scheduler.kv_events.messages import AllBlocksCleared, KVEventBatch
 
@@ -113,9 +113,9 @@ def _open(kind: int, endpoint: str, hwm: int, binds: bool) -> zmq.Socket[bytes]:
             opened.connect(endpoint)
             return opened
         if (path := ipc_path(endpoint)) is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            prepare_path(path)
         opened.bind(endpoint)
-    except zmq.ZMQError as error:
+    except (OSError, zmq.ZMQError) as error:
         opened.close(0)
         raise OSError(error.errno, f"--kv-events-config: cannot use {endpoint}: {error.strerror}") from None
     return opened

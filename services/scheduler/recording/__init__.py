@@ -11,6 +11,7 @@ from services.scheduler.recording.segments import (
     SegmentWriter,
     prepare_directory,
 )
+from services.scheduler.recording.settings import settings_of
 
 __all__ = [
     "CoreFactory",
@@ -25,4 +26,5 @@ __all__ = [
     "SegmentWriter",
     "describe",
     "prepare_directory",
+    "settings_of",
 ]

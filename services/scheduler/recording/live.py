@@ -5,21 +5,15 @@ from importlib.metadata import version
 
 from msgspec.structs import replace
 
-from services.config import SchedulerConfig, ServiceConfig
+from services.config import SchedulerConfig
 from services.scheduler.build import CoreStart, restart_core
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.recording.recorder import FlightRecorder
 from services.scheduler.recording.records import VERSION, RecordingHeader
 from services.scheduler.recording.segments import SegmentWriter, prepare_directory
+from services.scheduler.recording.settings import recorded_settings
 
 log = logging.getLogger("runahead.scheduler")
-
-NOT_RECORDED = {
-    *ServiceConfig.model_fields,
-    *("worker_endpoint", "client_endpoint", "model", "revision", "tokenizer", "step_trace"),
-    *("record", "record_max_bytes", "record_tokens", "kv_events_config"),
-}
-"""Settings that the core does not depend on."""
 
 
 class LiveRecording:
@@ -63,7 +57,7 @@ def _header(config: SchedulerConfig, incarnation: int, start: CoreStart) -> Reco
         incarnation,
         0,
         config.record_tokens,
-        config.model_dump_json(exclude=NOT_RECORDED, exclude_unset=True),
+        recorded_settings(config),
         start.limits,
         start.epoch,
         start.vocab_size,

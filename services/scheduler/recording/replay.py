@@ -59,6 +59,7 @@ from services.scheduler.recording.records import (
     RecordingHeader,
 )
 from services.scheduler.recording.segments import EventRecording
+from services.scheduler.recording.settings import settings_of
 from services.scheduler.recording.surrogates import Surrogates
 
 
@@ -83,7 +84,8 @@ class ProductionCore:
 
     @property
     def config(self) -> SchedulerConfig:
-        return SchedulerConfig.model_validate_json(self.header.config)
+        """Raises: RecordingError"""
+        return settings_of(self.header)
 
     def policy(self, limits: Limits) -> BatchingPolicy:
         """Raises: ValueError, if the recorded policy cannot be used."""

@@ -4,13 +4,16 @@ A segment starts with `MAGIC`; a frame is its length and its CRC-32 (little-endi
 records, compressed with zlib. A process that dies leaves a torn frame at most at the end of its last segment.
 """
 
+import errno
 import logging
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -20,7 +23,8 @@ from services.scheduler.recording.records import VERSION, Record, RecordingHeade
 log = logging.getLogger("runahead.scheduler.recorder")
 
 MAGIC = b"RUNAREC\1"
-SUFFIX = ".recording"
+_NAME = re.compile(r"(\d{13,})-(\d{6,})\.recording")
+"""Name of a segment: incarnation and number."""
 MAX_FRAME = 1 << 30
 """Bytes; a longer frame is damaged."""
 _FRAME = struct.Struct("<II")
@@ -56,7 +60,16 @@ def prepare_directory(path: str) -> Path:
 
 
 def segment_file(directory: Path, incarnation: int, segment: int) -> Path:
-    return directory / f"{incarnation:013d}-{segment:06d}{SUFFIX}"
+    return directory / f"{incarnation:013d}-{segment:06d}.recording"
+
+
+def segments_of(directory: Path) -> list[tuple[int, int, Path]]:
+    """Return incarnation, number and file of each segment in a directory, oldest first. Other files are left out.
+
+    Raises: OSError
+    """
+    named = ((_NAME.fullmatch(file.name), file) for file in directory.iterdir())
+    return sorted((int(name[1]), int(name[2]), file) for name, file in named if name)
 
 
 class SegmentWriter:
@@ -101,8 +114,8 @@ class SegmentWriter:
         path = segment_file(self._directory, header.incarnation, self._segment)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self._size = self._file.write(MAGIC)
-        self._size += self._file.write(_frame_of([header]))
+        self._size = 0
+        self._append(MAGIC + _frame_of([header]))
         if is_start:
             self._since_start, self._last_start = 0, path
 
@@ -111,12 +124,19 @@ class SegmentWriter:
         frame = _frame_of(records)
         if self._size + len(frame) > self._segment_bytes:
             self._begin_another(is_start=False, num_bytes=len(frame))
-        self._size += self._file.write(frame)
+        self._append(frame)
         self._since_start += len(frame)
+
+    def _append(self, content: bytes) -> None:
+        """Raises: OSError, also if the disk has room for a part only: what followed this part could not be read."""
+        written = self._file.write(content)
+        self._size += written
+        if written < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _delete_oldest(self, room: int) -> None:
         """Delete segments until the newest one may take `room` bytes."""
-        *older, _ = sorted(self._directory.glob(f"*{SUFFIX}"))
+        *older, _ = (file for *_, file in segments_of(self._directory))
         excess = sum(file.stat().st_size for file in older) + room - self._max_bytes
         for file in older:
             if excess <= 0:
@@ -149,20 +169,26 @@ class EventRecording:
 
         Raises: RecordingError, if there is none, or it has another version.
         """
-        found = {int(file.name.partition("-")[0]) for file in directory.glob(f"*-*{SUFFIX}")}
+        try:
+            found = segments_of(directory)
+        except OSError as error:
+            raise RecordingError(f"{directory} is no directory of a recording: {error.strerror}") from None
         if not found:
-            raise RecordingError(f"{directory} contains no recording (runahead serve --record {directory})")
-        self.incarnations = sorted(found)
+            raise RecordingError(
+                f"{directory} contains no recording, no file INCARNATION-NUMBER.recording; "
+                f"runahead serve --record {directory} writes one"
+            )
+        self.incarnations = sorted({incarnation for incarnation, *_ in found})
         self.incarnation = self.incarnations[-1] if incarnation is None else incarnation
-        if self.incarnation not in found:
+        if self.incarnation not in self.incarnations:
             names = ", ".join(map(str, self.incarnations))
             raise RecordingError(f"{directory} contains no recording {incarnation}; it contains {names}")
-        self._files = sorted(directory.glob(f"{self.incarnation:013d}-*{SUFFIX}"))
+        self._files = [file for incarnation, _, file in found if incarnation == self.incarnation]
         self.torn = ""
         """Description of a torn end of the last segment, once it was read; "": there is none."""
         first = next(self._read(self._files[0]), None)
         if not isinstance(first, RecordingHeader):
-            raise RecordingError(f"{self._files[0]} has no header: it is torn or no recording")
+            raise RecordingError(f"{self._files[0]} ends before its first record: nothing was recorded in it")
         self.header = first
 
     def records(self) -> Iterator[Record]:
@@ -201,24 +227,40 @@ class EventRecording:
                     yield record
 
     def _read(self, file: Path) -> Iterator[Record]:
-        with file.open("rb") as stream:
-            if stream.read(len(MAGIC)) != MAGIC:
-                raise RecordingError(f"{file} is no recording of this version of Runahead")
-            while True:
-                at = stream.tell()
-                if not (head := stream.read(_FRAME.size)):
-                    return
-                if (records := _records_of(head, stream.read)) is None:
-                    break
-                if isinstance(records[0], RecordingHeader) and records[0].version != VERSION:
-                    raise RecordingError(
-                        f"{file} has version {records[0].version} of the format; this release reads {VERSION}"
-                    )
-                yield from records
-        text = f"{file} is damaged {at:,} bytes from its start"
+        try:
+            with file.open("rb") as stream:
+                yield from self._read_frames(file, stream)
+        except OSError as error:
+            raise RecordingError(f"{file} cannot be read: {error.strerror}") from None
+
+    def _read_frames(self, file: Path, stream: BinaryIO) -> Iterator[Record]:
+        magic = stream.read(len(MAGIC))
+        if not MAGIC.startswith(magic):
+            raise RecordingError(f"{file} is no recording, or one of another version of the format")
+        if magic != MAGIC:
+            self._end_at(file, "ends before its first record", "it is ignored")
+            return
+        while True:
+            at = stream.tell()
+            if not (head := stream.read(_FRAME.size)):
+                return
+            if (records := _records_of(head, stream.read)) is None:
+                break
+            if isinstance(records[0], RecordingHeader) and records[0].version != VERSION:
+                raise RecordingError(
+                    f"{file} has version {records[0].version} of the format; this release reads {VERSION}"
+                )
+            yield from records
+        left = file.stat().st_size - at
+        self._end_at(
+            file, f"is damaged {at:,} bytes from its start", f"what follows is ignored ({left:,} bytes)"
+        )
+
+    def _end_at(self, file: Path, problem: str, consequence: str) -> None:
+        """Note a torn end. Raises: RecordingError, if segments follow it."""
         if file != self._files[-1]:
-            raise RecordingError(text)
-        self.torn = f"{text}; what follows is ignored ({file.stat().st_size - at:,} bytes)"
+            raise RecordingError(f"{file} {problem}")
+        self.torn = f"{file} {problem}; {consequence}"
 
 
 def _records_of(head: bytes, read: Callable[[int], bytes]) -> list[Record] | None:

@@ -26,6 +26,7 @@ class Measurements:
     requests: list[RequestMeasurement] = field(default_factory=list)
     num_preemptions: int = 0
     num_refused: int = 0
+    """Requests that do not fit the context or the cache."""
 
     def add(self, request: RequestMeasurement) -> None:
         self.requests.append(request)

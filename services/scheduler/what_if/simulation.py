@@ -2,7 +2,7 @@
 
 The clock is virtual. A request has its recorded prompt, and ends behind its recorded number of tokens in the recorded
 way. Masks take no time, and a step waits for all of its masks. Losses of workers, resets of the prefix cache and
-refused requests are left out.
+refused requests are left out, and so are requests that are longer than the context to try.
 """
 
 import heapq
@@ -82,6 +82,7 @@ class WhatIf:
         Raises: ValueError, if the policy cannot be used.
         """
         self._history, self._device, self._hidden_size = history, device, header.hidden_size
+        self._max_model_len = limits.max_model_len
         self._compiler = _Tickets()
         start = CoreStart(limits, header.epoch, header.vocab_size, header.hidden_size, self._compiler)
         self.core = build_core(config, start, make_policy(config, limits))
@@ -102,6 +103,9 @@ class WhatIf:
         """Serve all requests."""
         for request in self._history.requests:
             if request.is_refused or request.length <= 0:
+                continue
+            if request.length > self._max_model_len:
+                self.measurements.num_refused += 1
                 continue
             self._at(request.arrived, self._arrival(request))
         while self._events:

@@ -47,7 +47,8 @@ def predicted(directory: Path, **changes: object) -> tuple[dict[str, float], dic
     """Return the figures that the model gives for the recorded settings, and for the changed ones."""
     recording = EventRecording(directory)
     history = History.read(recording)
-    table = predict(ReplayConfig.model_validate(changes), recording.header, history, history.cost())
+    config = ReplayConfig.model_validate(changes)
+    table = predict(config, recording.header, history, history.cost()).table
     return {sides[1].name: sides[1].value for sides in table}, {
         sides[2].name: sides[2].value for sides in table
     }
@@ -85,8 +86,16 @@ def test_what_cannot_be_combined_is_refused(recordings: Path, capsys: pytest.Cap
     ]
     assert run(["replay", str(recordings), "--batching-policy", "phased", *drafts]) == 2
     assert "not --batching-policy phased" in capsys.readouterr().err
-    assert run(["replay", str(recordings), "--num-blocks", "4"]) == 2
-    assert "does not fit the KV cache" in capsys.readouterr().err
+    for arguments, reason in (
+        (["--num-blocks", "4"], "does not fit the KV cache"),
+        (["--batching-policy", "other"], "there is no such policy"),
+        (["--draft-acceptance", "0.5"], "--draft-acceptance needs drafts: set --speculative-config"),
+        (["--chart", "chart.png"], "--chart draws a prediction: name a setting to change"),
+    ):
+        assert run(["replay", str(recordings), *arguments]) == 2
+        err = capsys.readouterr().err
+        assert reason in err
+        assert err.count("\n") == 1
 
 
 def test_what_the_recorded_backend_cannot_do_is_refused(

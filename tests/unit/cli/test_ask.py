@@ -11,11 +11,19 @@ from tests.unit.cli.command import run_command
 
 ANSWERS = {"/page": b"<html>", "/list": b"[1]", "/other": b'{"version": "1"}', "/binary": b"\xff\xfe"}
 
+REFUSALS = {
+    "/refused": b'{"error": {"message": "steps are not recorded here"}}',
+    "/none": b"",
+    "/text": b"no such page",
+    "/error": b'{"error": "unknown"}',
+}
+
 
 class _OtherProgram(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = ANSWERS["/" + self.path.split("/")[1]]
-        self.send_response(200)
+        path = "/" + self.path.split("/")[1]
+        body = ANSWERS.get(path) or REFUSALS[path]
+        self.send_response(200 if path in ANSWERS else 404)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -45,3 +53,12 @@ def test_answer_of_another_program_is_one_line(
         assert done.stderr.startswith(f"runahead: {url}/")
         assert "the answer is not that of a Runahead server" in done.stderr
     assert not file.exists()
+
+
+@pytest.mark.parametrize("path", REFUSALS)
+def test_the_reason_of_a_refusal_is_shown_if_there_is_one(
+    other_program: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_command(capsys, "trace", "--url", other_program + path, "-o", str(tmp_path / "trace.json"))
+    reason = ": steps are not recorded here" if path == "/refused" else ""
+    assert done.stderr.endswith(f"status 404{reason}\n")

@@ -32,6 +32,7 @@ def test_a_directory_that_others_can_read_is_refused(
     file = tmp_path / "file"
     file.touch()
     assert "cannot be made" in refusal(capsys, "--record", str(file))
+    assert "--record: " in refusal(capsys, "--record", "")
 
 
 @pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
@@ -48,6 +49,9 @@ def test_kv_events_beyond_this_machine_need_a_permission(
     ("settings", "part"),
     [
         ({"endpoint": "udp://1.2.3.4:5"}, "is not an endpoint"),
+        ({"endpoint": "tcp://127.0.0.1:99999"}, "is not an endpoint"),
+        ({"replay_endpoint": "tcp://127.0.0.1:5557"}, "must differ"),
+        ({"endpoint": f"ipc:///{'x' * 200}"}, "at most"),
         ({"publisher": "kafka"}, "zmq"),
         ({"buffer_steps": 0}, "greater than or equal to 1"),
         ({"buffer": 1}, "extra"),

@@ -1,5 +1,6 @@
 """Segments of recordings: rotation within a bound, permissions, versions."""
 
+import resource
 import stat
 from pathlib import Path
 
@@ -111,6 +112,64 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
         [*EventRecording(tmp_path).records()]
 
 
-def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_recording_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="contains no recording"):
         EventRecording(tmp_path)
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path / "missing", "No such file"), (tmp_path / "file", "Not a directory")):
+        with pytest.raises(RecordingError, match=f"{path} is no directory of a recording: {reason}"):
+            EventRecording(path)
+
+
+def test_files_with_other_names_are_neither_read_nor_deleted(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("7-000000.recording", "notes-1.recording", "a.recording")]
+    for other in others:
+        other.write_bytes(bytes(4096))
+    writer = SegmentWriter(tmp_path, header, 32 << 10)
+    for first in range(0, 4_000, 100):
+        writer.write(times(first, 100))
+    writer.close()
+    assert EventRecording(tmp_path).incarnations == [7]
+    assert all(other.exists() for other in others)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_segment_that_was_only_begun(tmp_path: Path, size: int) -> None:
+    """A scheduler is killed between the creation of a file and its first record."""
+    writer = SegmentWriter(tmp_path, header, 1 << 20)
+    writer.write(times(0, 10))
+    writer.close()
+    first, second = segment_file(tmp_path, 7, 0), segment_file(tmp_path, 7, 1)
+    second.write_bytes(first.read_bytes()[:size])
+    recording = EventRecording(tmp_path)
+    assert [*recording.records()] == times(0, 10)
+    assert recording.torn == f"{second} ends before its first record; it is ignored"
+    second.replace(first)
+    with pytest.raises(RecordingError, match="ends before its first record"):
+        EventRecording(tmp_path)
+
+
+def fill(writer: SegmentWriter) -> tuple[int, str]:
+    """Write until there is no room. Return the number of records that were written, and the reason of the end."""
+    written = 0
+    while True:
+        try:
+            writer.write(times(written, 100))
+        except OSError as error:
+            return written, str(error.strerror)
+        written += 100
+
+
+def test_a_frame_that_the_disk_has_no_room_for_ends_the_recording(tmp_path: Path) -> None:
+    writer = SegmentWriter(tmp_path, header, 1 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        written, reason = fill(writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.close()
+    recording = EventRecording(tmp_path)
+    assert reason == "No space left on device"
+    assert [*recording.records()] == times(0, written)
+    assert "is damaged" in recording.torn

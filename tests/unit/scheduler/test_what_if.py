@@ -74,12 +74,13 @@ def test_figures_of_requests() -> None:
     assert figures["preemptions"] == 2
 
 
-def constrained_load() -> History:
-    """Return the history of six requests that began together; every second one has a grammar."""
+def load(is_constrained: bool) -> History:
+    """Return the history of six requests that began together, of 20 to 25 tokens; with grammars, every second one has
+    one."""
     requests = []
     for number in range(6):
         prompt = [*range(8 + number)]
-        grammar = structured(number) if number % 2 else None
+        grammar = structured(number) if is_constrained and number % 2 else None
         params = SamplingParams(12, temperature=0.0)
         message = GenerateRequest(number, pack(prompt), len(prompt), params, structured=grammar)
         tokens = np.array(prompt + [5] * 12, np.int32)
@@ -87,14 +88,24 @@ def constrained_load() -> History:
     return History(requests)
 
 
+def measured(history: History, limits: Limits, depth: int) -> Measurements:
+    """Serve a load with steps of 10 ms."""
+    header = RecordingHeader(VERSION, 1, 0, True, "{}", limits, 1, 64, 0, True, "test")
+    config = SchedulerConfig(batch_queue_depth=depth, max_num_seqs=8)
+    cost = StepCost(np.array((1e-2, 0.0, 0.0, 0.0, 0.0, 0.0)), 0.0, MIN_STEPS, np.ones(6, np.bool_))
+    device = ModelledDevice(cost, gap=1e-3, latency=2e-3, acceptance=None)
+    return WhatIf(header, config, limits, history, device).run()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("leaves_rows_out", [False, True])
 def test_constrained_requests_are_served(leaves_rows_out: bool, depth: int) -> None:
     """The masks of a step come in one message, or in several while later steps are in flight."""
     limits = Limits(8, 64, 64, 64, 4, leaves_rows_out=leaves_rows_out)
-    header = RecordingHeader(VERSION, 1, 0, True, "{}", limits, 1, 64, 0, True, "test")
-    config = SchedulerConfig(batch_queue_depth=depth, max_num_seqs=8)
-    cost = StepCost(np.array((1e-2, 0.0, 0.0, 0.0, 0.0, 0.0)), 0.0, MIN_STEPS, np.ones(6, np.bool_))
-    device = ModelledDevice(cost, gap=1e-3, latency=2e-3, acceptance=None)
-    measured = WhatIf(header, config, limits, constrained_load(), device).run()
-    assert sorted(request.num_outputs for request in measured.requests) == [12] * 6
+    served = measured(load(is_constrained=True), limits, depth)
+    assert (sorted(request.num_outputs for request in served.requests), served.num_refused) == ([12] * 6, 0)
+
+
+def test_requests_that_are_longer_than_the_context_are_counted_and_left_out() -> None:
+    served = measured(load(is_constrained=False), Limits(8, 64, 22, 64, 4), 2)
+    assert (len(served.requests), served.num_refused) == (3, 3)
