@@ -12,6 +12,7 @@ export class Detail {
 
   constructor(history) {
     this.#history = history;
+    byId("detail").replaceChildren(hint());
   }
 
   show(step) {
@@ -21,7 +22,7 @@ export class Detail {
     const title = byId("detail-title"), body = byId("detail");
     if (!step) {
       title.textContent = "No step selected";
-      body.replaceChildren();
+      body.replaceChildren(hint());
       return;
     }
     title.textContent = `Step ${step.step_id} of epoch ${step.epoch}`;
@@ -47,6 +48,9 @@ export class Detail {
     body.append(element("div", { className: "scroll" }, table(head, rows, [3, 4, 5])));
   }
 }
+
+const hint = () =>
+  element("p", { className: "note", text: "A click on a step, or an arrow key, shows its requests, tokens and times." });
 
 const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 

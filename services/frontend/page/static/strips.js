@@ -34,11 +34,11 @@ export class Strips {
     }
   }
 
-  // Name and value of each strip, for the step that is selected or the latest one.
+  // Names, a long and a short one, and value of each strip, for the step that is selected or the latest one.
   labels(step) {
     let y = this.top;
     return this.strips.map((strip) => {
-      const label = { text: strip.name, value: step ? strip.value(step) : "", y: y + strip.height / 2 };
+      const label = { text: strip.name, short: strip.short, value: step ? strip.value(step) : "", y: y + strip.height / 2 };
       y += strip.height + GAP;
       return label;
     });
@@ -100,14 +100,14 @@ const most = (steps, value, least) => Math.max(least, ...steps.map(value));
 
 const ALL = [
   {
-    name: "in flight", height: 30, value: (step) => String(step.steps_in_flight),
+    name: "steps in flight", short: "in flight", height: 30, value: (step) => String(step.steps_in_flight),
     draw(pen, view, colours, steps, y, height) {
       const depth = (step) => step.steps_in_flight;
       stairs(pen, view, steps, y, height, depth, most(steps, depth, 2), colours.accent, true);
     },
   },
   {
-    name: "tokens", height: 44, value: (step) => `${step.prefill_tokens} + ${step.decode_tokens}`,
+    name: "prefill + decode", short: "tokens", height: 44, value: (step) => `${step.prefill_tokens} + ${step.decode_tokens}`,
     draw(pen, view, colours, steps, y, height) {
       bars(pen, view, steps, y, height, [
         [(step) => step.decode_tokens, colours.decode], [(step) => step.prefill_tokens, colours.prefill],
@@ -115,7 +115,7 @@ const ALL = [
     },
   },
   {
-    name: "drafts", height: 30, value: (step) => `${step.accepted_tokens} of ${step.draft_tokens}`,
+    name: "drafts accepted", short: "drafts", height: 30, value: (step) => `${step.accepted_tokens} of ${step.draft_tokens}`,
     draw(pen, view, colours, steps, y, height) {
       bars(pen, view, steps, y, height, [
         [(step) => step.accepted_tokens, colours.decode],
@@ -124,14 +124,14 @@ const ALL = [
     },
   },
   {
-    name: "KV use", height: 30, value: (step) => `${(100 * step.kv_cache_usage).toFixed(1)} %`,
+    name: "KV cache in use", short: "KV use", height: 30, value: (step) => `${(100 * step.kv_cache_usage).toFixed(1)} %`,
     draw(pen, view, colours, steps, y, height) {
       const use = (step) => step.kv_cache_usage;
       stairs(pen, view, steps, y, height, use, most(steps, use, 0.01), colours.accent, true);
     },
   },
   {
-    name: "requests", height: 34, value: (step) => `${step.num_running} + ${step.num_waiting}`,
+    name: "running + waiting", short: "requests", height: 34, value: (step) => `${step.num_running} + ${step.num_waiting}`,
     draw(pen, view, colours, steps, y, height) {
       const running = (step) => step.num_running, waiting = (step) => step.num_waiting;
       const top = Math.max(most(steps, running, 1), most(steps, waiting, 1));
@@ -140,4 +140,4 @@ const ALL = [
     },
   },
 ];
-const WITHOUT_DRAFTS = ALL.filter((strip) => strip.name !== "drafts");
+const WITHOUT_DRAFTS = ALL.filter((strip) => strip.short !== "drafts");

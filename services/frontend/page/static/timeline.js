@@ -239,15 +239,16 @@ export class Timeline {
       pen.fillStyle = colours.ink;
       pen.fillText(text, 4, y);
     }
-    for (const { text, value, y } of this.#strips.labels(this.selected ?? this.#history.steps.at(-1))) {
+    const isNarrow = view.left < GUTTER;
+    for (const { text, short, value, y } of this.#strips.labels(this.selected ?? this.#history.steps.at(-1))) {
       pen.font = `11px ${colours.font}`;
       pen.textAlign = "left";
       pen.fillStyle = colours.muted;
-      pen.fillText(text, 4, view.left < GUTTER ? y - 7 : y);
+      pen.fillText(isNarrow ? short : text, 4, y - 7);
       pen.font = `500 11px ${colours.font}`;
       pen.fillStyle = colours.ink;
       pen.textAlign = "right";
-      pen.fillText(value, view.left - 8, view.left < GUTTER ? y + 7 : y);
+      pen.fillText(value, view.left - 8, y + 7);
     }
   }
 
