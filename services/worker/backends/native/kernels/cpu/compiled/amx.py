@@ -19,8 +19,6 @@ from numba.extending import intrinsic
 from services.worker.backends.native.kernels.cpu.compiled import simd
 from services.worker.backends.native.kernels.cpu.compiled.simd import I64
 
-INPUTS = 32
-"""Inputs of one multiplication."""
 ROWS = 16
 """Rows and columns of a tile of sums."""
 TILE_BYTES = 1024

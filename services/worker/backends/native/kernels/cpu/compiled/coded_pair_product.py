@@ -16,10 +16,10 @@ from services.worker.backends.native.kernels.cpu.compiled.pair_product import (
     BLOCK,
     CHUNK,
     PANELS,
-    PRODUCT,
     WORTH,
     write_rows,
 )
+from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import GROUP, GROUP_BYTES, INT4, PANEL
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 

@@ -1,4 +1,5 @@
-"""y = W x + b with AVX-512's products of bfloat16 pairs. Activations and weights are bfloat16, sums float32.
+"""y = W x + b with AVX-512's products of bfloat16 pairs. Activations and weights are bfloat16, sums float32. The number
+of panels is a multiple of four.
 
 Each sum runs over the inputs in order, two at a time, so a row has the same bits in a batch of any size (batch
 invariance, docs/invariants.md).
@@ -9,7 +10,8 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import bf16, simd
+from services.worker.backends.native.kernels.cpu.compiled import bf16, bf16_rows, simd
+from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, GROUP, PANEL
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
@@ -23,15 +25,6 @@ CHUNK = 32 * ROWS
 """Maximum number of rows of one item."""
 WORTH = 1 << 18
 """Smallest number of multiplications for which another thread is used."""
-PRODUCT = [
-    ("x", np.int64),  # bfloat16[rows, inputs]
-    ("weight", np.int64),  # panels; their number is a multiple of four
-    ("bias", np.int64),  # float32[blocks * BLOCK]
-    ("out", np.int64),  # bfloat16[rows, outputs]
-    ("rows", np.int64),
-    ("inputs", np.int64),
-    ("outputs", np.int64),
-]
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
@@ -49,12 +42,7 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
             value0 = simd.add(simd.load_f32x16(here), simd.load_f32x16(bias))
             value1 = simd.add(simd.load_f32x16(here + 64), simd.load_f32x16(bias + 64))
             out = a.out + ((row + i) * a.outputs + some) * 2
-            if some + 2 * PANEL <= a.outputs:
-                bf16.store_bf16x32(out, value0, value1)
-            else:
-                bf16.store_bf16x32(tail, value0, value1)
-                for j in range(a.outputs - some):
-                    simd.store_bf16(out + j * 2, simd.load_bf16(tail + j * 2))
+            bf16_rows.store_outputs(out, a.outputs - some, value0, value1, tail)
 
 
 def pair_product_kernel(kind: int, inputs: int) -> Kernel:
@@ -84,12 +72,8 @@ def _compiled() -> Kernel:
             block, start = item % blocks, item // blocks * CHUNK
             end, first, x = min(start + CHUNK, a.rows), block * BLOCK, a.x + start * a.inputs * 2
             if odd:
-                source, x = x, copied
-                for row in range(end - start):
-                    for i in range(2 * pairs):
-                        at = source + (row * a.inputs + i) * 2
-                        value = simd.load_bf16(at) if i < a.inputs else np.float32(0)
-                        simd.store_bf16(x + row * stride + i * 2, value)
+                bf16_rows.copy_padded(x, end - start, a.inputs, copied, 2 * pairs)
+                x = copied
             weights, row = a.weight + block * PANELS * step, start
             while row < end:
                 rows = min(ROWS, end - row)

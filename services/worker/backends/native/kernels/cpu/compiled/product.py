@@ -18,14 +18,15 @@ CHUNK = 48
 WORTH = 1 << 19
 """Smallest number of multiplications for which another thread is used: 10 to 20 us."""
 PRODUCT = [
-    ("x", np.int64),  # float32[rows, inputs]
-    ("weight", np.int64),  # [blocks * 4, inputs, PANEL]
+    ("x", np.int64),  # [rows, inputs] in the dtype of the activations: float32 here
+    ("weight", np.int64),  # [blocks * 4, inputs, PANEL] here
     ("bias", np.int64),  # float32[blocks * BLOCK]
-    ("out", np.int64),  # float32[rows, outputs]
+    ("out", np.int64),  # [rows, outputs] in the dtype of the activations
     ("rows", np.int64),
     ("inputs", np.int64),
     ("outputs", np.int64),
 ]
+"""Arguments of every product; `BLOCK` is the kernel's own."""
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 

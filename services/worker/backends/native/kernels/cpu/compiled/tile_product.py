@@ -1,4 +1,5 @@
-"""y = W x + b with AMX, from weights in bfloat16, int8 or int4. Activations are bfloat16, sums float32.
+"""y = W x + b with AMX, from weights in bfloat16, int8 or int4. Activations are bfloat16, sums float32. The number of
+panels is even.
 
 While the first rows are multiplied, codes are decoded to bfloat16 into a panel that stays in the innermost caches. Each
 sum runs over the inputs in order, 32 at a time, so a row has the same bits in a batch of any size (batch invariance,
@@ -10,7 +11,8 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, simd
+from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, simd
+from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import (
     BF16,
     GROUP,
@@ -27,15 +29,6 @@ CHUNK = 1024
 """Maximum number of rows of one item. A panel is decoded once per item."""
 WORTH = 1 << 17
 """Smallest number of multiplications for which another thread is used."""
-PRODUCT = [
-    ("x", np.int64),  # bfloat16[rows, inputs]
-    ("weight", np.int64),  # panels; their number is even
-    ("bias", np.int64),  # float32[blocks * BLOCK]
-    ("out", np.int64),  # bfloat16[rows, outputs]
-    ("rows", np.int64),
-    ("inputs", np.int64),
-    ("outputs", np.int64),
-]
 _PRODUCT = np.dtype(HEADER + PRODUCT, align=True)
 
 
@@ -81,19 +74,14 @@ def _sums(x0, x1, stride, weights, size, decoded, groups, DECODES, PAIR, KIND): 
 @njit(inline="always")
 def _write(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
     """Add the bias to two tiles of sums side by side, and store outputs `first` to `first` + 31."""
-    bias, number = a.bias + first * 4, min(BLOCK, a.outputs - first)
+    bias, number = a.bias + first * 4, a.outputs - first
     bias0, bias1 = simd.load_f32x16(bias), simd.load_f32x16(bias + 64)
     tail = sums + 2 * amx.TILE_BYTES
     out = a.out + (row * a.outputs + first) * 2
     for i in range(rows):
         value0 = simd.add(simd.load_f32x16(sums + i * 64), bias0)
         value1 = simd.add(simd.load_f32x16(sums + amx.TILE_BYTES + i * 64), bias1)
-        if number == BLOCK:
-            bf16.store_bf16x32(out, value0, value1)
-        else:
-            bf16.store_bf16x32(tail, value0, value1)
-            for j in range(number):
-                simd.store_bf16(out + j * 2, simd.load_bf16(tail + j * 2))
+        bf16_rows.store_outputs(out, number, value0, value1, tail)
         out += a.outputs * 2
 
 
@@ -147,11 +135,8 @@ def _compiled(kind: int) -> Kernel:
             x = a.x + start * a.inputs * 2
             if not whole:
                 x = scratch + panels
-                for row in range(end - start):
-                    source, target = a.x + (start + row) * a.inputs * 2, x + row * stride
-                    for i in range(groups * GROUP):
-                        value = simd.load_bf16(source + i * 2) if i < a.inputs else np.float32(0)
-                        simd.store_bf16(target + i * 2, value)
+                source = a.x + start * a.inputs * 2
+                bf16_rows.copy_padded(source, end - start, a.inputs, x, groups * GROUP)
             decoded = scratch if CODED else a.weight + block * 2 * size
             row = start
             while row < end:
