@@ -21,11 +21,11 @@ from services.frontend.anthropic.schemas import (
     CountTokensRequest,
     MessagesRequest,
 )
+from services.frontend.openai.schemas.open_object import OpenObject
 from services.frontend.openai.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
-    OpenObject,
     StructuredOutputs,
 )
 from services.frontend.openai.scores import RerankRequest, ScoreRequest

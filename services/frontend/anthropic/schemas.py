@@ -4,22 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.frontend.openai.schemas.requests import (
+from services.frontend.openai.schemas.fields import (
     JSON,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
-    BaseRequest,
     GivenName,
-    Neutral,
-    OpenObject,
-    SampledRequest,
     Stops,
     TemplateVariables,
     Text,
     ToolName,
-    unserved_by,
 )
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import BaseRequest, SampledRequest, unserved_by
+from services.frontend.openai.schemas.unserved import Neutral
 
 
 class TextBlock(OpenObject):

@@ -20,13 +20,9 @@ from services.frontend.openai.embeddings import (
     embeddings_json,
     normalised,
 )
-from services.frontend.openai.schemas.requests import (
-    MAX_INPUTS,
-    EmbeddingRequest,
-    OpenObject,
-    ScheduledRequest,
-    Text,
-)
+from services.frontend.openai.schemas.fields import MAX_INPUTS, Text
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import EmbeddingRequest, ScheduledRequest
 from services.frontend.openai.schemas.responses import (
     PoolingEntry,
     PoolingResponse,

@@ -7,7 +7,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from services.frontend.openai.prompts.encoder import PromptEncoder, answer_role, checked_ids
-from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest, Text, TokenId
+from services.frontend.openai.schemas.fields import Text, TokenId
+from services.frontend.openai.schemas.requests import BaseRequest, ChatRequest
 from services.frontend.openai.schemas.responses import Natural
 from services.frontend.text.tokenizer import Tokenizer
 

@@ -5,22 +5,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic import Tag as _Tag
 
-from services.frontend.openai.schemas.requests import (
+from services.frontend.openai.schemas.fields import (
     JSON,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
     GivenName,
-    Neutral,
-    OpenObject,
-    RefusalPart,
-    SampledRequest,
     Stop,
     Stops,
     TemplateVariables,
     Text,
     ToolName,
 )
+from services.frontend.openai.schemas.messages import RefusalPart
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import SampledRequest
+from services.frontend.openai.schemas.unserved import Neutral
 
 
 class InputText(OpenObject):

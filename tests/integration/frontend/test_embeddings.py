@@ -18,7 +18,7 @@ from protocol.requests import (
 )
 from protocol.sampling import Pooling
 from services.frontend.openai.embeddings import MAX_OPEN
-from services.frontend.openai.schemas.requests import MAX_INPUTS
+from services.frontend.openai.schemas.fields import MAX_INPUTS
 from tests.integration.frontend.scripted import (
     CONTEXT,
     TOKENIZER,

@@ -11,7 +11,8 @@ from starlette.requests import Request as HTTPRequest
 
 from services.frontend.errors import GONE, APIError, invalid
 from services.frontend.openai.parameters.extra_fields import ExtraFields, UnknownFieldMode
-from services.frontend.openai.schemas.requests import BaseGenerationRequest, OpenObject
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import BaseGenerationRequest
 
 BODY_SECONDS = 30.0
 """Time limit for a client to send its body."""

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.requests import HINTS, Neutral, OpenObject
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.unserved import HINTS, Neutral
 
 log = logging.getLogger("runahead.frontend")
 

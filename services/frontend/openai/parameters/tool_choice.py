@@ -8,7 +8,8 @@ from protocol.sampling import MAX_GRAMMAR_CHARS, GrammarKind, StructuredOutputPa
 from services.frontend.errors import invalid
 from services.frontend.json_text import json_text
 from services.frontend.openai.parameters.structured import as_tag_format, constraint_field, structured_params
-from services.frontend.openai.schemas.requests import ChatRequest, NamedTool
+from services.frontend.openai.schemas.messages import NamedTool
+from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.tools import schema
 from services.frontend.tools.forced import NamedParser, RequiredParser
 from services.frontend.tools.parser import ToolParser

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from services.frontend.errors import invalid
-from services.frontend.openai.schemas.requests import ChatRequest, MessageParam, ToolCall
+from services.frontend.openai.schemas.messages import MessageParam, ToolCall
+from services.frontend.openai.schemas.requests import ChatRequest
 from services.frontend.templates.chat_template import Conversation
 
 

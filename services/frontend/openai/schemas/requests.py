@@ -1,162 +1,37 @@
-"""Request bodies. Every field has a bound. OpenAI's and vLLM's fields that are not served are in tables."""
+"""Request bodies. Every field has a bound."""
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.requests import MAX_PRIORITY
-from protocol.sampling import (
-    MAX_BIAS,
-    MAX_BIASED,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
+from protocol.sampling import MAX_REPETITION_PENALTY
+from services.frontend.openai.schemas.fields import (
+    JSON,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_TEXTS,
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_SCHEMA_CHARS,
+    MAX_STOP_IDS,
+    MAX_TEMPERATURE,
+    MAX_TOOLS,
+    Biases,
+    Logprobs,
+    Penalty,
+    Stop,
+    Stops,
+    TemplateVariables,
+    Text,
+    TokenId,
+    TokenIds,
 )
-from services.frontend.tools.names import MAX_NAME, NAME_PATTERN
-
-MAX_TEMPERATURE = 2.0
-"""OpenAI's bound."""
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_IDS = 128
-MAX_BAD_WORD_TEXTS = 128
-MAX_TOOLS = 128
-"""Tools of a body; OpenAI's bound. An assistant message has no more calls."""
-MAX_PARTS = 1024
-"""Parts of a message's content."""
-MAX_PROMPTS = 64
-MAX_TEXT = 4_000_000
-"""Characters."""
-MAX_PROMPT_IDS = 2_000_000
-MAX_MESSAGES = 4096
-MAX_CHOICES = 16
-"""Maximum of `n`, the answers per prompt."""
-MAX_SCHEMA_CHARS = 262_144
-MAX_ALLOWED_IDS = 262_144
-MAX_INPUTS = 2048
-"""Inputs of one embedding request; OpenAI's bound."""
-
-# `fail_fast`: a list is checked up to its first wrong item, as a million errors would block the event loop.
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(max_length=MAX_TEXT)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
-Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
-ToolName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
-"""Name of a tool that the body declares."""
-GivenName = Annotated[str, Field(max_length=MAX_NAME)]
-"""Name of a tool in a call, or in `tool_choice`."""
-TemplateVariables = Annotated[dict[str, Any], Field(max_length=32)]
-Bias = Annotated[float, Field(json_schema_extra={"minimum": -MAX_BIAS, "maximum": MAX_BIAS})]
-"""`parameters.sampling` checks the range, so that the error names the token."""
-
-
-def _bounded(given: object) -> object:
-    """Count the items of a mapping before pydantic checks each of them."""
-    if isinstance(given, dict) and len(given) > MAX_BIASED:
-        context = {"field_type": "Dictionary", "max_length": MAX_BIASED, "actual_length": len(given)}
-        raise PydanticKnownError("too_long", context)
-    return given
-
-
-JSON = dict[str, Any]
-"""The size is bounded by the body's, the depth when a schema is compiled."""
-Biases = Annotated[dict[str, Bias], Field(max_length=MAX_BIASED), BeforeValidator(_bounded)]
-
-Neutral = Mapping[str, tuple[Any, ...]]
-"""Known parameters that are not served, each with the values that change nothing; null is always one of them."""
-
-NEUTRAL: Neutral = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": ([],),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "ec_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "web_search_options": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "thinking_token_budget": (),
-    "watermarking": (False,),
-    "truncation_side": ("left",),
-    "logprob_token_ids": ([],),
-    "media_io_kwargs": ({},),
-    "mm_payload": ("tensors", "none"),
-    "return_mm_kwargs": (False, True),
-    "routed_experts_prompt_start": (0,),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "repetition_detection": (),
-    "stream_interval": (1,),
-    "padding": ("do_not_pad",),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "use_activation": (True,),
-    "task": ("embed",),
-    "instruction": (),
-    "max_tokens_per_query": (0,),
-    "max_tokens_per_doc": (0,),
-}
-HINTS: Mapping[str, str] = {
-    "best_of": "use n and choose among the answers",
-    "guided_json": "use structured_outputs.json or response_format",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_grammar": "use structured_outputs.grammar",
-    "guided_whitespace_pattern": "use structured_outputs.whitespace_pattern",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "logits_processors": "requests cannot bring code; use logit_bias, bad_words or allowed_token_ids",
-    "chat_template": "start with --chat-template",
-}
-"""Replacements for parameters that are not supported."""
-NEUTRAL_IN_MESSAGE: Neutral = {
-    "function_call": (),
-    "audio": (),
-    "annotations": ([],),
-}
-"""Fields of an answer that the official client sends back as part of the next conversation."""
-
-
-def _add_unserved(schema: JSON, kind: type["OpenObject"]) -> None:
-    """Describe the known fields that are not served, with the values that change nothing."""
-    for name, values in kind.unserved().items():
-        allowed = (None, *values)
-        distinct = [v for i, v in enumerate(allowed) if v not in allowed[:i]]  # 1 and 1.0 are equal in JSON
-        schema["properties"].setdefault(name, {"enum": distinct, "description": "Not supported."})
-
-
-class OpenObject(BaseModel):
-    """Object of a body with more fields than are served: the rule for them is in `parameters.extra_fields`."""
-
-    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_add_unserved)
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        """Return the known fields that are not served."""
-        return {}
+from services.frontend.openai.schemas.messages import MessageParam, NamedTool, Tool
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.unserved import NEUTRAL, Neutral
 
 
 class StreamOptions(OpenObject):
@@ -310,88 +185,6 @@ class CompletionRequest(BaseGenerationRequest):
         Text | TokenIds | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )  # fmt: skip
-
-
-class TextPart(OpenObject):
-    type: Literal["text"]
-    text: Text
-
-
-class RefusalPart(OpenObject):
-    """Refusal of another model. It is text for this one."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-
-
-class FunctionCall(OpenObject):
-    name: GivenName
-    arguments: Text = ""
-    """The text of a JSON object."""
-
-
-class ToolCall(OpenObject):
-    id: str = Field("", max_length=256)
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = Field(None, ge=0, lt=2**31)
-    """Not used; present if the client joined the call from the deltas of a stream."""
-
-
-class MessageParam(OpenObject):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_call_id: str | None = Field(None, max_length=256)
-    reasoning: Text | None = None
-    reasoning_content: Text | None = None
-    """Older name of `reasoning`."""
-    refusal: Text | None = None
-    """Refusal of another model: the text of a message without content."""
-
-    @classmethod
-    def unserved(cls) -> Neutral:
-        return NEUTRAL_IN_MESSAGE
-
-    def plain(self) -> dict[str, Any]:
-        """Return role, text and name as chat templates expect them."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = "".join(part.text for part in parts) if parts else self.content or self.refusal or ""
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
-
-
-class FunctionDefinition(OpenObject):
-    name: ToolName
-    description: Text | None = None
-    parameters: JSON | None = None
-    strict: bool | None = None
-
-
-class Tool(OpenObject):
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-    def plain(self) -> dict[str, Any]:
-        """Return the given fields as chat templates expect them."""
-        known = set(FunctionDefinition.model_fields)
-        return {"type": self.type, "function": self.function.model_dump(include=known, exclude_unset=True)}
-
-
-class FunctionName(OpenObject):
-    name: GivenName
-
-
-class NamedTool(OpenObject):
-    type: Literal["function"] = "function"
-    function: FunctionName
 
 
 class ChatRequest(BaseGenerationRequest):

@@ -9,13 +9,9 @@ from pydantic import ValidationError
 from services.frontend.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.frontend.errors import APIError
 from services.frontend.openai.parameters.extra_fields import MAX_NAMED, ExtraFields, UnknownFieldMode
-from services.frontend.openai.schemas.requests import (
-    NEUTRAL,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    OpenObject,
-)
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from services.frontend.openai.schemas.unserved import NEUTRAL
 from services.frontend.openai.scores import RerankRequest, ScoreRequest
 from services.frontend.responses_api.schemas import ResponsesRequest
 

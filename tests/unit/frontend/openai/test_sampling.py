@@ -15,10 +15,7 @@ from services.frontend.openai.parameters.sampling import (
     bad_words,
     sampling_params,
 )
-from services.frontend.openai.schemas.requests import (
-    ChatRequest,
-    CompletionRequest,
-)
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest
 from services.frontend.text.tokenizer import Tokenizer
 
 NONE = SamplingDefaults({}, (2,))

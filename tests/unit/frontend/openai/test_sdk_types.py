@@ -18,15 +18,10 @@ from openai.types.responses.response_output_message_param import Content as Outp
 from openai.types.responses.response_reasoning_item_param import Content as ReasoningContent
 from openai.types.responses.response_reasoning_item_param import Summary
 
-from services.frontend.openai.schemas.requests import (
-    NEUTRAL_IN_MESSAGE,
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    EmbeddingRequest,
-    MessageParam,
-    OpenObject,
-)
+from services.frontend.openai.schemas.messages import ContentPart, MessageParam
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from services.frontend.openai.schemas.unserved import NEUTRAL_IN_MESSAGE
 from services.frontend.responses_api.schemas import ITEMS, Part, ReasoningText, ResponsesRequest
 
 REFUSED_ROLES = {"function"}

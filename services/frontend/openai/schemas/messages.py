@@ -1,0 +1,98 @@
+"""Messages of a conversation, and the tools that the model may call."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from services.frontend.openai.schemas.fields import (
+    JSON,
+    MAX_PARTS,
+    MAX_TOOLS,
+    GivenName,
+    Text,
+    ToolName,
+)
+from services.frontend.openai.schemas.open_object import OpenObject
+from services.frontend.openai.schemas.unserved import NEUTRAL_IN_MESSAGE, Neutral
+
+
+class TextPart(OpenObject):
+    type: Literal["text"]
+    text: Text
+
+
+class RefusalPart(OpenObject):
+    """Refusal of another model. It is text for this one."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class FunctionCall(OpenObject):
+    name: GivenName
+    arguments: Text = ""
+    """The text of a JSON object."""
+
+
+class ToolCall(OpenObject):
+    id: str = Field("", max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = Field(None, ge=0, lt=2**31)
+    """Not used; present if the client joined the call from the deltas of a stream."""
+
+
+class MessageParam(OpenObject):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    """Older name of `reasoning`."""
+    refusal: Text | None = None
+    """Refusal of another model: the text of a message without content."""
+
+    @classmethod
+    def unserved(cls) -> Neutral:
+        return NEUTRAL_IN_MESSAGE
+
+    def plain(self) -> dict[str, Any]:
+        """Return role, text and name as chat templates expect them."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text for part in parts) if parts else self.content or self.refusal or ""
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class FunctionDefinition(OpenObject):
+    name: ToolName
+    description: Text | None = None
+    parameters: JSON | None = None
+    strict: bool | None = None
+
+
+class Tool(OpenObject):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+    def plain(self) -> dict[str, Any]:
+        """Return the given fields as chat templates expect them."""
+        known = set(FunctionDefinition.model_fields)
+        return {"type": self.type, "function": self.function.model_dump(include=known, exclude_unset=True)}
+
+
+class FunctionName(OpenObject):
+    name: GivenName
+
+
+class NamedTool(OpenObject):
+    type: Literal["function"] = "function"
+    function: FunctionName
