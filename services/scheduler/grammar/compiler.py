@@ -4,9 +4,7 @@
 `NUM_THREADS` threads with a trial process each; a thread starts when there is work for it.
 """
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -23,11 +21,11 @@ from services.scheduler.grammar.limits import (
     CACHE_BYTES,
     MAX_WAITING,
     NUM_THREADS,
-    STACK_BYTES,
     WAITING_SECONDS,
     parser_limits,
 )
 from services.scheduler.grammar.matcher import Matcher
+from services.scheduler.grammar.threads import Wakeup, start_thread
 from services.scheduler.grammar.translate import KIND_NAMES
 from services.scheduler.grammar.trial.messages import TrialSetup
 from services.scheduler.grammar.trial.process import TrialEnded, TrialProcess
@@ -76,14 +74,12 @@ class GrammarCompiler:
         self._closed = False
         self._done: deque[tuple[_CompileJob, CompiledGrammar | str]] = deque()
         self._ready: list[tuple[int, Grammar | str]] = []
-        self._wakeup, self._wake = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._wake, False)
+        self._wakeup = Wakeup()
         self.counters = {"hits": 0, "compiled": 0, "refused": 0, "killed": 0}
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable when another thread has a result for `take`."""
-        return self._wakeup
+        return self._wakeup.fileno()
 
     @property
     def num_queued(self) -> int:
@@ -178,8 +174,7 @@ class GrammarCompiler:
 
     def take(self) -> list[tuple[int, Grammar | str]]:
         """Return each result once: (ticket, its grammar or the reason of its refusal)."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup, 4096)
+        self._wakeup.clear()
         while self._done:
             job, result = self._done.popleft()
             with self._changed:
@@ -213,8 +208,7 @@ class GrammarCompiler:
         self._jobs.clear()
         self._queue.clear()
         self._done.clear()
-        os.close(self._wake)
-        os.close(self._wakeup)
+        self._wakeup.close()
         return unanswered
 
     # -- compile threads -----------------------------------------------------------------------------------------
@@ -235,8 +229,7 @@ class GrammarCompiler:
 
     def deliver(self, job: _CompileJob, result: CompiledGrammar | str) -> None:
         self._done.append((job, result))
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
-            os.write(self._wake, b"\0")
+        self._wakeup.set()
 
     def trial_setup(self) -> TrialSetup:
         v = self._vocabulary
@@ -262,12 +255,7 @@ class _CompileThread:
         self._compiler = compiler
         self._process: TrialProcess | None = None
         self._killed = threading.Event()
-        before = threading.stack_size(4 * STACK_BYTES)
-        self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
-        try:
-            self._thread.start()
-        finally:
-            threading.stack_size(before)
+        self._thread = start_thread(self._run, "grammar")
 
     def kill(self) -> None:
         """End the current trial. Any thread may call this."""

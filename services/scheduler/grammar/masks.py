@@ -4,10 +4,8 @@ A grammar moves only when its request emits a token, and a token is emitted only
 the thread that makes masks and the scheduler's loop never use a grammar at the same time.
 """
 
-import contextlib
 import os
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.grammar.base import Grammar
-from services.scheduler.grammar.limits import STACK_BYTES
+from services.scheduler.grammar.threads import Wakeup, start_thread
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
 WAKE_INTERVAL = 5e-4
@@ -68,22 +66,15 @@ class MaskThread:
         """Time of the last submission."""
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._wakeup, self._wake = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._wake, False)
+        self._wakeup = Wakeup()
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable when there is a result for `take`."""
-        return self._wakeup
+        return self._wakeup.fileno()
 
     def submit(self, ticket: int, grammar: Grammar, draft_ids: list[int], num_words: int) -> Masks | None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
-            before = threading.stack_size(4 * STACK_BYTES)
-            try:
-                self._thread.start()
-            finally:
-                threading.stack_size(before)
+            self._thread = start_thread(self._run, "masks")
         self._num_open += 1
         self._submitted = time.monotonic()
         self._jobs.put((self._submitted, ticket, grammar, draft_ids, num_words))
@@ -93,15 +84,13 @@ class MaskThread:
         """Wait until no mask is being made, but no longer than `seconds` from the last submission on."""
         deadline = self._submitted + seconds
         while self._num_open > len(self._made) and (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._wakeup], [], [], left)[0]:
+            if not self._wakeup.wait(left):
                 return
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wakeup, 4096)
+            self._wakeup.clear()
 
     def take(self) -> list[tuple[int, Masks]]:
         """Return each result once: (ticket, masks)."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup, 4096)
+        self._wakeup.clear()
         taken = []
         while self._made:
             ticket, made = self._made.popleft()
@@ -117,8 +106,7 @@ class MaskThread:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join()
-        os.close(self._wake)
-        os.close(self._wakeup)
+        self._wakeup.close()
 
     def _run(self) -> None:
         """Make masks. The scheduler's loop is woken when none is left to be made, and every `WAKE_INTERVAL`."""
@@ -133,5 +121,4 @@ class MaskThread:
                 self._made.append((ticket, error))
             if self._jobs.empty() or time.monotonic() - woken > WAKE_INTERVAL:
                 woken = time.monotonic()
-                with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
-                    os.write(self._wake, b"\0")
+                self._wakeup.set()
