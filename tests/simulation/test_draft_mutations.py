@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.apply import ResultApplier
+from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
@@ -16,7 +17,6 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, LIVE, Column, SlotColumns
-from services.scheduler.core.step_masks import StepMasks
 from tests.simulation.drafts import Speculating
 from tests.simulation.faults import Fault, assert_caught, parameters
 from tests.simulation.grammar import structured
@@ -208,7 +208,7 @@ def a_grammar_looks_at_drafts_of_a_step_before(remember: Any) -> Any:
 
 
 def every_position_has_its_rows_first_mask(output: Any) -> Any:
-    def broken(self: StepMasks, *arguments: Any) -> Any:
+    def broken(self: DeferredMasks, *arguments: Any) -> Any:
         grammar = output(self, *arguments)
         if grammar is None or not grammar.counts:
             return grammar
@@ -298,7 +298,7 @@ def test_fault_is_caught(fault: Fault) -> None:
 
 RARE_FAULTS = [
     Fault("applier", "keep_drafts", a_grammar_looks_at_drafts_of_a_step_before),
-    Fault("step_masks", "grammar_output", every_position_has_its_rows_first_mask),
+    Fault("deferred_masks", "grammar_output", every_position_has_its_rows_first_mask),
     Fault("request", "matching", a_grammar_takes_the_rows_last_token_only),
     Fault("applier", "publish_logprobs", logprobs_of_tokens_behind_a_stop),
     Fault("applier", "cut", min_tokens_hold_for_rows_of_one_token),

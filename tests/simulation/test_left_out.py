@@ -349,7 +349,7 @@ FAULTS = [
     Fault("applier", "settle", a_left_out_row_is_settled_twice),
     Fault("applier", "settle", a_left_out_row_stays_promised),
     Fault("request", "matching", masks_outlive_their_token),
-    Fault("step_masks", "row_masks", masks_of_ended_requests_are_not_sent),
+    Fault("deferred_masks", "row_masks", masks_of_ended_requests_are_not_sent),
     Fault("engine", "on_masks", masks_that_were_made_are_lost),
 ]
 

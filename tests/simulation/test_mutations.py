@@ -14,6 +14,7 @@ from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.compiling import CompilingRequests
+from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.engine import EngineCore
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.kv_cache import KVCacheManager
@@ -22,7 +23,6 @@ from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import DELIVER, DROP, SlotColumns
-from services.scheduler.core.step_masks import StepMasks
 from services.scheduler.core.waiting import WaitingQueue
 from tests.simulation.faults import Fault, assert_caught, parameters
 
@@ -373,7 +373,7 @@ def masks_before_the_token_before_is_known(output: Any) -> Any:
 
 
 def masks_of_other_rows(output: Any) -> Any:
-    def broken(self: StepMasks, *arguments: Any) -> Any:
+    def broken(self: DeferredMasks, *arguments: Any) -> Any:
         grammar = output(self, *arguments)
         if grammar is None or len(grammar.slots) < 8:
             return grammar
@@ -444,8 +444,8 @@ def every_request_reads_the_prefix_cache(find: Any) -> Any:
 
 
 FAULTS = [
-    Fault("step_masks", "grammar_output", masks_before_the_token_before_is_known),
-    Fault("step_masks", "grammar_output", masks_of_other_rows),
+    Fault("deferred_masks", "grammar_output", masks_before_the_token_before_is_known),
+    Fault("deferred_masks", "grammar_output", masks_of_other_rows),
     Fault("request", "matching", a_failed_grammar_is_overlooked),
     Fault("applier", "wanted_logprobs", logprobs_of_requests_that_left),
     Fault("kv", "find_prefix", every_request_reads_the_prefix_cache),

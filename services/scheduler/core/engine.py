@@ -117,7 +117,7 @@ class EngineCore:
         self.lifecycle = self.parts.lifecycle(self.store, self.epoch)
         self.planner = self.parts.planner(self.store, self.epoch, self.lifecycle, self.drafting)
         self.applier = self.parts.applier(self.store, self.epoch, self.lifecycle, self.drafting)
-        self.step_masks = self.parts.step_masks(self.store, self.epoch, self.queue, self._mask_words)
+        self.deferred_masks = self.parts.deferred_masks(self.store, self.epoch, self.queue, self._mask_words)
 
     @property
     def observers(self) -> Observers:
@@ -352,10 +352,10 @@ class EngineCore:
     def _dispatch(self, observers: Observers) -> Iterator[StepMessage]:
         queue = self.queue
         while True:
-            for grammar in self.step_masks.outputs():
+            for grammar in self.deferred_masks.outputs():
                 observers.emit(GrammarSent(grammar))
                 yield grammar
-            planned = None if queue.full or self.step_masks.holds_back else self._schedule()
+            planned = None if queue.full or self.deferred_masks.holds_back else self._schedule()
             if planned is None:
                 break
             step, plan, masked = planned
@@ -417,7 +417,7 @@ class EngineCore:
                 self.observers.emit(ResultRefused(ready[1].epoch, ready[1].step_id))
                 raise
         if self.store.masks.late:
-            self.step_masks.start()  # before the next step is formed: they are more urgent
+            self.deferred_masks.start()  # before the next step is formed: they are more urgent
 
     def _apply(self, step: InflightStep, result: ModelRunnerOutput) -> None:
         decoded = decode_result(step, result, self._admission.vocab_size, self._admission.hidden_size)

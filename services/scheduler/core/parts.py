@@ -10,6 +10,7 @@ from services.scheduler.core.apply import ResultApplier
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.block_pool import BlockPool
 from services.scheduler.core.compiling import CompilingRequests
+from services.scheduler.core.deferred_masks import DeferredMasks
 from services.scheduler.core.epoch import EpochState
 from services.scheduler.core.kv_cache import KVCacheManager
 from services.scheduler.core.ledger import Ledger
@@ -21,7 +22,6 @@ from services.scheduler.core.outputs import OutputBuffer
 from services.scheduler.core.plan import StepPlanner
 from services.scheduler.core.request import Request
 from services.scheduler.core.slots import SlotColumns
-from services.scheduler.core.step_masks import StepMasks
 from services.scheduler.core.store import RequestStore
 from services.scheduler.core.waiting import WaitingQueue
 from services.scheduler.grammar import INLINE_MASKS, Compiler, MaskMaker
@@ -45,7 +45,7 @@ class Parts:
     lifecycle: type[Lifecycle] = Lifecycle
     planner: type[StepPlanner] = StepPlanner
     applier: type[ResultApplier] = ResultApplier
-    step_masks: type[StepMasks] = StepMasks
+    deferred_masks: type[DeferredMasks] = DeferredMasks
 
     def build_store(self, compiler: Compiler | None, mask_maker: MaskMaker = INLINE_MASKS) -> RequestStore:
         return self.store(self.compiling(compiler), self.masks(mask_maker), self.waiting(), self.outputs())

@@ -21,7 +21,7 @@ from services.scheduler.grammar import Masks
 
 
 @dataclass(eq=False)
-class StepMasks:
+class DeferredMasks:
     store: RequestStore
     epoch: EpochState
     queue: BatchQueue
