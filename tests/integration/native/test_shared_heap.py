@@ -57,7 +57,7 @@ def test_threads_of_one_heap_compute_what_one_thread_does(weights: str) -> None:
 
 
 def test_no_kernel_takes_the_address_of_an_array() -> None:
-    """See `simd.allocate`."""
+    """See `raw.allocate`."""
     files = sorted(Path(compiled.__file__).parent.glob("*.py"))
     assert len(files) > 10
     assert [file.name for file in files if ".ctypes" in file.read_text()] == []

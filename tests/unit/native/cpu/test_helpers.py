@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
 from services.worker.backends.native.kernels.cpu.thread_team import (
     HEADER,
@@ -23,14 +23,14 @@ BLOCK = np.dtype(HEADER + FIELDS, align=True)
 
 def count(address):  # type: ignore[no-untyped-def]
     """Adds one to each item's number, then waits until so many items were begun as are `wanted`."""
-    a = carray(simd.pointer(address), 1, BLOCK)[0]
+    a = carray(raw.pointer(address), 1, BLOCK)[0]
     while True:
         item = take(address)
         if item >= a.items:
             break
-        simd.i64_at(a.out + item * 8, 1)[0] += 1
-        simd.fetch_add(a.met, 1)
-        while simd.load_i64(a.met) < a.wanted:
+        raw.i64_at(a.out + item * 8, 1)[0] += 1
+        raw.fetch_add(a.met, 1)
+        while raw.load_i64(a.met) < a.wanted:
             pass
 
 
@@ -79,8 +79,8 @@ def test_a_kernel_does_not_wait_for_absent_helpers(kernel: Kernel) -> None:
 
 def share(address):  # type: ignore[no-untyped-def]
     """Another kernel, shared: as a kernel that runs others does it."""
-    words = simd.i64_at(address, 6)
-    simd.call_shared(words[5], words[2], words[3], words[4])
+    words = raw.i64_at(address, 6)
+    raw.call_shared(words[5], words[2], words[3], words[4])
 
 
 def test_each_calling_thread_has_helpers_of_its_own(kernel: Kernel) -> None:

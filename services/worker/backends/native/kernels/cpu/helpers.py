@@ -19,7 +19,7 @@ from numba import cfunc
 from numba.core import types
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 
 LINE = 64
 """Bytes of a cache line. Words that different threads write lie in different lines."""
@@ -45,41 +45,41 @@ def _help(state):  # type: ignore[no-untyped-def]
     seen = 0
     while True:
         yielded = 0
-        while simd.load_i64(state + TURN) == seen:
+        while raw.load_i64(state + TURN) == seen:
             if yielded < PATIENCE:
-                simd.call(simd.load_i64(state + YIELD), 0)
+                raw.call(raw.load_i64(state + YIELD), 0)
                 yielded += 1
                 continue
-            simd.fetch_add(state + ASLEEP, 1)
+            raw.fetch_add(state + ASLEEP, 1)
             # If the turn has changed, the caller may not have seen that this helper sleeps, and may not wake it
-            if simd.load_i64(state + TURN) == seen:
-                simd.call(simd.load_i64(state + WAIT), state + SEMAPHORE)
+            if raw.load_i64(state + TURN) == seen:
+                raw.call(raw.load_i64(state + WAIT), state + SEMAPHORE)
             yielded = 0
-        seen = simd.load_i64(state + TURN)
-        if simd.load_i64(state + LEAVE) != 0:
+        seen = raw.load_i64(state + TURN)
+        if raw.load_i64(state + LEAVE) != 0:
             return
-        if simd.fetch_add(state + INSIDE, 1) >= OPEN:
-            simd.call(simd.load_i64(state + FUNCTION), simd.load_i64(state + BLOCK))
-        simd.fetch_add(state + INSIDE, -1)
+        if raw.fetch_add(state + INSIDE, 1) >= OPEN:
+            raw.call(raw.load_i64(state + FUNCTION), raw.load_i64(state + BLOCK))
+        raw.fetch_add(state + INSIDE, -1)
 
 
 def _share(function, block, state, flags):  # type: ignore[no-untyped-def]  # noqa: ARG001 - GOMP_parallel's signature
-    simd.store_i64(state + FUNCTION, function)
-    simd.store_i64(state + BLOCK, block)
-    simd.fetch_add(state + INSIDE, OPEN)
-    simd.fetch_add(state + TURN, 1)
-    asleep = simd.load_i64(state + ASLEEP)
+    raw.store_i64(state + FUNCTION, function)
+    raw.store_i64(state + BLOCK, block)
+    raw.fetch_add(state + INSIDE, OPEN)
+    raw.fetch_add(state + TURN, 1)
+    asleep = raw.load_i64(state + ASLEEP)
     if asleep > 0:
-        simd.fetch_add(state + ASLEEP, -asleep)
+        raw.fetch_add(state + ASLEEP, -asleep)
         for _ in range(asleep):
-            simd.call(simd.load_i64(state + POST), state + SEMAPHORE)
-    simd.call(function, block)
-    simd.fetch_add(state + INSIDE, -OPEN)
+            raw.call(raw.load_i64(state + POST), state + SEMAPHORE)
+    raw.call(function, block)
+    raw.fetch_add(state + INSIDE, -OPEN)
     looked = 0
-    while simd.load_i64(state + INSIDE) != 0:
+    while raw.load_i64(state + INSIDE) != 0:
         looked += 1
         if looked > HASTE:
-            simd.call(simd.load_i64(state + YIELD), 0)
+            raw.call(raw.load_i64(state + YIELD), 0)
 
 
 _helping = cfunc(types.void(types.int64), nopython=True, cache=True)(_help)

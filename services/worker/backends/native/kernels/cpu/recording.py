@@ -17,7 +17,7 @@ from numba import carray, njit
 from numpy.typing import NDArray
 
 from services.worker.backends.native.kernels.cpu import thread_team
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
 from services.worker.backends.native.kernels.interface.buffers import Buffers
 from services.worker.backends.native.kernels.interface.recording import Captured
@@ -49,25 +49,25 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 @njit(inline="always")
 def run(calls, number, share, among):  # type: ignore[no-untyped-def]
     """Run recorded calls in order; the last two are what `thread_team.shared` returns."""
-    every = carray(simd.pointer(calls), (number,), _CALL)
+    every = carray(raw.pointer(calls), (number,), _CALL)
     for i in range(number):
         one = every[i]
-        rows = simd.i64_at(one.rows, 1)[0]
-        header = simd.i64_at(one.block, 2)
+        rows = raw.i64_at(one.rows, 1)[0]
+        header = raw.i64_at(one.block, 2)
         header[0], header[1] = 0, one.items * ((rows + one.chunk - 1) // one.chunk)
         if one.rows_field != 0:
-            simd.i64_at(one.rows_field, 1)[0] = rows
+            raw.i64_at(one.rows_field, 1)[0] = rows
         if share == 0 or one.items * rows < 2 * one.cost:
-            simd.call(one.function, one.block)
+            raw.call(one.function, one.block)
         else:
-            simd.call_shared(share, one.function, one.block, among)
+            raw.call_shared(share, one.function, one.block, among)
 
 
 def replay_kernel() -> Kernel:
     """Runs a whole sequence. Other threads may share its kernels."""
 
     def replay(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _REPLAY)[0]
+        a = carray(raw.pointer(address), 1, _REPLAY)[0]
         run(a.calls, a.number, a.share, a.among)
 
     return Kernel(replay, REPLAY, cost=1)

@@ -17,7 +17,7 @@ from numba import cfunc, njit
 from numba.core import types
 from numpy.typing import NDArray
 
-from services.worker.backends.native.kernels.cpu.compiled.simd import fetch_add
+from services.worker.backends.native.kernels.cpu.compiled.raw import fetch_add
 from services.worker.backends.native.kernels.cpu.helpers import SHARE, Helpers
 
 HEADER = [("next", np.int64), ("items", np.int64)]

@@ -16,7 +16,7 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 from services.worker.backends.native.kernels.cpu.compiled.simd import I64
 
 ROWS = 16
@@ -82,7 +82,7 @@ multiply_0, multiply_1, multiply_2, multiply_3 = (
 @njit(inline="always")
 def configure(memory, rows):  # type: ignore[no-untyped-def]
     """Configure sums and activations with `rows` rows, weights with 16. `memory`: 64 bytes to write to."""
-    configuration = simd.u8_at(memory, 64)
+    configuration = raw.u8_at(memory, 64)
     configuration[:] = 0
     configuration[0] = 1
     for tile in range(8):

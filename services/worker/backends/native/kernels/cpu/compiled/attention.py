@@ -11,7 +11,7 @@ kernels, one after the other, so the keys of all rows are written before any que
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -58,12 +58,12 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
     HALF, SIZE, CHALF, CSIZE = int(half), 2 if half else 4, int(half_cache), 2 if half_cache else 4
 
     def write(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _WRITE)[0]
+        a = carray(raw.pointer(address), 1, _WRITE)[0]
         head_dim, dim, middle = a.head_dim, a.dim, a.head_dim // 2
-        start = simd.allocate(2 * dim * 4)
-        raw, turned = simd.f32_at(start, dim), simd.f32_at(start + dim * 4, dim)
-        raw[:], turned[:] = 0, 0
-        slots, positions = simd.i32_at(a.slots, a.items), simd.i32_at(a.positions, a.items)
+        start = raw.allocate(2 * dim * 4)
+        plain, turned = raw.f32_at(start, dim), raw.f32_at(start + dim * 4, dim)
+        plain[:], turned[:] = 0, 0
+        slots, positions = raw.i32_at(a.slots, a.items), raw.i32_at(a.positions, a.items)
         width = (a.heads + 2 * a.kv_heads) * head_dim
         while True:
             token = take(address)
@@ -71,17 +71,17 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                 break
             position = positions[token]
             row = a.table + (slots[token] * a.stride + position // a.block_size) * 4
-            block, offset = np.int64(simd.i32_at(row, 1)[0]), position % a.block_size
+            block, offset = np.int64(raw.i32_at(row, 1)[0]), position % a.block_size
             cos, sin = a.cos + token * middle * 4, a.sin + token * middle * 4
             for head in range(a.heads + 2 * a.kv_heads):
                 source = a.qkv + (token * width + head * head_dim) * SIZE
                 for d in range(head_dim):
-                    raw[d] = simd.load1(source + d * SIZE, HALF)
+                    plain[d] = simd.load1(source + d * SIZE, HALF)
                 if head >= a.heads + a.kv_heads:
                     h = head - a.heads - a.kv_heads
                     target = a.values + (((block * a.kv_heads + h) * a.block_size + offset) * dim) * CSIZE
                     for d in range(dim):
-                        simd.store1(target + d * CSIZE, raw[d], CHALF)
+                        simd.store1(target + d * CSIZE, plain[d], CHALF)
                     continue
                 weight = a.q_norm if head < a.heads else a.k_norm
                 if weight != 0:
@@ -91,11 +91,11 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                         total = simd.fma(value, value, total)
                     factor = np.float32(1) / np.sqrt(simd.reduce_add(total) / np.float32(head_dim) + a.eps)
                     for d in range(head_dim):
-                        raw[d] = raw[d] * factor * simd.load_f32(weight + d * 4)
+                        plain[d] = plain[d] * factor * simd.load_f32(weight + d * 4)
                 for d in range(middle):
                     c, s = simd.load_f32(cos + d * 4), simd.load_f32(sin + d * 4)
-                    turned[d] = raw[d] * c - raw[d + middle] * s
-                    turned[d + middle] = raw[d + middle] * c + raw[d] * s
+                    turned[d] = plain[d] * c - plain[d + middle] * s
+                    turned[d + middle] = plain[d + middle] * c + plain[d] * s
                 if head < a.heads:
                     target = a.queries + (token * a.heads + head) * dim * 4
                     for d in range(dim):
@@ -105,7 +105,7 @@ def write_kernel(half: bool, half_cache: bool) -> Kernel:
                     target = a.keys + ((block * a.kv_heads + h) * dim * a.lanes + offset) * CSIZE
                     for d in range(dim):
                         simd.store1(target + d * a.lanes * CSIZE, turned[d], CHALF)
-        simd.release(start)
+        raw.release(start)
 
     return Kernel(write, WRITE, cost=8, beside_torch=half)
 
@@ -278,15 +278,15 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
     WIDE = simd.WIDE
 
     def attend(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _ATTEND)[0]
+        a = carray(raw.pointer(address), 1, _ATTEND)[0]
         lanes, block_size, group = a.lanes, a.block_size, a.heads // a.kv_heads
-        tiles = simd.i32_at(a.tiles, a.items // a.kv_heads * 4)
+        tiles = raw.i32_at(a.tiles, a.items // a.kv_heads * 4)
         most = 0
         for tile in range(a.items // a.kv_heads):
             first, count = np.int64(tiles[tile * 4 + 1]), np.int64(tiles[tile * 4 + 3])
             begin, end = _blocks(first, count, a.window, block_size)
             most = max(most, count * group * (end - begin) * lanes)
-        scores = simd.allocate((most + 16 + 4 * 64 + 4) * 4)
+        scores = raw.allocate((most + 16 + 4 * 64 + 4) * 4)
         spare, zero = scores + most * 4, simd.splat(np.float32(0))
         sums = spare + 16 * 4
         inverses = sums + 4 * 64 * 4
@@ -297,7 +297,7 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             tile, head = item // a.kv_heads, item % a.kv_heads
             slot, first = np.int64(tiles[tile * 4]), np.int64(tiles[tile * 4 + 1])
             token, count = np.int64(tiles[tile * 4 + 2]), np.int64(tiles[tile * 4 + 3])
-            table = simd.i32_at(a.table + slot * a.stride * 4, a.stride)
+            table = raw.i32_at(a.table + slot * a.stride * 4, a.stride)
             # row r of the tile is head r % group of query r // group
             rows, row_size = count * group, a.dim * 4
             queries = a.queries + (token * a.heads + head * group) * row_size
@@ -307,10 +307,10 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
             for b in range(begin, end):
                 block = a.keys + (table[b] * a.kv_heads + head) * a.dim * lanes * CSIZE
                 ahead = np.int64(table[min(b + AHEAD, end - 1)])
-                simd.prefetch(
+                raw.prefetch(
                     a.keys + (ahead * a.kv_heads + head) * a.dim * lanes * CSIZE, a.dim * lanes * CSIZE
                 )
-                simd.prefetch(
+                raw.prefetch(
                     a.values + (table[b] * a.kv_heads + head) * block_size * a.dim * CSIZE,
                     block_size * a.dim * CSIZE,
                 )
@@ -392,6 +392,6 @@ def attention_kernel(half: bool, half_cache: bool) -> Kernel:
                             for j in range(min(16, a.head_dim - d - e)):
                                 simd.store1(out + (e + j) * SIZE, simd.load_f32(spare + j * 4), HALF)
                 r = last + 1
-        simd.release(scores)
+        raw.release(scores)
 
     return Kernel(attend, ATTEND, cost=2, beside_torch=half)

@@ -7,7 +7,7 @@ between the least and the greatest logit, in at most 32 passes over the row, for
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 DRAW = [
@@ -71,17 +71,17 @@ def draw_kernel() -> Kernel:
     """ids = argmax(logits / temperature + Gumbel noise) over the tokens that the filters keep. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _DRAW)[0]
+        a = carray(raw.pointer(address), 1, _DRAW)[0]
         size = (a.vocab + 15) // 16 * 16
-        values = simd.allocate(2 * size * 4)
-        weights, scaled = values + size * 4, simd.f32_at(values, size)
+        values = raw.allocate(2 * size * 4)
+        weights, scaled = values + size * 4, raw.f32_at(values, size)
         infinite = simd.splat(np.float32(-np.inf))
         minus, ones = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            source = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            source = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
             temperature = simd.splat(simd.load_f32(a.temperature + item * 4))
             whole = a.vocab // 16 * 16
             most = infinite
@@ -100,7 +100,7 @@ def draw_kernel() -> Kernel:
             min_p = simd.load_f32(a.min_p + item * 4)
             if min_p > 0:
                 cutoff = high + np.float32(np.log(min_p))
-            top_k, top_p = simd.i32_at(a.top_k, a.items)[item], simd.load_f32(a.top_p + item * 4)
+            top_k, top_p = raw.i32_at(a.top_k, a.items)[item], simd.load_f32(a.top_p + item * 4)
             if (0 < top_k < a.vocab) or top_p < 1:
                 # weights below e**-87 of the greatest are zero
                 low = max(cutoff, high - np.float32(87))
@@ -117,7 +117,7 @@ def draw_kernel() -> Kernel:
                     total = _sum_from(low, values, weights, size)
                     cutoff = _greatest_with(top_p * total, values, weights, size, low, high)
 
-            key0, key1 = simd.i32_at(a.key0, a.items)[item], simd.i32_at(a.key1, a.items)[item]
+            key0, key1 = raw.i32_at(a.key0, a.items)[item], raw.i32_at(a.key1, a.items)[item]
             bound, best = simd.splat(cutoff), infinite
             for i in range(0, size, 16):
                 x = simd.load_f32x16(values + i * 4)
@@ -128,8 +128,8 @@ def draw_kernel() -> Kernel:
             winner, chosen = simd.reduce_max(best), 0
             while chosen < a.vocab - 1 and scaled[chosen] != winner:
                 chosen += 1
-            simd.i32_at(a.ids, a.items)[item] = chosen
-        simd.release(values)
+            raw.i32_at(a.ids, a.items)[item] = chosen
+        raw.release(values)
 
     return Kernel(choose, DRAW, cost=1)
 
@@ -138,15 +138,15 @@ def greedy_kernel() -> Kernel:
     """The token with the greatest logit of each row; among equals, the lowest id. One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _GREEDY)[0]
+        a = carray(raw.pointer(address), 1, _GREEDY)[0]
         whole = a.vocab // 16 * 16
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            number = np.int64(simd.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
+            number = np.int64(raw.i32_at(a.rows, a.items)[item]) if a.rows != 0 else item
             row = a.logits + number * a.vocab * 4
-            logits, most = simd.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
+            logits, most = raw.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
             for i in range(0, whole, 16):
                 most = simd.maximum(simd.load_f32x16(row + i * 4), most)
             winner, chosen = simd.reduce_max(most), 0
@@ -154,6 +154,6 @@ def greedy_kernel() -> Kernel:
                 winner = max(winner, logits[i])
             while chosen < a.vocab - 1 and logits[chosen] != winner:
                 chosen += 1
-            simd.i32_at(a.ids, a.items)[item] = chosen
+            raw.i32_at(a.ids, a.items)[item] = chosen
 
     return Kernel(choose, GREEDY, cost=4)

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import bf16, simd
+from services.worker.backends.native.kernels.cpu.compiled import bf16, raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.pair_product import (
     BLOCK,
     CHUNK,
@@ -51,12 +51,12 @@ def _compiled(kind: int) -> Kernel:
     KIND, SIZE = kind, GROUP_BYTES[kind]
 
     def coded_pair_product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         blocks, groups, stride = (a.outputs + BLOCK - 1) // BLOCK, a.inputs // GROUP, a.inputs * 2
         step, words_step, most = groups * SIZE, groups * GROUP // 2 * bf16.WORDS, min(a.rows, CHUNK)
         sums_size = max(FEW * BLOCK, ROWS * WIDTH) * 4 + 64
         words_size = 0 if most <= FEW else PANELS * words_step
-        buffer = simd.allocate(64 + sums_size + words_size + most * groups * 4)
+        buffer = raw.allocate(64 + sums_size + words_size + most * groups * 4)
         sums = (buffer + 63) // 64 * 64
         words = sums + sums_size
         totals = words + words_size
@@ -113,6 +113,6 @@ def _compiled(kind: int) -> Kernel:
                     if first + half * WIDTH < a.outputs:
                         write_rows(a, sums, start + at, some, first + half * WIDTH, WIDTH)
                 row = at + some
-        simd.release(buffer)
+        raw.release(buffer)
 
     return Kernel(coded_pair_product, PRODUCT, cost=1)

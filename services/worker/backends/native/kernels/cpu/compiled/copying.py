@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 WORTH = 1 << 16
@@ -25,8 +25,8 @@ def copy_kernel(half: bool, beside_torch: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def copy(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _COPY)[0]
-        index, whole = simd.i32_at(a.index, a.items), a.width // 16 * 16
+        a = carray(raw.pointer(address), 1, _COPY)[0]
+        index, whole = raw.i32_at(a.index, a.items), a.width // 16 * 16
         while True:
             item = take(address)
             if item >= a.items:

@@ -4,7 +4,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from services.worker.backends.native.kernels.cpu import recording
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel
 
 DRAFT = [
@@ -80,16 +80,16 @@ def draft_kernel() -> Kernel:
     """One item is the whole batch. Other threads may share its recorded kernels."""
 
     def draft(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _DRAFT)[0]
+        a = carray(raw.pointer(address), 1, _DRAFT)[0]
         places, rows, k = a.places, a.rows, a.k
-        slots, positions = simd.i32_at(a.slots, places), simd.i32_at(a.positions, places)
-        ids, last = simd.i32_at(a.ids, places), simd.i32_at(a.last, rows)
-        tiles, chosen = simd.i32_at(a.tiles, rows * 4), simd.i32_at(a.chosen, rows)
-        sure, chance = simd.f32_at(a.sure, rows), simd.f32_at(a.chance, rows)
-        room, owner = simd.i32_at(a.room, rows), simd.i32_at(a.owner, rows)
-        sharpness = simd.f32_at(a.sharpness, rows)
+        slots, positions = raw.i32_at(a.slots, places), raw.i32_at(a.positions, places)
+        ids, last = raw.i32_at(a.ids, places), raw.i32_at(a.last, rows)
+        tiles, chosen = raw.i32_at(a.tiles, rows * 4), raw.i32_at(a.chosen, rows)
+        sure, chance = raw.f32_at(a.sure, rows), raw.f32_at(a.chance, rows)
+        room, owner = raw.i32_at(a.room, rows), raw.i32_at(a.owner, rows)
+        sharpness = raw.f32_at(a.sharpness, rows)
         for number in range(max(k, 1)):
-            simd.i64_at(a.num_places, 1)[0], simd.i64_at(a.num_rows, 1)[0] = places, rows
+            raw.i64_at(a.num_places, 1)[0], raw.i64_at(a.num_rows, 1)[0] = places, rows
             recording.run(a.before, a.before_size, a.share, a.among)
             if rows == 0 or k == 0:
                 break
@@ -101,8 +101,8 @@ def draft_kernel() -> Kernel:
                     continue
                 token = chosen[row]
                 if a.tokens != 0:
-                    token = simd.i32_at(a.tokens + np.int64(token) * 4, 1)[0]
-                simd.i32_at(a.proposed + (np.int64(owner[row]) * k + number) * 4, 1)[0] = token
+                    token = raw.i32_at(a.tokens + np.int64(token) * 4, 1)[0]
+                raw.i32_at(a.proposed + (np.int64(owner[row]) * k + number) * 4, 1)[0] = token
                 if number + 1 == k or number + 1 >= room[row]:
                     continue
                 room[left], owner[left], chance[left] = room[row], owner[row], together

@@ -9,7 +9,7 @@ end of the step; the next step counts the accepted ones.
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -64,7 +64,7 @@ _RULES, _MASK = (np.dtype(HEADER + fields, align=True) for fields in (RULES, MAS
 
 @njit
 def _keep_allowed(rule, logits):
-    allowed, after = simd.i32_at(rule.allowed, rule.num_allowed), 0
+    allowed, after = raw.i32_at(rule.allowed, rule.num_allowed), 0
     for i in range(rule.num_allowed):
         logits[after : allowed[i]] = -np.inf
         after = allowed[i] + 1
@@ -74,8 +74,8 @@ def _keep_allowed(rule, logits):
 @njit
 def _forbid_words(rule, logits, history, position):
     """Forbid the last token of each word whose other tokens end the output."""
-    ends, first = simd.i32_at(rule.word_ends, rule.num_words), 0
-    words = simd.i32_at(rule.words, ends[rule.num_words - 1])
+    ends, first = raw.i32_at(rule.word_ends, rule.num_words), 0
+    words = raw.i32_at(rule.words, ends[rule.num_words - 1])
     for word in range(rule.num_words):
         last = ends[word] - 1
         size = last - first
@@ -92,8 +92,8 @@ def _forbid_words(rule, logits, history, position):
 @njit
 def _count(rule, history, position, vocab):
     """Count positions up to `position`; return whether all of them have tokens."""
-    places = simd.i32_at(rule.places, vocab)
-    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    places = raw.i32_at(rule.places, vocab)
+    counts, seen = raw.i32_at(rule.counts, vocab), raw.i32_at(rule.seen, vocab)
     for at in range(rule.counted, position):
         token = history[at]
         if token < 0 or token >= vocab:
@@ -111,8 +111,8 @@ def _count(rule, history, position, vocab):
 @njit
 def _take_back(rule, history, num_seen, counted, vocab):
     """Undo what was counted since `num_seen` tokens were seen at `counted` positions."""
-    places = simd.i32_at(rule.places, vocab)
-    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    places = raw.i32_at(rule.places, vocab)
+    counts, seen = raw.i32_at(rule.counts, vocab), raw.i32_at(rule.seen, vocab)
     for at in range(max(counted, rule.num_prompt), rule.counted):
         counts[places[history[at]] - 1] -= 1
     for i in range(num_seen, rule.num_seen):
@@ -122,7 +122,7 @@ def _take_back(rule, history, num_seen, counted, vocab):
 
 @njit
 def _penalize(rule, logits, vocab):
-    counts, seen = simd.i32_at(rule.counts, vocab), simd.i32_at(rule.seen, vocab)
+    counts, seen = raw.i32_at(rule.counts, vocab), raw.i32_at(rule.seen, vocab)
     for i in range(rule.num_seen):
         token, said = seen[i], counts[i]
         x = logits[token]
@@ -142,11 +142,11 @@ def _change(rule, logits, history, position, vocab):
     if rule.num_words > 0:
         _forbid_words(rule, logits, history, position)
     if position < rule.banned_until:
-        for token in simd.i32_at(rule.banned, rule.num_banned):
+        for token in raw.i32_at(rule.banned, rule.num_banned):
             logits[token] = -np.inf
     if rule.num_biased > 0:
-        biased = simd.i32_at(rule.biased, rule.num_biased)
-        biases = simd.f32_at(rule.biases, rule.num_biased)
+        biased = raw.i32_at(rule.biased, rule.num_biased)
+        biases = raw.f32_at(rule.biases, rule.num_biased)
         for i in range(rule.num_biased):
             logits[biased[i]] += biases[i]
     if rule.places != 0:
@@ -160,18 +160,18 @@ def rules_kernel() -> Kernel:
     """Allowed ids, bad words, bans, biases, penalties, in this order. One item is the rows of one slot."""
 
     def change(address):
-        a = carray(simd.pointer(address), 1, _RULES)[0]
-        rules = carray(simd.pointer(a.rules), a.num_slots, RULE)
+        a = carray(raw.pointer(address), 1, _RULES)[0]
+        rules = carray(raw.pointer(a.rules), a.num_slots, RULE)
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            row, slot = simd.i32_at(a.rows, a.items)[item], simd.i32_at(a.slots, a.items)[item]
-            first, rule = simd.i32_at(a.positions, a.items)[item], rules[slot]
-            history = simd.i32_at(a.history + np.int64(slot) * a.limit * 4, a.limit)
+            row, slot = raw.i32_at(a.rows, a.items)[item], raw.i32_at(a.slots, a.items)[item]
+            first, rule = raw.i32_at(a.positions, a.items)[item], rules[slot]
+            history = raw.i32_at(a.history + np.int64(slot) * a.limit * 4, a.limit)
             num_seen = counted = 0
-            for j in range(simd.i32_at(a.sizes, a.items)[item]):
-                logits = simd.f32_at(a.logits + np.int64(row + j) * a.vocab * 4, a.vocab)
+            for j in range(raw.i32_at(a.sizes, a.items)[item]):
+                logits = raw.f32_at(a.logits + np.int64(row + j) * a.vocab * 4, a.vocab)
                 if not _change(rule, logits, history, first + j, a.vocab):
                     a.missing = slot + 1
                     break
@@ -187,15 +187,15 @@ def mask_kernel() -> Kernel:
     """Forbid tokens whose bit is not set. If none of the others is left, the lowest becomes the only one."""
 
     def mask(address):
-        a = carray(simd.pointer(address), 1, _MASK)[0]
+        a = carray(raw.pointer(address), 1, _MASK)[0]
         words = (a.vocab + 31) // 32
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            row = np.int64(simd.i32_at(a.rows, a.items)[item])
-            logits = simd.f32_at(a.logits + row * a.vocab * 4, a.vocab)
-            bits = simd.i32_at(a.masks + item * words * 4, words)
+            row = np.int64(raw.i32_at(a.rows, a.items)[item])
+            logits = raw.f32_at(a.logits + row * a.vocab * 4, a.vocab)
+            bits = raw.i32_at(a.masks + item * words * 4, words)
             lowest, is_left = -1, False
             for word in range(words):
                 first, last = word * 32, min(word * 32 + 32, a.vocab)

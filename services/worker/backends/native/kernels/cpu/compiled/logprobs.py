@@ -4,7 +4,7 @@
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -28,7 +28,7 @@ _LOGPROBS = np.dtype(HEADER + LOGPROBS, align=True)
 @njit
 def _greatest(row, vocab, top, ids, values):
     """Fill `ids` and `values` with the `top` greatest logits of the row, the greatest and lowest id first."""
-    logits, found, least = simd.f32_at(row, vocab), 0, np.float32(-np.inf)
+    logits, found, least = raw.f32_at(row, vocab), 0, np.float32(-np.inf)
     for first in range(0, vocab, BLOCK):
         if found == top and first + BLOCK <= vocab:
             at = row + first * 4
@@ -54,16 +54,16 @@ def logprobs_kernel() -> Kernel:
     """One item is one row. The order of its sum is fixed."""
 
     def score(address):
-        a = carray(simd.pointer(address), 1, _LOGPROBS)[0]
-        ids, values = simd.i32_at(a.ids, a.entries), simd.f32_at(a.values, a.entries)
+        a = carray(raw.pointer(address), 1, _LOGPROBS)[0]
+        ids, values = raw.i32_at(a.ids, a.entries), raw.f32_at(a.values, a.entries)
         zeros, ones = simd.splat(np.float32(0)), simd.splat(np.float32(1))
         whole = a.vocab // 16 * 16
         while True:
             item = take(address)
             if item >= a.items:
                 break
-            row = a.logits + np.int64(simd.i32_at(a.rows, a.items)[item]) * a.vocab * 4
-            logits, token = simd.f32_at(row, a.vocab), simd.i32_at(a.tokens, a.items)[item]
+            row = a.logits + np.int64(raw.i32_at(a.rows, a.items)[item]) * a.vocab * 4
+            logits, token = raw.f32_at(row, a.vocab), raw.i32_at(a.tokens, a.items)[item]
             most, own = logits[0], logits[token]
             if whole > 0:
                 greatest = simd.load_f32x16(row)
@@ -84,13 +84,13 @@ def logprobs_kernel() -> Kernel:
                 rank += logits[i] > own
             log_weights = np.float32(np.log(weights))
 
-            first, top = simd.i32_at(a.firsts, a.items)[item], simd.i32_at(a.tops, a.items)[item]
+            first, top = raw.i32_at(a.firsts, a.items)[item], raw.i32_at(a.tops, a.items)[item]
             ids[first], values[first] = token, own
             if top > 0:
                 last = first + 1 + top
                 _greatest(row, a.vocab, top, ids[first + 1 : last], values[first + 1 : last])
             for i in range(first, first + 1 + top):
                 values[i] = (values[i] - most) - log_weights
-            simd.i32_at(a.ranks, a.items)[item] = rank
+            raw.i32_at(a.ranks, a.items)[item] = rank
 
     return Kernel(score, LOGPROBS, cost=2)

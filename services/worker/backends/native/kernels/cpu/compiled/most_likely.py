@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 MOST_LIKELY = [
@@ -20,14 +20,14 @@ def most_likely_kernel() -> Kernel:
     """One item is one row."""
 
     def choose(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _MOST_LIKELY)[0]
+        a = carray(raw.pointer(address), 1, _MOST_LIKELY)[0]
         whole = a.vocab // 16 * 16
         while True:
             item = take(address)
             if item >= a.items:
                 break
             row = a.logits + item * a.vocab * 4
-            logits, most = simd.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
+            logits, most = raw.f32_at(row, a.vocab), simd.splat(np.float32(-np.inf))
             for i in range(0, whole, 16):
                 most = simd.maximum(simd.load_f32x16(row + i * 4), most)
             greatest, chosen = simd.reduce_max(most), 0
@@ -45,7 +45,7 @@ def most_likely_kernel() -> Kernel:
                 sums = simd.add(simd.exp(simd.fma(simd.load_f32x16(row + i * 4), scale, top)), sums)
             for i in range(whole, a.vocab):
                 rest += np.exp((logits[i] - greatest) * sharp)
-            simd.i32_at(a.ids, a.items)[item] = chosen
+            raw.i32_at(a.ids, a.items)[item] = chosen
             simd.store_f32(a.chances + item * 4, np.float32(1) / (simd.reduce_add(sums) + rest))
 
     return Kernel(choose, MOST_LIKELY, cost=4)

@@ -4,7 +4,7 @@
 import numpy as np
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -26,16 +26,16 @@ def ngram_kernel() -> Kernel:
     """See `DraftingKernels.lookup`. One item is one sequence."""
 
     def look_up(address):
-        a = carray(simd.pointer(address), 1, _NGRAM)[0]
+        a = carray(raw.pointer(address), 1, _NGRAM)[0]
         while True:
             item = take(address)
             if item >= a.items:
                 break
             slot, length = (
-                np.int64(simd.i32_at(a.slots, a.items)[item]),
-                simd.i32_at(a.lengths, a.items)[item],
+                np.int64(raw.i32_at(a.slots, a.items)[item]),
+                raw.i32_at(a.lengths, a.items)[item],
             )
-            tokens = simd.i32_at(a.history + slot * a.limit * 4, a.limit)
+            tokens = raw.i32_at(a.history + slot * a.limit * 4, a.limit)
             best, after = a.shortest - 1, 0
             for end in range(length - 2, a.shortest - 2, -1):
                 if tokens[end] != tokens[length - 1]:
@@ -49,7 +49,7 @@ def ngram_kernel() -> Kernel:
                         break
             if after == 0:
                 continue
-            found = simd.i32_at(a.found + np.int64(item) * a.k * 4, a.k)
+            found = raw.i32_at(a.found + np.int64(item) * a.k * 4, a.k)
             chance = np.float32(1)
             for j in range(a.k):
                 chance *= np.float32(best) / np.float32(best + 1)

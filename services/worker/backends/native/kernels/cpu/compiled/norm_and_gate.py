@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ADDRESS = np.int64
@@ -28,7 +28,7 @@ def norm_kernel(half: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def norm(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _NORM)[0]
+        a = carray(raw.pointer(address), 1, _NORM)[0]
         width, whole = a.width, a.width // 16 * 16
         while True:
             row = take(address)
@@ -71,7 +71,7 @@ def gate_kernel(half: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def gate(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _GATE)[0]
+        a = carray(raw.pointer(address), 1, _GATE)[0]
         width, whole = a.width, a.width // 16 * 16
         minus, one = simd.splat(np.float32(-1)), simd.splat(np.float32(1))
         while True:

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import bf16, bf16_rows, simd
+from services.worker.backends.native.kernels.cpu.compiled import bf16, bf16_rows, raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import BF16, GROUP, PANEL
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
@@ -56,13 +56,13 @@ def pair_product_kernel(kind: int, inputs: int) -> Kernel:
 @cache
 def _compiled() -> Kernel:
     def pair_product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
         # Without a partner, the last input of a row is multiplied with zero weights, and must not be the next row's
         pairs, odd = (a.inputs + 1) // 2, a.inputs % 2
         step, stride = groups * GROUP * PANEL * 2, pairs * 4
         sums_size = ROWS * BLOCK * 4 + 64
-        buffer = simd.allocate(64 + sums_size + (min(a.rows, CHUNK) * stride if odd else 0))
+        buffer = raw.allocate(64 + sums_size + (min(a.rows, CHUNK) * stride if odd else 0))
         sums = (buffer + 63) // 64 * 64
         copied = sums + sums_size
         while True:
@@ -92,6 +92,6 @@ def _compiled() -> Kernel:
                 write_rows(a, sums, row, rows, first, BLOCK)
                 x += rows * stride
                 row += rows
-        simd.release(buffer)
+        raw.release(buffer)
 
     return Kernel(pair_product, PRODUCT, cost=1)

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 PANEL = 16
@@ -123,8 +123,8 @@ def _compiled(half: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
-        tail, panel_size = simd.allocate(PANEL * 4), a.inputs * PANEL * SIZE
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
+        tail, panel_size = raw.allocate(PANEL * 4), a.inputs * PANEL * SIZE
         blocks = (a.outputs + BLOCK - 1) // BLOCK
         while True:
             item = take(address)
@@ -147,6 +147,6 @@ def _compiled(half: bool) -> Kernel:
                     else:
                         four_rows(a, row, end - 1, w, at, tail, HALF)
                         row += 4
-        simd.release(tail)
+        raw.release(tail)
 
     return Kernel(product, PRODUCT, cost=1)

@@ -12,7 +12,7 @@ A weight is code * scale + minimum, rounded once.
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 BF16, INT8, INT4 = 0, 1, 2
@@ -58,9 +58,9 @@ def rows_kernel(kind: int) -> Kernel:
     KIND, SIZE = kind, GROUP_BYTES[kind]
 
     def rows(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _ROWS)[0]
-        index, groups = simd.i32_at(a.index, a.items), (a.inputs + GROUP - 1) // GROUP
-        spare = simd.allocate(2 * PANEL * 4)
+        a = carray(raw.pointer(address), 1, _ROWS)[0]
+        index, groups = raw.i32_at(a.index, a.items), (a.inputs + GROUP - 1) // GROUP
+        spare = raw.allocate(2 * PANEL * 4)
         while True:
             item = take(address)
             if item >= a.items:
@@ -82,6 +82,6 @@ def rows_kernel(kind: int) -> Kernel:
                     to = out + (number * GROUP + 2 * pair) * 4
                     simd.store_f32(to, simd.load_f32(spare + lane * 4))
                     simd.store_f32(to + 4, simd.load_f32(spare + (PANEL + lane) * 4))
-        simd.release(spare)
+        raw.release(spare)
 
     return Kernel(rows, ROWS, cost=32)

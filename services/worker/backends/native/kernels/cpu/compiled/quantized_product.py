@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.product import (
     BLOCK,
     PANEL,
@@ -80,10 +80,10 @@ def _compiled(kind: int) -> Kernel:
     KIND, SIZE = kind, GROUP_BYTES[kind]
 
     def quantized_product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         groups = a.inputs // GROUP
         size, few = groups * SIZE, min(a.rows, CHUNK) < 3
-        tail = simd.allocate((PANEL + (0 if few else a.inputs * PANEL)) * 4)
+        tail = raw.allocate((PANEL + (0 if few else a.inputs * PANEL)) * 4)
         decoded = tail + PANEL * 4
         blocks = (a.outputs + BLOCK - 1) // BLOCK
         while True:
@@ -109,6 +109,6 @@ def _compiled(kind: int) -> Kernel:
                     else:
                         four_rows(a, row, end - 1, decoded, at, tail, 0)
                         row += 4
-        simd.release(tail)
+        raw.release(tail)
 
     return Kernel(quantized_product, PRODUCT, cost=1)

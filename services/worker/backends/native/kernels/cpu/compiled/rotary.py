@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
 
 ROTARY = [
@@ -20,8 +20,8 @@ def rotary_kernel() -> Kernel:
     """One item is one token."""
 
     def rotate(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _ROTARY)[0]
-        positions = simd.i32_at(a.positions, a.items)
+        a = carray(raw.pointer(address), 1, _ROTARY)[0]
+        positions = raw.i32_at(a.positions, a.items)
         while True:
             item = take(address)
             if item >= a.items:

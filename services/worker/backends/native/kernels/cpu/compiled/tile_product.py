@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, simd
+from services.worker.backends.native.kernels.cpu.compiled import amx, bf16, bf16_rows, raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.product import PRODUCT
 from services.worker.backends.native.kernels.cpu.compiled.quantized import (
     BF16,
@@ -111,14 +111,14 @@ def _compiled(kind: int) -> Kernel:
     KIND, SIZE, CODED = kind, GROUP_BYTES[kind], kind != BF16
 
     def tile_product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         blocks, groups = (a.outputs + BLOCK - 1) // BLOCK, (a.inputs + GROUP - 1) // GROUP
         size, whole, rows = groups * SIZE, a.inputs % GROUP == 0, min(a.rows, amx.ROWS)
         stride = groups * GROUP * 2
         panels = 2 * groups * amx.TILE_BYTES if CODED else 0
         copied = 0 if whole else min(a.rows, CHUNK) * stride
         sums = 2 * amx.TILE_BYTES + 64
-        buffer = simd.allocate(64 + sums + panels + copied)
+        buffer = raw.allocate(64 + sums + panels + copied)
         memory = (buffer + 63) // 64 * 64
         scratch = memory + sums
         configured = False
@@ -155,6 +155,6 @@ def _compiled(kind: int) -> Kernel:
                 row += 2 * rows
         if configured:
             amx.release()
-        simd.release(buffer)
+        raw.release(buffer)
 
     return Kernel(tile_product, PRODUCT, cost=1)

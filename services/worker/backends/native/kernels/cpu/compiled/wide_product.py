@@ -15,7 +15,7 @@ from numba import carray, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled import raw, simd
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PRODUCT, WORTH
 from services.worker.backends.native.kernels.cpu.compiled.simd import F32, I64, LANES, VF, VI
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
@@ -67,7 +67,7 @@ def multiply_rows(
         with cgutils.for_range(builder, inputs) as loop:
             here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
             for line in range(0, size, 64):
-                simd.prefetch_line(builder, _moved(builder, here, AHEAD // rows.literal_value + line))
+                raw.prefetch_line(builder, _moved(builder, here, AHEAD // rows.literal_value + line))
             vectors = _block_of(builder, here, half.literal_value)
             for number, row in enumerate(sums):
                 start = builder.add(x, builder.mul(stride, ir.Constant(I64, number)))
@@ -137,9 +137,9 @@ def _compiled(half: bool) -> Kernel:
     HALF, SIZE = int(half), 2 if half else 4
 
     def wide_product(address):  # type: ignore[no-untyped-def]
-        a = carray(simd.pointer(address), 1, _PRODUCT)[0]
+        a = carray(raw.pointer(address), 1, _PRODUCT)[0]
         blocks, stride = (a.outputs + BLOCK - 1) // BLOCK, a.inputs * 4
-        scratch = simd.allocate(ROWS * BLOCK * 4)
+        scratch = raw.allocate(ROWS * BLOCK * 4)
         while True:
             item = take(address)
             if item >= a.items:
@@ -170,6 +170,6 @@ def _compiled(half: bool) -> Kernel:
                 if not whole:
                     _store_outputs(a, scratch, row, rows, first)
                 row += rows
-        simd.release(scratch)
+        raw.release(scratch)
 
     return Kernel(wide_product, PRODUCT, cost=1)
