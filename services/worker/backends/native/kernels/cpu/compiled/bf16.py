@@ -13,6 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.backends.native.kernels.cpu.compiled import simd
+from services.worker.backends.native.kernels.cpu.compiled.building import load, spread, store
 from services.worker.backends.native.kernels.cpu.compiled.quantized import (
     GROUP,
     GROUP_BYTES,
@@ -96,7 +97,7 @@ def dot_products(
         with cgutils.for_range(builder, pairs) as loop:
             offset = builder.mul(loop.index, ir.Constant(I64, WORDS))
             words = [
-                _load(builder, _at(builder, weights, step, panel, offset), VI)
+                load(builder, _at(builder, weights, step, panel, offset), VI)
                 for panel in range(panels.literal_value)
             ]
             sums.add_products(words, x, stride, builder.mul(loop.index, ir.Constant(I64, 4)))
@@ -157,7 +158,7 @@ def coded_dot_products(
                 if decoded.literal_value:
                     here = builder.add(first, builder.mul(inner.index, ir.Constant(I64, WORDS)))
                     places = [_at(builder, words, words_step, panel, here) for panel in number_of_panels]
-                    some = [_load(builder, place, VI) for place in places]
+                    some = [load(builder, place, VI) for place in places]
                 else:
                     some = [_code_words(builder, each, inner.index, kind.literal_value) for each in group]
                 sums.add_products(
@@ -180,7 +181,7 @@ def store_code_words(typing_context: Any, kind: Any, target: Any, group: Any, pa
     """Decode the codes of two inputs of a panel to bfloat16. `kind` is a constant."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, _code_words(builder, args[2], args[3], kind.literal_value), args[1])
+        store(builder, _code_words(builder, args[2], args[3], kind.literal_value), args[1])
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 3), code
@@ -192,7 +193,7 @@ def pair_sums(typing_context: Any, address: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         ones = ir.Constant(VI, [0x3F803F80] * simd.LANES)
-        return _dot(builder, ir.Constant(VF, None), _load(builder, args[0], VI), ones)
+        return _dot(builder, ir.Constant(VF, None), load(builder, args[0], VI), ones)
 
     return simd.vector(types.int64), code
 
@@ -211,7 +212,7 @@ class _Sums:
         """Add the products of two inputs. `offset`: of the inputs in a row, in bytes."""
         builder = self._builder
         for number, row in enumerate(self.places):
-            some = _spread(builder, _load(builder, _at(builder, x, stride, number, offset), I32), VI)
+            some = spread(builder, load(builder, _at(builder, x, stride, number, offset), I32), VI)
             for place, word in zip(row, words, strict=True):
                 builder.store(_dot(builder, builder.load(place), some, word), place)
 
@@ -222,8 +223,8 @@ class _Sums:
     def add_minima(self, panel: int, minima: Any, totals: Any, row_bytes: Any, place: Any) -> None:
         builder = self._builder
         for number, row in enumerate(self.places):
-            total = _load(builder, _at(builder, totals, row_bytes, number, place), simd.F32)
-            self._add_product(row[panel], _spread(builder, total, VF), minima)
+            total = load(builder, _at(builder, totals, row_bytes, number, place), simd.F32)
+            self._add_product(row[panel], spread(builder, total, VF), minima)
 
     def _add_product(self, place: Any, a: Any, b: Any) -> None:
         builder = self._builder
@@ -232,7 +233,7 @@ class _Sums:
     def store(self, out: Any) -> None:
         builder = self._builder
         for number, place in enumerate(place for row in self.places for place in row):
-            _store(builder, builder.load(place), builder.add(out, ir.Constant(I64, number * WORDS)))
+            store(builder, builder.load(place), builder.add(out, ir.Constant(I64, number * WORDS)))
 
 
 def _code_words(builder: Any, group: Any, pair: Any, kind: int) -> Any:
@@ -242,7 +243,7 @@ def _code_words(builder: Any, group: Any, pair: Any, kind: int) -> Any:
     at = builder.add(start, builder.mul(pair, ir.Constant(I64, size * 2 // GROUP)))
     if kind == INT4:
         # The low half of a word is the low four bits, and one more; the table has all numbers twice
-        code = builder.zext(_load(builder, at, ir.VectorType(I8, simd.LANES)), VI)
+        code = builder.zext(load(builder, at, ir.VectorType(I8, simd.LANES)), VI)
         shifted = builder.shl(code, ir.Constant(VI, [12] * simd.LANES))
         index = builder.bitcast(builder.or_(code, shifted), _HALVES)
         found = simd.call_llvm(builder, "llvm.x86.avx512.permvar.hi.512", _HALVES, [_NUMBERS, index])
@@ -250,7 +251,7 @@ def _code_words(builder: Any, group: Any, pair: Any, kind: int) -> Any:
     even, odd = (
         builder.bitcast(builder.sitofp(builder.sext(codes, VI), VF), VI)
         for codes in (
-            _load(builder, builder.add(at, ir.Constant(I64, first)), ir.VectorType(I8, simd.LANES))
+            load(builder, builder.add(at, ir.Constant(I64, first)), ir.VectorType(I8, simd.LANES))
             for first in (0, PANEL)
         )
     )
@@ -260,24 +261,11 @@ def _code_words(builder: Any, group: Any, pair: Any, kind: int) -> Any:
 def _halves(builder: Any, group: Any, offset: int) -> Any:
     """Sixteen float16 of a group in float32."""
     kind = ir.VectorType(ir.HalfType(), simd.LANES)
-    return builder.fpext(_load(builder, builder.add(group, ir.Constant(I64, offset)), kind), VF)
+    return builder.fpext(load(builder, builder.add(group, ir.Constant(I64, offset)), kind), VF)
 
 
 def _at(builder: Any, base: Any, distance: Any, number: int, offset: Any) -> Any:
     return builder.add(builder.add(base, builder.mul(distance, ir.Constant(I64, number))), offset)
-
-
-def _load(builder: Any, address: Any, kind: ir.Type) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
-
-
-def _spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(VI, [0] * simd.LANES))
 
 
 def _dot(builder: Any, sums: Any, x: Any, weights: Any) -> Any:

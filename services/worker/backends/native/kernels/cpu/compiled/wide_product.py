@@ -16,6 +16,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.backends.native.kernels.cpu.compiled import raw, simd
+from services.worker.backends.native.kernels.cpu.compiled.building import load, moved, spread, store
 from services.worker.backends.native.kernels.cpu.compiled.product import BLOCK, PRODUCT, WORTH
 from services.worker.backends.native.kernels.cpu.compiled.simd import F32, I64, LANES, VF, VI
 from services.worker.backends.native.kernels.cpu.thread_team import HEADER, Kernel, take
@@ -63,16 +64,16 @@ def multiply_rows(
         sums = [[cgutils.alloca_once(builder, VF) for _ in range(VECTORS)] for _ in range(rows.literal_value)]
         for row in sums:
             for number, place in enumerate(row):
-                builder.store(_load(builder, _moved(builder, bias, number * 64), VF), place)
+                builder.store(load(builder, moved(builder, bias, number * 64), VF, 4), place)
         with cgutils.for_range(builder, inputs) as loop:
             here = builder.add(weights, builder.mul(loop.index, ir.Constant(I64, size)))
             for line in range(0, size, 64):
-                raw.prefetch_line(builder, _moved(builder, here, AHEAD // rows.literal_value + line))
+                raw.prefetch_line(builder, moved(builder, here, AHEAD // rows.literal_value + line))
             vectors = _block_of(builder, here, half.literal_value)
             for number, row in enumerate(sums):
                 start = builder.add(x, builder.mul(stride, ir.Constant(I64, number)))
                 at = builder.add(start, builder.mul(loop.index, ir.Constant(I64, 4)))
-                some = _spread(builder, _load(builder, at, F32))
+                some = spread(builder, load(builder, at, F32, 4), VF)
                 for place, vector in zip(row, vectors, strict=True):
                     value = simd.call_llvm(
                         builder, "llvm.fma.v16f32", VF, [some, vector, builder.load(place)]
@@ -81,8 +82,7 @@ def multiply_rows(
         for number, row in enumerate(sums):
             start = builder.add(out, builder.mul(out_stride, ir.Constant(I64, number)))
             for vector, place in enumerate(row):
-                at = builder.inttoptr(_moved(builder, start, vector * 64), VF.as_pointer())
-                builder.store(builder.load(place), at, align=4)
+                store(builder, builder.load(place), moved(builder, start, vector * 64), 4)
         return context.get_dummy_value()
 
     return types.void(rows, half, *[types.int64] * 7), code
@@ -92,27 +92,14 @@ def _block_of(builder: Any, address: Any, half: int) -> list[Any]:
     """Load the weights of one input. In bfloat16, number i of a vector is in the low half of word i, and number i of
     the next vector in the high half."""
     if not half:
-        return [_load(builder, _moved(builder, address, number * 64), VF) for number in range(VECTORS)]
+        return [load(builder, moved(builder, address, number * 64), VF, 4) for number in range(VECTORS)]
     vectors = []
     for number in range(VECTORS // 2):
-        words = _load(builder, _moved(builder, address, number * 64), VI)
+        words = load(builder, moved(builder, address, number * 64), VI, 4)
         low = builder.shl(words, ir.Constant(VI, [16] * LANES))
         high = builder.and_(words, ir.Constant(VI, [0xFFFF0000] * LANES))
         vectors += [builder.bitcast(low, VF), builder.bitcast(high, VF)]
     return vectors
-
-
-def _moved(builder: Any, address: Any, distance: int) -> Any:
-    return builder.add(address, ir.Constant(I64, distance))
-
-
-def _load(builder: Any, address: Any, kind: ir.Type) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
-
-
-def _spread(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(VF, ir.Undefined), value, ir.Constant(simd.I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(VI, [0] * LANES))
 
 
 @njit(inline="always")
