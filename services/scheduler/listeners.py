@@ -1,4 +1,4 @@
-"""What listens to the core of a service for as long as it serves, by its settings: log, recording, KV events.
+"""Listeners of a service's core for as long as it serves, by its settings: log, recording, KV events.
 
 Step records are needed only while somebody subscribes to them (services.scheduler.subscriptions).
 """

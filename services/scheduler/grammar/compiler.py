@@ -25,7 +25,7 @@ from services.scheduler.grammar.limits import (
     parser_limits,
 )
 from services.scheduler.grammar.matcher import Matcher
-from services.scheduler.grammar.threads import Wakeup, start_thread
+from services.scheduler.grammar.threads import LoopWakeup, start_thread
 from services.scheduler.grammar.translate import KIND_NAMES
 from services.scheduler.grammar.trial.messages import TrialSetup
 from services.scheduler.grammar.trial.process import TrialEnded, TrialProcess
@@ -74,7 +74,7 @@ class GrammarCompiler:
         self._closed = False
         self._done: deque[tuple[_CompileJob, CompiledGrammar | str]] = deque()
         self._ready: list[tuple[int, Grammar | str]] = []
-        self._wakeup = Wakeup()
+        self._wakeup = LoopWakeup()
         self.counters = {"hits": 0, "compiled": 0, "refused": 0, "killed": 0}
 
     def fileno(self) -> int:

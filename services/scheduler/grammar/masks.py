@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.scheduler.grammar.base import Grammar
-from services.scheduler.grammar.threads import Wakeup, start_thread
+from services.scheduler.grammar.threads import LoopWakeup, start_thread
 
 FAILPOINT = "RUNAHEAD_FAILPOINT_MASK_SECONDS"
 WAKE_INTERVAL = 5e-4
@@ -66,7 +66,7 @@ class MaskThread:
         """Time of the last submission."""
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._wakeup = Wakeup()
+        self._wakeup = LoopWakeup()
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable when there is a result for `take`."""

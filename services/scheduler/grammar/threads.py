@@ -20,7 +20,7 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-class Wakeup:
+class LoopWakeup:
     """A pipe that is readable from `set` to `clear`, for a loop that polls file descriptors."""
 
     def __init__(self) -> None:
