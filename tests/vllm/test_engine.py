@@ -16,6 +16,7 @@ from services.checkpoint import DEMO_MODEL, read_text, text_digest
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
+from services.worker.backends.vllm.thread_choice import TRIAL_INTERVAL, ThreadChoice
 from services.worker.runner import LoadError
 from services.worker.weights import layer_contents
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -71,6 +72,26 @@ def test_preemption_storm_changes_no_answer(
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
         assert run.core.stats()["num_preemptions"] >= 3
+
+
+def test_the_number_of_threads_may_change_between_steps(
+    worker: VllmWorker, alone: dict[str, VllmStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set()
+
+    class Alternating(ThreadChoice):
+        """Every number is a trial every other step."""
+
+        def record(self, seconds: float) -> None:
+            used.add(torch.get_num_threads())
+            super().record(0.0)
+            self._last[0].since_trial = TRIAL_INTERVAL
+
+    with VllmRun(worker, 2) as run:
+        monkeypatch.setattr(worker.runner.engine, "threads", Alternating((1, 2)))
+        for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
+            assert_equal(got, expected)
+    assert used == {1, 2}
 
 
 CELLS = {

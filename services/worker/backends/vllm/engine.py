@@ -1,7 +1,8 @@
 """vLLM's own Worker of one rank, started in the order of vLLM's engine."""
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from services.worker.backends.vllm.engine_config import EngineOptions, create_en
 from services.worker.backends.vllm.platforms.interface import WorkerPlatform
 from services.worker.backends.vllm.process_groups import ProcessGroups
 from services.worker.backends.vllm.sampled_steps import SampledStep
+from services.worker.backends.vllm.thread_choice import ThreadChoice, numbers_to_try
 from services.worker.batch.slots import Rows
 from services.worker.runner import LoadError, RanksLost
 
@@ -60,7 +62,8 @@ class VllmEngine:
             "distributed_init_method": groups.join(),
             "is_driver_worker": assignment.rank == 0,
         }
-        _set_num_threads(options.threads or max(1, machine.cores() // groups.ranks_on_machine))
+        self.threads = ThreadChoice(_numbers_of_threads(options, groups, platform))
+        _set_num_threads(self.threads.choose(0))
         self._wrapper.init_worker([arguments] * assignment.world_size)
         with _refusals_of_vllm():
             self._wrapper.init_device()
@@ -193,7 +196,11 @@ class VllmEngine:
         self._wrapper.shutdown()
 
     def execute(self, step: vllm_api.SchedulerOutput) -> Any:
-        return self._wrapper.execute_model(step)
+        _set_num_threads(self.threads.choose(step.total_num_scheduled_tokens))
+        began = time.monotonic()
+        output = self._wrapper.execute_model(step)
+        self.threads.record(time.monotonic() - began)
+        return output
 
     @torch.inference_mode()
     def pool(self, pooled: PooledRows, ids: list[str], rows: Rows) -> None:
@@ -232,6 +239,17 @@ class VllmEngine:
         """Return the drafts that were proposed after the step just sampled."""
         drafts: vllm_api.DraftTokenIds | None = self._wrapper.take_draft_token_ids()
         return drafts
+
+
+def _numbers_of_threads(
+    options: EngineOptions, groups: ProcessGroups, platform: WorkerPlatform
+) -> Sequence[int]:
+    """Return the numbers of compute threads to choose from."""
+    if options.threads:
+        return (options.threads,)
+    cores = max(1, machine.cores() // groups.ranks_on_machine)
+    # A rank's time has the waits for other ranks in it, and a GPU's steps are only enqueued here.
+    return numbers_to_try(cores) if platform.computes_here and not groups.has_several_ranks else (cores,)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ CPU_BLOCK = 32
 class CpuPlatform:
     """`WorkerPlatform`"""
 
+    computes_here = True
+
     def arguments(self) -> dict[str, Any]:
         # Any value: `VllmEngine.allocate` sets the number of blocks.
         return {"kv_cache_memory_bytes": 1}

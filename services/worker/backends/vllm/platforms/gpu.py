@@ -28,6 +28,8 @@ class GpuPlatform:
         cache_bytes: size of the KV cache instead; 0: what the share leaves
     """
 
+    computes_here = False
+
     def __init__(self, utilization: float, cache_bytes: int) -> None:
         self._utilization, self._cache_bytes = utilization, cache_bytes
         self._times = StreamTimes()
