@@ -1,4 +1,4 @@
-"""How many threads compute a step: as few as are fastest, by the measured times of the steps.
+"""Choice of the number of threads of a step, by the measured times of earlier steps.
 
 vLLM's kernels meet at barriers after each small piece of work. A small step is slower on several cores than on one, and
 so is a larger one while another process wants a core. Which number is best depends on the model, the size of the step
@@ -34,7 +34,7 @@ class _SizeTimes:
     lost: float = 0.0
     """Seconds that trials took longer than steps with the best number."""
     tries_more: bool = False
-    """Whether the next trial has more threads than `best`, not fewer."""
+    """The next trial has more threads than `best`, not fewer."""
 
 
 class ThreadChoice:
