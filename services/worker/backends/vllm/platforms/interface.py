@@ -18,7 +18,7 @@ class WorkerPlatform(Protocol):
     """The device of one rank, as vLLM's worker uses it. For one calling thread, unless stated."""
 
     computes_here: bool
-    """Whether the threads of this process compute the steps."""
+    """The threads of this process compute the steps."""
 
     def arguments(self) -> dict[str, Any]:
         """Return settings for vLLM's `EngineArgs`."""
