@@ -27,6 +27,8 @@ Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """An amount of memory, bytes."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A number that is neither NaN nor infinite."""
+Duration = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+"""Seconds."""
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

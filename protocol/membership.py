@@ -169,6 +169,8 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="heartbeat"):
     """Last step that this rank has finished."""
     work: Finite = 0.0
     """While it loads: seconds of processor time that its processes have used so far; 0.0: not measured."""
+    answers: Count | None = None
+    """Last `Ping.number` that has arrived on this connection; 0: none yet; None: the worker does not answer them."""
 
 
 class LoadFailed(msgspec.Struct, array_like=True, frozen=True, tag="load_failed"):
@@ -199,11 +201,14 @@ class EndEpoch(msgspec.Struct, array_like=True, frozen=True, tag="end_epoch"):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Checks the connection. The worker answers with a `Pong`, except on its connection for results, where a `Ping` a
-    second is the scheduler's sign of life."""
+    """Checks the connection. The worker answers with a `Pong`, except on its connection for results, where its
+    heartbeats answer. Every second one is the scheduler's sign of life: for all workers on that connection, and for
+    ranks of the epoch in effect on the other one, too."""
 
     sent: Finite = 0.0
     """Seconds on the scheduler's monotonic clock."""
+    number: Count = 0
+    """Counts the scheduler's signs of life from 1; 0: this is none."""
 
 
 class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
@@ -215,6 +220,8 @@ class Pong(msgspec.Struct, array_like=True, frozen=True, tag="pong"):
     """Seconds on the worker's monotonic clock: the `Ping` was read."""
     sent: Finite
     """Seconds on the worker's monotonic clock: this message was sent."""
+    number: Count = 0
+    """`Ping.number`"""
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):

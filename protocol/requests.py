@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.epochs import Incarnation
-from protocol.fields import MAX_ITEMS, Count, Fraction, Int32, Name, Number, Text
+from protocol.fields import MAX_ITEMS, Count, Duration, Fraction, Int32, Name, Number, Text
 from protocol.logprobs import Logprobs
 from protocol.records import RequestTimes, StepRecords, Subscribe
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
@@ -83,6 +83,9 @@ class AbortRequest(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
 class FrontendAlive(msgspec.Struct, array_like=True, frozen=True, tag="frontend_alive"):
     """Sign of life, sent every second by a frontend whose scheduler has an incarnation. The requests of a frontend that
     has sent one, and then nothing for a number of seconds, end: its lease is over."""
+
+    number: Count = 0
+    """Counts the signs on this connection from 1; `RoundTrips.number` answers. 0: the frontend expects no answer."""
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, frozen=True, tag="reset_prefix_cache"):
@@ -159,6 +162,15 @@ class EnginePhase(enum.IntEnum):
     """Workers were lost. Open requests continue when the group is complete again; new ones may wait."""
 
 
+class RoundTrips(msgspec.Struct, array_like=True, frozen=True):
+    """Answers to signs of life, from which a frontend knows that its messages and the plans of the scheduler arrive."""
+
+    number: Count = 0
+    """Last `FrontendAlive.number` that has arrived from the frontend that gets this message; 0: none."""
+    unanswered: Annotated[list[Duration], msgspec.Meta(max_length=MAX_ITEMS)] = []
+    """By rank of the epoch in effect: seconds that a sign of the scheduler has waited for the rank's answer."""
+
+
 class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """State of the engine for frontends: sent on connect, on every change, and every second as a sign of life."""
 
@@ -189,6 +201,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     lease: Count = 0
     """Number of the lease of the frontend that gets this message; 0: unknown. When another lease begins on the same
     connection, the requests of the one before have ended."""
+    round_trips: RoundTrips | None = None
+    """None: the scheduler does not answer signs of life."""
 
 
 ClientMessage = GenerateRequest | AbortRequest | Subscribe | FrontendAlive | ResetPrefixCache

@@ -1,5 +1,7 @@
-"""Silence of the scheduler as frontends and workers count it, without a clock of their own."""
+"""Silence of a peer, without a clock of its own: messages that do not arrive, and signs of life without an answer."""
 
+SIGN_INTERVAL = 1.0
+"""Seconds between two signs of life, except heartbeats."""
 MAX_PAUSE = 1.0
 """Seconds that count at most between two checks. In a longer pause this process itself did not run, and what arrived
 meanwhile may not be read yet."""
@@ -30,3 +32,11 @@ class SilenceWatch:
         elif self._silence is not None:
             self._silence += min(pause, MAX_PAUSE)
         return self._silence if self._silence is not None and self._silence > self._limit else None
+
+
+def unanswered(sent: int, answered: int) -> float:
+    """Return the seconds that a sign of life has waited for its answer, at least. Signs are numbered from 1.
+
+    It counts signs, so the time in which this process does not run is not counted.
+    """
+    return max(0, sent - answered - 1) * SIGN_INTERVAL

@@ -1,6 +1,6 @@
 """The state of the engine, its settings and its figures, as frontends receive them."""
 
-from protocol.requests import EngineState
+from protocol.requests import EngineState, RoundTrips
 from services.config import SchedulerConfig
 from services.scheduler.membership import GroupStatus, Started, WorkerGroup
 
@@ -35,6 +35,7 @@ class StateReports:
             hidden_size=loaded.hidden_size if loaded else 0,
             incarnation=self._incarnation,
             tokenizer=self._tokenizer,
+            round_trips=RoundTrips(unanswered=group.unanswered),
         )
 
     def _info(self, group: WorkerGroup, started: Started | None) -> dict[str, str]:

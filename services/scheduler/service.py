@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from protocol.codec import ProtocolError
 from protocol.epochs import number_of
 from protocol.handshake import Hello
-from protocol.membership import WorkerMessage
+from protocol.membership import Pong, WorkerMessage
 from protocol.records import Subscribe
 from protocol.requests import (
     AbortRequest,
@@ -32,6 +32,7 @@ from protocol.requests import (
     ResetDone,
     ResetPrefixCache,
 )
+from protocol.silence import SIGN_INTERVAL
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepReport, StepResult
 from services.checkpoint import CheckpointError, text_digest
 from services.config import SchedulerConfig
@@ -75,8 +76,6 @@ PROBE_MS = 50
 """Milliseconds between two checks of the connections while one is known to be broken."""
 MASK_PATIENCE = 5e-4
 """Seconds that the loop waits for masks after it has submitted some, so that they are sent before the next plan."""
-STATE_INTERVAL = 1.0
-"""Seconds between two signs of life; to frontends they are reports of the engine's figures."""
 
 
 class Service:
@@ -248,6 +247,8 @@ class Service:
                 self._on_result(worker, message, now)
             case StepReport():
                 self._subscriptions.add_times(worker, message, self.workers.clock_offset(worker))
+            case Pong(number=number):
+                self.group.on_pong(worker, number)
             case _:
                 try:
                     self.group.on_message(worker, message, now)
@@ -364,7 +365,6 @@ class Service:
 
     def _send_records(self) -> None:
         now = time.monotonic()
-        self.workers.ping(self._subscriptions.workers_to_ping(now))
         if (taken := self._subscriptions.take(now)) is not None:
             records, frontends = taken
             for frontend in frontends:
@@ -377,10 +377,10 @@ class Service:
         due = now >= self._next_sign
         if due:  # of its own time: reports of states that change do not put it off
             self._check_leadership(now)  # the process may have been stopped in the middle of this turn
-            self._next_sign = now + STATE_INTERVAL
+            self._next_sign = now + SIGN_INTERVAL
             self._leadership.on_sign_of_life(now)
             self._alarm.set()
-            self.workers.beat()
+            self.workers.beat(self.group.on_sign_of_life(), self._ranks)
             for frontend in self.leases.expired(now):
                 self.frontends.forget(frontend, "it has sent no sign of life")
         if due or self._was_busy > busy or self._reported != self._status() or self.frontends.sweep_due:

@@ -14,8 +14,6 @@ from services.scheduler.step_records import StepRecorder
 
 BATCH_SECONDS = 0.5
 """Shortest time between two batches of records. A message costs a subscriber more than the records of many steps."""
-PING_SECONDS = 1.0
-"""Time between two measurements of each worker's clock."""
 
 
 class Subscriptions:
@@ -35,7 +33,7 @@ class Subscriptions:
         self._ranks: list[bytes] = []
         """The workers of the epoch in effect; empty: there is none."""
         self._epoch = 0
-        self._next_batch = self._next_ping = 0.0
+        self._next_batch = 0.0
 
     @property
     def active(self) -> bool:
@@ -88,13 +86,6 @@ class Subscriptions:
             returns_result = isinstance(message, ModelRunnerOutput)
             rank = RankTimes(self._ranks.index(worker), message.times, returns_result)
             self._recorder.add_times(message.epoch, message.step_id, rank, clock_offset)
-
-    def workers_to_ping(self, now: float) -> list[bytes]:
-        """Return the workers whose clocks must be measured now. `now`: seconds, monotonic."""
-        if self._recorder is None or now < self._next_ping:
-            return []
-        self._next_ping = now + PING_SECONDS
-        return self._ranks
 
     def take(self, now: float) -> tuple[StepRecords, Iterable[int]] | None:
         """The next batch and the frontends that get it; None if none is due. Writes the trace.

@@ -37,7 +37,8 @@ HEARTBEAT_INTERVAL = 0.5
 CONTROL_INTERVAL = 0.1
 """Seconds between two reads of this connection."""
 ABORT_GRACE = 8.0
-"""Seconds from the end of an epoch until a step of it that has not ended is considered stuck."""
+"""Seconds from the end of an epoch until a step of it that has not ended is considered stuck, or the connection for
+plans on which the end has not arrived."""
 EXIT_STUCK = 7
 RESULTS_KEPT = 16
 """Number of latest results that are kept to be sent again."""
@@ -105,6 +106,8 @@ class ResultSender:
         self._in_step = False
         """True while the executing thread is in a step, which must end soon after its epoch."""
         self._idle = IdleWatch()
+        self._answers = 0
+        """Last sign of life of the scheduler that has arrived on this connection."""
         self._computing = False
         """True while the output thread waits for a step that another thread of the runner computes. Like `_in_step`,
         and that thread may wait for other ranks."""
@@ -266,8 +269,16 @@ class ResultSender:
                 self._receive()
                 if (seconds := self._silence.check(time.monotonic())) is not None:
                     self._on_lost(PeerGone(f"it was silent for {seconds:.1f} s"))
-            if not self._abort_useless_wait():
+            waits = self._abort_useless_wait()
+            if not waits and not self._epoch_has_ended:
                 deadline = 0.0
+                continue
+            if not waits:  # the executing thread only has to read the end of the epoch
+                deadline = deadline or time.monotonic() + ABORT_GRACE
+                if time.monotonic() > deadline:
+                    self._on_lost(
+                        PeerGone("it ended the epoch, but sends nothing on the connection for plans")
+                    )
                 continue
             self._measure_work()  # otherwise heartbeats do, which may have ended with the connection
             deadline = deadline or time.monotonic() + ABORT_GRACE
@@ -278,6 +289,11 @@ class ResultSender:
                 log.error("%s, but %s does not end: this process exits", why, what)
                 os._exit(EXIT_STUCK)
 
+    @property
+    def _epoch_has_ended(self) -> bool:
+        """Return whether the end of the epoch was received here, and not yet on the connection for plans."""
+        return self._ended_epoch >= self._epoch > 0
+
     def _abort_useless_wait(self) -> bool:
         """Abort the executing thread's wait for other ranks if the epoch has ended or the worker must leave.
 
@@ -285,7 +301,7 @@ class ResultSender:
         aborted too.
         """
         with self._state:
-            is_over = self.failed.is_set() or self._dismissed or self._ended_epoch >= self._epoch > 0
+            is_over = self.failed.is_set() or self._dismissed or self._epoch_has_ended
             if (self._waits_for_ranks or self._computing) and is_over:
                 self._abort()
                 return True
@@ -301,7 +317,7 @@ class ResultSender:
     def _heartbeat(self) -> Heartbeat:
         work = self._measure_work()
         with self._state:
-            return Heartbeat(self._epoch, self._last_step, work)
+            return Heartbeat(self._epoch, self._last_step, work, self._answers)
 
     def _receive(self) -> None:
         """Read the scheduler's messages on this connection: the end of an epoch, or a shutdown."""
@@ -314,6 +330,7 @@ class ResultSender:
                     continue
                 if isinstance(message, Ping):
                     self._silence.heard()
+                    self._answers = max(self._answers, message.number)
                 if isinstance(message, EndEpoch):
                     self._ended_epoch = message.epoch
                 self._dismissed |= isinstance(message, Shutdown)

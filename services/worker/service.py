@@ -161,8 +161,8 @@ class Worker:
                 log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                 self._end_epoch()
                 self._start_up.register()
-            case Ping(sent=sent):
-                self._link.client.send(Pong(sent, self._received, time.monotonic()))
+            case Ping(sent=sent, number=number):
+                self._link.client.send(Pong(sent, self._received, time.monotonic(), number))
             case Shutdown(reason=reason):
                 log.info("leaving: %s", reason or "the scheduler sent no reason")
             case ResendResult():

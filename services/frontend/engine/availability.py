@@ -18,6 +18,17 @@ MAX_RECOVERIES = 64
 """Losses and returns of the engine that are kept for traces."""
 
 
+def checked(state: EngineState, limit: float) -> EngineState:
+    """Return the state of an engine as one that recovers if a rank has not answered for longer than `limit` seconds."""
+    if state.phase is not EnginePhase.READY or state.round_trips is None:
+        return state
+    silent = [rank for rank, seconds in enumerate(state.round_trips.unanswered) if seconds > limit]
+    if not silent:
+        return state
+    detail = f"rank {', '.join(map(str, silent))} does not answer the scheduler"
+    return replace(state, phase=EnginePhase.RECOVERING, detail=detail)
+
+
 class Recovery(NamedTuple):
     """Loss of workers or of the scheduler, or the end of the pause that followed."""
 

@@ -29,10 +29,10 @@ from protocol.requests import (
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
-from protocol.silence import SilenceWatch
+from protocol.silence import SIGN_INTERVAL, SilenceWatch, unanswered
 from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
 from protocol.transport.aio import AsyncClient
-from services.frontend.engine.availability import Availability, Recovery
+from services.frontend.engine.availability import Availability, Recovery, checked
 from services.frontend.engine.cache_resets import CacheResets
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
@@ -45,8 +45,6 @@ HANDSHAKE_TIMEOUT = 5.0
 """Seconds to wait for the scheduler's answer before connecting again."""
 RECONNECT_INTERVAL = 0.2
 """Seconds between the loss of a connection and the next attempt."""
-TICK = 1.0
-"""Seconds between two signs of life, and between two checks for those of the scheduler."""
 MAX_SHEDDING = 1.0
 """Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
 
@@ -89,7 +87,8 @@ class EngineClient:
     """Sends requests to the scheduler and groups the rows of its messages by request.
 
     Args:
-        silence: seconds without a message after which the scheduler is lost.
+        silence: seconds without a message, or without the answer to a sign of life, after which the scheduler is lost;
+            and without a rank's answer to the scheduler after which the engine is not ready.
         patience: seconds that open requests wait for another scheduler.
         request_timeout: seconds without progress after which a request ends.
         tokenizer: digest of this frontend's tokenizer.json, to compare with the scheduler's; "": not compared.
@@ -115,6 +114,8 @@ class EngineClient:
         self._max_open = max_open_requests
         self._max_silence = silence
         self._silence = SilenceWatch(silence)
+        self._sent = self._answered = 0
+        """Numbers of signs of life: the last one on this connection, and the last one that was answered."""
         self._request_timeout = request_timeout
         self._client: AsyncClient | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -195,6 +196,7 @@ class EngineClient:
                     self._is_subscribed = False
                     self._silence = SilenceWatch(self._max_silence)
                     self._silence.heard()
+                    self._sent = self._answered = 0
                     await self._read_until_dropped(client)
                 except HandshakeTimeout:
                     continue
@@ -238,12 +240,15 @@ class EngineClient:
     async def _watch(self) -> None:
         """Send signs of life, and notice silence and the end of patience."""
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(SIGN_INTERVAL)
             now = time.monotonic()
             if self._client is not None and self._has_signs:
-                self._send_quietly(FrontendAlive())
+                self._sent += 1
+                self._send_quietly(FrontendAlive(self._sent))
                 if self._silence.check(now) is not None:
                     self._drop_connection("the scheduler is silent; connecting again")
+                elif unanswered(self._sent, self._answered) > self._max_silence:
+                    self._drop_connection("the scheduler does not answer; connecting again")
             if stuck := self.ledger.stuck(now, self._request_timeout):
                 why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
                 self._fail(stuck, APIError(504, why))
@@ -289,7 +294,8 @@ class EngineClient:
             self._drop_connection("the scheduler has ended the requests of this frontend; connecting again")
             return
         self._lease, self._has_signs = state.lease, state.incarnation > 0
-        self._availability.on_state(state, time.monotonic())
+        self._answered = self._sent if state.round_trips is None else state.round_trips.number
+        self._availability.on_state(checked(state, self._max_silence), time.monotonic())
         self._subscribe()
         self._submit_open()
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.codec import Decoder
 from protocol.handshake import Hello
 from protocol.records import StepRecords
-from protocol.requests import ClientMessage, EngineState, RequestOutputs, ResetDone
+from protocol.requests import ClientMessage, EngineState, FrontendAlive, RequestOutputs, ResetDone, RoundTrips
 from protocol.security import LOCAL, Security
 from protocol.transport import PeerGone, PeerSlow, Server
 
@@ -30,6 +30,8 @@ class FrontendConnections:
         self._numbers: dict[bytes, int] = {}
         self._peers: dict[int, bytes] = {}
         """By number, in the order of arrival."""
+        self._signs: dict[int, int] = {}
+        """Frontend -> number of its last sign of life."""
         self._unused = itertools.count()
         self._gone: list[int] = []
         self._broke_at = 0.0
@@ -56,6 +58,8 @@ class FrontendConnections:
             if peer not in self._numbers:
                 self._numbers[peer] = number = next(self._unused)
                 self._peers[number] = peer
+            if isinstance(message, FrontendAlive):
+                self._signs[self._numbers[peer]] = message.number
             yield self._numbers[peer], message
         if self._server.take_disconnected():
             self._broke_at = time.monotonic()
@@ -92,8 +96,11 @@ class FrontendConnections:
             self._lose(frontend, error)
 
     def send_state(self, frontend: int, state: EngineState) -> None:
-        """Send the state as `send_if_connected` does, with the lease of its number."""
-        self.send_if_connected(frontend, replace(state, lease=frontend + 1))
+        """Send the state as `send_if_connected` does, with the lease of its number, and the answer to its last sign
+        of life."""
+        unanswered = state.round_trips.unanswered if state.round_trips is not None else []
+        round_trips = RoundTrips(self._signs.get(frontend, 0), unanswered)
+        self.send_if_connected(frontend, replace(state, lease=frontend + 1, round_trips=round_trips))
 
     def send_if_connected(self, frontend: int, message: EngineState | StepRecords | ResetDone) -> None:
         """Send what may be lost. A frontend that is gone is in the next `take_gone`; one that does not read stays."""
@@ -124,6 +131,7 @@ class FrontendConnections:
     def _lose(self, frontend: int, error: Exception) -> None:
         log.info("frontend %d is gone: %s", frontend, error)
         del self._numbers[self._peers.pop(frontend)]
+        self._signs.pop(frontend, None)
         self._gone.append(frontend)
 
     def close(self, linger_ms: int) -> None:

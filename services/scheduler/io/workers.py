@@ -67,6 +67,7 @@ class WorkerConnections:
             elif isinstance(message, Pong):
                 if (clock := self._clocks.get(peer)) is not None:
                     clock.add(message.ping_sent, message.received, message.sent, time.monotonic())
+                    yield peer, message
             elif (worker := self._sender(peer, message)) is not None:
                 yield worker, message
 
@@ -92,16 +93,14 @@ class WorkerConnections:
             return None
         return peer
 
-    def ping(self, workers: Iterable[bytes]) -> None:
-        """Start one exchange with each worker that measures how far its clock is ahead."""
-        for worker in workers:
-            self.send(worker, Ping(time.monotonic()))
-
-    def beat(self) -> None:
-        """Send each worker a sign of life, on the connection that a hanging step does not block."""
-        ping = encode(Ping(time.monotonic()))
+    def beat(self, number: int, ranks: Iterable[bytes]) -> None:
+        """Send each worker a sign of life, on the connection that a hanging step does not block; and `ranks` on their
+        connection for plans, too. The answers measure how far their clocks are ahead."""
+        ping = encode(Ping(time.monotonic(), number))
         for worker, results in list(self._results.items()):
             self._send_frame(results, worker, ping)
+        for worker in ranks:
+            self._send_frame(worker, worker, ping)
 
     def clock_offset(self, worker: bytes) -> float:
         """Seconds to subtract from the worker's clock to get this process's; 0.0 if it was not measured yet."""
@@ -150,7 +149,8 @@ class WorkerConnections:
         if now < self._probe_until:
             if now >= self._next_probe:
                 self._next_probe = now + PROBE_INTERVAL
-                self.ping(list(self._by_name.values()))
+                for worker in list(self._by_name.values()):
+                    self.send(worker, Ping(now))
         elif self._sweep:
             self._sweep, ping = False, encode(Ping(now))
             for peer in list(self._server.peers):

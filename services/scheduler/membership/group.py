@@ -76,6 +76,8 @@ class WorkerGroup:
         self._detail, self._progress = self._formation.waits_for(0), 0.0
         self._retries_smaller = False
         """The message being handled ends the epoch for a lack of memory, and the next one forms smaller steps."""
+        self._sign = 0
+        """Number of the last sign of life."""
         self._actions: list[Action] = []
 
     # -- what the service reads ----------------------------------------------------------------------------------
@@ -123,6 +125,13 @@ class WorkerGroup:
             return False
         member = self.roster[peer]
         return member.in_epoch and member.rank == output_rank(*self.size)
+
+    @property
+    def unanswered(self) -> list[float]:
+        """Seconds that a sign of life has waited for the answer of each rank of the epoch in effect, at least."""
+        if self.state is not GroupState.READY:
+            return []
+        return [member.answers.seconds_without(self._sign) for member in self.roster.ranks]
 
     def stats(self) -> dict[str, float]:
         """Return gauges and totals by metric name, without a prefix."""
@@ -197,6 +206,20 @@ class WorkerGroup:
             self._watch.on_result(step_id, now)
             self.losses.on_step()
 
+    def on_sign_of_life(self) -> int:
+        """Return the number of the sign of life that is sent to every worker now."""
+        self._sign += 1
+        if self._watch.in_flight:
+            for member in self.roster.ranks:
+                member.answers.plans = self._sign
+        return self._sign
+
+    def on_pong(self, peer: bytes, number: int) -> None:
+        """A worker has answered a sign of life on its connection for plans."""
+        if peer in self.roster:
+            answers = self.roster[peer].answers
+            answers.plans = max(answers.plans, number)
+
     def check(self, now: float) -> None:
         """Apply the timeouts."""
         if self.failed:
@@ -205,6 +228,7 @@ class WorkerGroup:
             late = overdue(member, now, self._config.heartbeat_timeout_seconds)
             if late is not None and not self.failed:
                 self._member_event(member.peer, MemberEvent.GIVE_UP, late, now)
+        self._check_answers(now)
         if self.state in FORMING:
             late = stalled(self.roster.ranks, now, self._config.load_timeout_seconds)
             if late is not None:
@@ -215,6 +239,18 @@ class WorkerGroup:
         if since is not None and now - since > timeout:
             self._group_event(GroupEvent.TOO_LATE, WORKERS_LOST, now)
         self._form(now)
+
+    def _check_answers(self, now: float) -> None:
+        """Give up a rank that does not hear the scheduler, or whose answers do not arrive."""
+        silent = [
+            (member.peer, seconds)
+            for member, seconds in zip(self.roster.ranks, self.unanswered, strict=False)
+            if seconds > self._config.heartbeat_timeout_seconds
+        ]
+        for peer, seconds in silent:
+            if not self.failed:
+                why = f"has not answered the scheduler for {seconds:.0f} s"
+                self._member_event(peer, MemberEvent.GIVE_UP, why, now)
 
     def _hang(self, step_id: int, took: float) -> str:
         """Return which step takes too long, and on which ranks."""
@@ -344,6 +380,8 @@ class WorkerGroup:
                 self._actions += self._epoch.initialize(now)
             case GroupAction.START:
                 self.losses.on_start(now)
+                for member in self.roster.ranks:
+                    member.answers.start = self._sign
                 self._recovering_since = None
                 self._detail, self._progress = "ready", 1.0
                 self._actions.append(self._epoch.start())

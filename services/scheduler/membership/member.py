@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from protocol.membership import Loaded, LoadProgress, Register
 from services.process import IdleWatch
+from services.scheduler.membership.answers import Answers
 from services.scheduler.membership.member_states import IN_EPOCH, MemberState
 
 
@@ -24,6 +25,7 @@ class Member:
     """Sizes of what it has loaded for the current epoch."""
     last_step: int = 0
     """The last step of the current epoch that it has finished, by its heartbeats."""
+    answers: Answers = field(default_factory=Answers)
 
     @property
     def name(self) -> str:

@@ -80,6 +80,8 @@ class Roster:
         member = self._members.get(peer)
         if member is not None:
             member.last_seen = now
+            if isinstance(message, Heartbeat):
+                member.answers.results = message.answers
             match message:
                 case LoadProgress():
                     member.progress = message

@@ -55,6 +55,11 @@ class StepWatch:
         """Bucket of sizes -> seconds of the longest step, which decay."""
         self._last_end = 0.0
 
+    @property
+    def in_flight(self) -> bool:
+        """Return whether the result of a step is missing."""
+        return bool(self._dispatched)
+
     def on_dispatch(self, step_id: int, size: StepSize, now: float) -> None:
         self._dispatched.append((step_id, size, now))
 

@@ -129,9 +129,13 @@ class ScriptedWorkerServer:
             self._server.send(peer, Shutdown("the script ends"))
         self._server.close(int(1000 * PATIENCE))
 
-    def beat(self) -> None:
+    def end_on_results(self, epoch: int) -> None:
+        """End an epoch on the connection for results alone, as if the other one forwarded nothing."""
+        self._server.send(self.results_peer, EndEpoch(epoch, "the script ends it"))
+
+    def beat(self, number: int = 0) -> None:
         """Send a sign of life; the worker counts the silence after it."""
-        self._server.send(self.results_peer, Ping())
+        self._server.send(self.results_peer, Ping(number=number))
 
     def refuse(self, reason: str) -> None:
         self._server.refuse(self.worker, reason)

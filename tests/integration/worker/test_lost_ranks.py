@@ -13,12 +13,15 @@ from protocol.membership import (
     InitializeCache,
     Loaded,
     LoadProgress,
+    Ping,
+    Pong,
     RankLost,
     Ready,
     Register,
     Shard,
     Shutdown,
 )
+from services.worker import result_sender
 from services.worker.result_sender import EXIT_STUCK
 from services.worker.service import EXIT_LOST, EXIT_REFUSED
 from tests.integration.worker.scripted import (
@@ -253,11 +256,42 @@ def test_a_worker_that_is_refused_after_it_registered_logs_the_reason(
     assert not any(record.exc_info for record in caplog.records), "a traceback is logged"
 
 
+def test_a_worker_answers_signs_of_life_on_each_connection(
+    scheduler: ScriptedWorkerServer, tmp_path: Path
+) -> None:
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.serve()
+        scheduler.send(Ping(12.5, 3))
+        answer = scheduler.next_message()
+        assert isinstance(answer, Pong)
+        assert (answer.ping_sent, answer.number) == (12.5, 3)
+        scheduler.beat(7)
+        while (answered := scheduler.wait_heartbeat().answers) != 7:
+            assert answered == 0, "the sign on the other connection does not count here"
+        scheduler.send(Shutdown())
+        assert worker.exit_status() == 0
+
+
+def test_a_worker_that_hears_the_end_of_its_epoch_on_one_connection_alone_connects_again(
+    scheduler: ScriptedWorkerServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing arrives on its connection for plans, which lives."""
+    monkeypatch.setattr(result_sender, "ABORT_GRACE", 0.2)
+    with worker_thread(scheduler, tmp_path) as worker:
+        scheduler.serve(3)
+        before = scheduler.worker
+        scheduler.end_on_results(3)
+        assert scheduler.registered().returns
+        assert scheduler.worker != before
+        scheduler.send(Shutdown())
+        assert worker.exit_status() == 0
+
+
 def test_a_spare_serves_when_it_is_assigned(scheduler: ScriptedWorkerServer, tmp_path: Path) -> None:
     """It sends heartbeats of epoch 0. The end of any epoch makes it register again: the scheduler has dropped it."""
     with worker_thread(scheduler, tmp_path) as worker:
         scheduler.registered()
-        assert scheduler.wait_heartbeat() == scheduler.wait_heartbeat() == Heartbeat(0, 0)
+        assert scheduler.wait_heartbeat() == scheduler.wait_heartbeat() == Heartbeat(0, 0, answers=0)
         scheduler.end(4)  # the scheduler has dropped it after a heartbeat timeout
         scheduler.serve(5)
         plans = PlanBuilder()

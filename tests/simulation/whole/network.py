@@ -92,7 +92,7 @@ class SimulatedNetwork:
 
     def heal(self) -> None:
         """End all partitions."""
-        if self._blocked:
+        if self._blocked or any(lane.is_held for lane in self.lanes):
             self.hub.log("partitions heal")
         self._blocked.clear()
         self.lanes = [lane for lane in self.lanes if lane.release()]
@@ -115,6 +115,8 @@ class Lane:
         self.closed = False
         self.is_lossy = False
         """A frame was lost or damaged."""
+        self.is_held = False
+        """True: all frames are held back, as in a partition of this lane alone."""
         network.lanes.append(self)
 
     def send(self, frame: bytes | None) -> None:
@@ -152,7 +154,7 @@ class Lane:
         self._network.hub.after(seconds, partial(self._on_arrival, frame))
 
     def _on_arrival(self, frame: bytes | None) -> None:
-        if self._held or self._network.is_blocked(self._sender, self._receiver):
+        if self._held or self.is_held or self._network.is_blocked(self._sender, self._receiver):
             self._held.append(frame)
         elif not self.closed:
             if self._network.hub.tracing and frame:
@@ -161,6 +163,7 @@ class Lane:
 
     def release(self) -> bool:
         """A partition has healed: deliver what was held back. Return whether the lane is still used."""
+        self.is_held = False
         held, self._held = self._held, deque()
         for frame in held:
             self._on_arrival(frame)

@@ -202,6 +202,67 @@ def test_silent_worker_is_lost_and_may_come_back() -> None:
     assert sent(g.register("a", at=40.0, epoch=1), Assignment)["a"].epoch == 2
 
 
+def signs_of_life(
+    g: ScriptedGroup, count: int, at: float, plans: bool = True, results: bool | None = True
+) -> list[Action]:
+    """Send signs of life, one a second. "a" answers on the connections that are True; `results` None: an old worker.
+
+    Return the actions of the checks after each.
+    """
+    actions = []
+    for second in range(count):
+        sign, now = g.on_sign_of_life(), at + second
+        if plans:
+            g.on_pong(b"a", sign)
+        heard = sign if results else g.roster[b"a"].answers.results
+        actions += g.send("a", Heartbeat(g.epoch, 0, answers=None if results is None else heard), now)
+        actions += g.check_at(now)
+    return actions
+
+
+@pytest.mark.parametrize(("plans", "results"), [(False, True), (True, False), (False, False)])
+def test_a_rank_that_does_not_hear_the_scheduler_is_given_up(plans: bool, results: bool) -> None:
+    """Its heartbeats arrive, but it receives nothing on one of its connections."""
+    g = group(heartbeat_timeout_seconds=5)
+    signs_of_life(g, 100, 0.0)
+    g.serve("a", at=100.0)
+    assert signs_of_life(g, 10, 100.0) == []
+    assert g.unanswered == [0.0]
+    assert signs_of_life(g, 6, 110.0, plans, results) == []
+    assert g.unanswered == [5.0]
+    assert [type(a) for a in signs_of_life(g, 1, 116.0, plans, results)] == [Ended, Send]
+    assert not g.names
+    assert g.unanswered == []
+
+
+def test_a_rank_may_read_no_plan_during_a_step_and_not_after_it() -> None:
+    g = group(heartbeat_timeout_seconds=5)
+    g.serve("a")
+    g.on_dispatch(1, 0.0)
+    assert signs_of_life(g, 50, 0.0, plans=False) == []
+    assert g.unanswered == [0.0]
+    g.on_result(1, 1, 50.0)
+    assert signs_of_life(g, 6, 50.0, plans=False) == []
+    assert [type(a) for a in signs_of_life(g, 1, 56.0, plans=False)] == [Ended, Send]
+
+
+def test_a_worker_of_an_older_protocol_need_not_answer() -> None:
+    g = group(heartbeat_timeout_seconds=5)
+    g.serve("a")
+    assert signs_of_life(g, 100, 0.0, plans=False, results=None) == []
+    assert g.unanswered == [0.0]
+
+
+def test_a_pause_of_the_scheduler_is_no_silence_of_a_rank() -> None:
+    """Signs count, not seconds: when it goes on, it reads heartbeats that answer a sign from before the pause."""
+    g = group(heartbeat_timeout_seconds=5)
+    g.serve("a")
+    signs_of_life(g, 3, 0.0)
+    g.send("a", Heartbeat(1, 0, answers=2), 100.0)
+    assert g.check_at(100.0) == []
+    assert signs_of_life(g, 3, 100.0) == []
+
+
 def test_loading_excuses_a_longer_silence() -> None:
     g = group(heartbeat_timeout_seconds=5)
     g.register("a")

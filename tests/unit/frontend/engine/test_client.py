@@ -6,9 +6,19 @@ from pathlib import Path
 import pytest
 
 from protocol.codec import Decoder, ProtocolError
-from protocol.requests import ClientMessage, EnginePhase, EngineState, Finish, FinishReason, GenerateRequest
+from protocol.requests import (
+    ClientMessage,
+    EnginePhase,
+    EngineState,
+    Finish,
+    FinishReason,
+    FrontendAlive,
+    GenerateRequest,
+    RoundTrips,
+)
 from protocol.sampling import SamplingParams
 from protocol.transport import HandshakeRefused, Server
+from services.frontend.engine import client as client_module
 from services.frontend.engine.client import EngineClient, RequestContext
 from services.frontend.engine.streams import FlushQueue, ResponseStream
 from tests.unit.frontend.engine.test_streams import RecordingStream
@@ -81,3 +91,88 @@ async def test_a_message_that_the_scheduler_cannot_read_costs_its_request_and_no
     running.cancel()
     await asyncio.wait({running})
     server.close()
+
+
+class AnsweringScheduler:
+    """A scheduler of one frontend that answers its signs of life, up to a number."""
+
+    def __init__(self, directory: Path) -> None:
+        self.server = Server(f"ipc://{directory}/c", {"frontend"})
+        self._decoder = Decoder(ClientMessage)
+        self.peers: list[bytes] = []
+        self.received = 0
+        """Signs of life on all connections."""
+        self.deaf_after: int | None = None
+        """Signs of life after which none arrives; its states still do."""
+        self.unanswered: list[float] = []
+
+    def turn(self) -> None:
+        """Receive, and answer each sign of life with the state."""
+        for peer, message in self.server.messages(self._decoder):
+            if peer not in self.peers:
+                self.peers.append(peer)
+                self._send(peer, 0)
+            elif isinstance(message, FrontendAlive):
+                self.received += 1
+                self._send(peer, message.number)
+
+    def _send(self, peer: bytes, number: int) -> None:
+        heard = number if self.deaf_after is None else min(number, self.deaf_after)
+        trips = RoundTrips(heard, self.unanswered)
+        self.server.send(peer, EngineState(EnginePhase.READY, incarnation=7, round_trips=trips))
+
+
+@pytest.fixture
+def rapid_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life follow each other within milliseconds. Their limits count them, and no time."""
+    monkeypatch.setattr(client_module, "SIGN_INTERVAL", 0.002)
+
+
+@pytest.mark.usefixtures("rapid_signs")
+async def test_a_scheduler_that_hears_nothing_is_left_although_it_sends_states(tmp_path: Path) -> None:
+    scheduler = AnsweringScheduler(tmp_path)
+    client = EngineClient(scheduler.server.endpoint, 1, 5.0, 300.0, 600.0)
+    running = asyncio.create_task(client.run())
+    while scheduler.received < 40:
+        scheduler.turn()
+        await asyncio.sleep(0)
+    assert client.ready
+    assert len(scheduler.peers) == 1
+    scheduler.deaf_after = 40
+    while client.ready:
+        scheduler.turn()
+        await asyncio.sleep(0)
+    assert scheduler.received in (46, 47), (
+        "six signs wait for an answer; the seventh is not read yet, perhaps"
+    )
+    assert client.state.phase is EnginePhase.RECOVERING
+    scheduler.deaf_after = None
+    while not client.ready:
+        scheduler.turn()
+        await asyncio.sleep(0)
+    assert len(scheduler.peers) == 2
+    running.cancel()
+    await asyncio.wait({running})
+    scheduler.server.close()
+
+
+@pytest.mark.usefixtures("rapid_signs")
+async def test_an_engine_with_a_rank_that_does_not_answer_is_not_ready(tmp_path: Path) -> None:
+    scheduler = AnsweringScheduler(tmp_path)
+    client = EngineClient(scheduler.server.endpoint, 1, 5.0, 300.0, 600.0)
+    running = asyncio.create_task(client.run())
+    for unanswered, ready in (([5.0, 0.0], True), ([5.0, 6.0], False), ([0.0, 0.0], True)):
+        scheduler.unanswered = unanswered
+        while client.ready is not ready:
+            scheduler.turn()
+            await asyncio.sleep(0)
+        for _ in range(100):
+            scheduler.turn()
+            await asyncio.sleep(0)
+        assert client.ready is ready
+        if not ready:
+            assert client.state.detail == "rank 1 does not answer the scheduler"
+            client.check_ready()  # requests are taken, and wait
+    running.cancel()
+    await asyncio.wait({running})
+    scheduler.server.close()
