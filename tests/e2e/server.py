@@ -32,7 +32,35 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-class ServeProcess:
+class HttpServer:
+    """Clients of the server at `url`."""
+
+    url = ""
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Return status and body; 0 without an answer."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def metric(self, name: str) -> float:
+        """Return a gauge or counter by its name without prefix, summed over its labels."""
+        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+
+class ServeProcess(HttpServer):
     """A running `serve`, of the demo model unless another one is named.
 
     Its sockets are under `runtime`, its log is the file `log`. It and its services are forked from a process with all
@@ -56,7 +84,6 @@ class ServeProcess:
                     env={**clean, **settings}, stdout=subprocess.PIPE, stderr=log, bufsize=0,
                 )
             )  # fmt: skip
-        self.url = ""
         self.services: dict[str, psutil.Process] = {}
 
     def wait_ready(self) -> None:
@@ -77,28 +104,6 @@ class ServeProcess:
             # It has ended, or its command line is not there yet
             with contextlib.suppress(psutil.NoSuchProcess, ValueError):
                 self.services[name_of(child)] = child
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-
-    def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Return status and body; 0 without an answer."""
-        try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
-
-    def metric(self, name: str) -> float:
-        """Return a gauge or counter by its name without prefix, summed over its labels."""
-        found = re.findall(rf"^runahead:{name}(?:\{{.*\}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
-        assert found, f"no metric {name}"
-        return sum(map(float, found))
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

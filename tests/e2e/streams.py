@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from tests.e2e.server import ServeProcess, wait_until
+from tests.e2e.server import HttpServer, ServeProcess, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -89,7 +89,7 @@ def assert_no_file_is_left(server: ServeProcess, before: dict[str, int]) -> None
     wait_until(lambda: not grown(), f"no more open files than {before}")
 
 
-def requests_total(server: ServeProcess) -> dict[str, float]:
+def requests_total(server: HttpServer) -> dict[str, float]:
     """Return the requests that have ended, by outcome."""
     found = re.findall(
         r'^runahead:requests_total\{.*outcome="(\w+)".*\} (\S+)$', server.get("/metrics")[1], re.MULTILINE
@@ -100,7 +100,7 @@ def requests_total(server: ServeProcess) -> dict[str, float]:
     return totals
 
 
-def assert_nothing_is_kept(server: ServeProcess) -> None:
+def assert_nothing_is_kept(server: HttpServer) -> None:
     """No request runs or waits, and no KV block is in use."""
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         wait_until(lambda name=name: server.metric(name) == 0, f"{name} is 0")  # type: ignore[misc]

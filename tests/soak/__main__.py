@@ -26,10 +26,14 @@ SEEDS_PER_PROCESS = 100
 SUITES = (
     "tests/unit/protocol", "tests/simulation", "tests/integration", "tests/ranks", "tests/e2e/test_api_document.py",
     "tests/e2e/test_recovery.py", "tests/e2e/test_many_ranks.py", "tests/e2e/test_poison.py",
+    "tests/e2e/test_partitions.py",
 )  # fmt: skip
 BODIES = ("tests/integration/frontend/test_fuzz.py", "tests/e2e/test_abuse.py")
 ABUSE = ("tests/e2e/test_abuse.py", "tests/e2e/test_api_document.py")
-RECOVERY = ("tests/ranks/test_recovery.py", "tests/e2e/test_recovery.py", "tests/e2e/test_poison.py")
+RECOVERY = (
+    "tests/ranks/test_recovery.py", "tests/e2e/test_recovery.py", "tests/e2e/test_poison.py",
+    "tests/e2e/test_partitions.py",
+)  # fmt: skip
 
 
 def _chunk(seeds: range) -> Result:

@@ -1,0 +1,165 @@
+"""Links between services that break, stop forwarding in one direction, or are slow: /readyz tells, and no stream
+differs from one without the fault."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from openai import APIError
+
+from tests.e2e.proxy import TcpProxy, Way
+from tests.e2e.separate import SeparateServices, separate_services
+from tests.e2e.streams import answers, assert_nothing_is_kept
+
+Fault = Callable[[TcpProxy], Coroutine[Any, Any, None]]
+FAULTS: dict[str, Fault] = {
+    "cut": TcpProxy.cut,
+    "deaf scheduler": lambda link: link.stall(Way.TO_SERVER),
+    "mute scheduler": lambda link: link.stall(Way.TO_CLIENT),
+}
+LINKS = ("frontend", "worker")
+soak = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[SeparateServices]:
+    with separate_services() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(services: SeparateServices) -> list[Any]:
+    """Streams of a run without a fault."""
+
+    async def run() -> list[Any]:
+        async with services.async_client() as client:
+            return await answers(client)
+
+    return asyncio.run(run())
+
+
+def link_of(services: SeparateServices, name: str) -> TcpProxy:
+    return services.frontend_link if name == "frontend" else services.worker_link
+
+
+@pytest.mark.parametrize(
+    ("link", "fault"),
+    [
+        ("frontend", "deaf scheduler"),
+        pytest.param("frontend", "mute scheduler", marks=soak),
+        pytest.param("frontend", "cut", marks=soak),
+        pytest.param("worker", "deaf scheduler", marks=soak),
+        ("worker", "mute scheduler"),
+        pytest.param("worker", "cut", marks=soak),
+    ],
+)
+def test_an_idle_engine_whose_link_is_broken_is_not_ready(
+    services: SeparateServices, link: str, fault: str
+) -> None:
+    proxy, do = link_of(services, link), services.proxies.do
+    services.wait_ready()
+    do(FAULTS[fault](proxy))
+    services.wait_ready(False)
+    do(proxy.restore())
+    services.wait_ready()
+    with services.client() as client:
+        model = client.models.list().data[0].id
+        answer = client.completions.create(
+            model=model, prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+
+
+@pytest.mark.soak
+def test_a_worker_that_receives_no_plans_connects_again(services: SeparateServices) -> None:
+    """Its other connection works, and so would a new one: the fault need not end."""
+    services.wait_ready()
+    services.proxies.do(services.worker_link.stall_plans())
+    services.wait_ready(False)
+    services.wait_ready()
+    assert "sends nothing on the connection for plans" in services.log("worker").read_text()
+    services.proxies.do(services.worker_link.restore())
+
+
+@pytest.mark.parametrize(
+    ("link", "fault"),
+    [
+        pytest.param("frontend", "deaf scheduler", marks=soak),
+        ("frontend", "mute scheduler"),
+        pytest.param("frontend", "cut", marks=soak),
+        ("worker", "deaf scheduler"),
+        pytest.param("worker", "mute scheduler", marks=soak),
+        pytest.param("worker", "cut", marks=soak),
+    ],
+)
+async def test_streams_go_on_when_the_link_is_back(
+    services: SeparateServices, undisturbed: list[Any], link: str, fault: str
+) -> None:
+    proxy, do = link_of(services, link), services.proxies.do
+
+    async def disturb() -> None:
+        do(FAULTS[fault](proxy))
+        await asyncio.to_thread(services.wait_ready, False)
+        do(proxy.restore())
+
+    services.wait_ready()
+    async with services.async_client() as client:
+        assert await answers(client, disturb) == undisturbed
+    services.wait_ready()
+    assert_nothing_is_kept(services)
+
+
+@pytest.mark.parametrize("link", ["frontend", pytest.param("worker", marks=soak)])
+async def test_a_slow_link_changes_no_stream(
+    services: SeparateServices, undisturbed: list[Any], link: str
+) -> None:
+    proxy, do = link_of(services, link), services.proxies.do
+    services.wait_ready()
+    do(proxy.delay(0.1))
+    try:
+        async with services.async_client() as client:
+            assert await answers(client) == undisturbed
+    finally:
+        do(proxy.restore())
+
+
+async def test_streams_end_with_an_error_when_the_link_does_not_come_back() -> None:
+    with separate_services("--recovery-timeout-seconds", "0.5") as services:
+        async with services.async_client() as client:
+            model = (await client.models.list()).data[0].id
+            stream: Any = await client.completions.create(
+                model=model, prompt="Hi", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+            )
+            await anext(stream)
+            services.proxies.do(services.frontend_link.cut())
+            with pytest.raises(APIError, match="the engine is gone"):
+                async for _ in stream:
+                    pass
+        assert services.get("/readyz")[0] == 503
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+async def test_streams_go_on_after_random_faults_of_both_links(
+    services: SeparateServices, undisturbed: list[Any], seed: int
+) -> None:
+    """Each lasts for less or for longer than a service waits for another one."""
+    rng, do = random.Random(seed), services.proxies.do
+
+    async def disturb() -> None:
+        for _ in range(3):
+            proxy = link_of(services, rng.choice(LINKS))
+            slow: Fault = lambda link: link.delay(0.2)  # noqa: E731
+            do(rng.choice([*FAULTS.values(), TcpProxy.stall_plans, slow])(proxy))
+            await asyncio.sleep(rng.choice((0.2, 1.0, 5.0)) * rng.random())
+            do(proxy.restore())
+            await asyncio.sleep(rng.random())
+
+    services.wait_ready()
+    async with services.async_client() as client:
+        assert await answers(client, disturb) == undisturbed
+    services.wait_ready()
+    assert_nothing_is_kept(services)
