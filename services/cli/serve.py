@@ -35,10 +35,9 @@ POLL_INTERVAL = 0.1
 """Seconds between two requests to a frontend that is not ready."""
 ABORT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """A service drains after one signal, and ends at once after two."""
-RESTARTED = {"worker": (3, 4), "scheduler": (1, 5)}
-"""Services that are restarted, and their exit statuses after which they are not: a worker's model cannot be served, or
-the scheduler refused it; a scheduler's configuration cannot be used, or it gave up its workers. The open requests end
-with the frontend, which is not restarted."""
+FINAL = {"frontend": (1, 3, 4), "scheduler": (1, 5), "worker": (3, 4)}
+"""Exit statuses of the services after which they are not restarted: the configuration cannot be used, or the port is
+taken (1); the model cannot be served (3); the scheduler refused the service (4), or gave up its workers (5)."""
 
 
 def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | None = None) -> int:
@@ -96,10 +95,8 @@ def serve(config: ServeConfig, on_ready: Callable[[Callable[[], None]], None] | 
         with supervisor.signals(), _runtime(config) as commands:
             # The worker first: it takes longest to start.
             for name, arguments in reversed(commands):
-                final = RESTARTED.get(name.partition("-")[0])
-                supervisor.start(
-                    name, arguments, _environment(), final is not None, final or (), ABORT_SIGNALS
-                )
+                final = FINAL[name.partition("-")[0]]
+                supervisor.start(name, arguments, _environment(), True, final, ABORT_SIGNALS)
             status = supervisor.wait(tick)
     finally:
         screen.done()

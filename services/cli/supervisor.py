@@ -302,6 +302,7 @@ class Supervisor:
         """Stop the first child that still runs. The first of all has no deadline, because its clients may need time."""
         for position, child in enumerate(self.children):
             if not child.alive:
+                child.expect_end()  # no child before it is left that needs it
                 continue
             if child is not self._stopping_child:
                 self._stopping_child = child

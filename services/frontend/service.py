@@ -29,6 +29,7 @@ from services.frontend.page.files import PageFiles
 from services.frontend.request_log import EndedRequestLog
 from services.frontend.steps.ring import StepRing
 from services.frontend.traces import TraceExporter
+from services.process import HANG_FACTOR, HangAlarm
 
 log = logging.getLogger("runahead.frontend")
 
@@ -41,6 +42,8 @@ KEEP_ALIVE_SECONDS = 75
 request that is sent while the server closes its connection is lost."""
 STOP_GRACE = 0.5
 """Seconds that the last bytes of each response have to leave when the server is stopped at once."""
+SIGN_INTERVAL = 1.0
+"""Seconds between two signs of life of the event loop."""
 DRAIN_INTERVAL = 0.05
 """Seconds between checks for open requests while draining."""
 GC_THRESHOLD = 20_000
@@ -55,10 +58,16 @@ class _Server(uvicorn.Server):
 
 
 class FrontendService:
-    """Owns the HTTP server and the connection to the scheduler; handles signals."""
+    """Owns the HTTP server and the connection to the scheduler; handles signals.
 
-    def __init__(self, config: FrontendConfig, model: ServedModel, listener: socket.socket) -> None:
-        self._listener = listener
+    Args:
+        alarm: set every second by the event loop while it serves.
+    """
+
+    def __init__(
+        self, config: FrontendConfig, model: ServedModel, listener: socket.socket, alarm: HangAlarm
+    ) -> None:
+        self._listener, self._alarm = listener, alarm
         self.engine = EngineClient(
             config.scheduler_endpoint,
             config.max_open_requests,
@@ -102,6 +111,7 @@ class FrontendService:
             loop.add_signal_handler(number, self.on_signal)
         connection = asyncio.create_task(self.engine.run())
         load = asyncio.create_task(log_load(self.engine, self._metrics))
+        living = asyncio.create_task(self._give_signs_of_life())
         serving = asyncio.create_task(self.server.serve([self._listener]))
         await asyncio.wait({connection, serving}, return_when=asyncio.FIRST_COMPLETED)
         self.engine.drain()
@@ -114,13 +124,21 @@ class FrontendService:
             log.error("the scheduler refused this frontend: %s", error)
             return EXIT_REFUSED
         finally:
-            connection.cancel()
-            load.cancel()
-            await asyncio.wait({connection, load})
+            for task in (connection, load, living):
+                task.cancel()
+            await asyncio.wait({connection, load, living})
             self._request_log.flush()
             if self._traces is not None:
                 self._traces.close()
         return 0
+
+    async def _give_signs_of_life(self) -> None:
+        try:
+            while True:
+                self._alarm.set()
+                await asyncio.sleep(SIGN_INTERVAL)
+        finally:
+            self._alarm.cancel()
 
     def on_signal(self) -> None:
         """Drain on the first signal: open requests finish, new ones are refused. Stop on the second."""
@@ -165,4 +183,5 @@ def run(config: FrontendConfig) -> int:
         listen(config) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(FrontendService(config, model, listener).run())
+        alarm = HangAlarm.install(HANG_FACTOR * config.scheduler_timeout_seconds)
+        return runner.run(FrontendService(config, model, listener, alarm).run())

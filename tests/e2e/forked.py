@@ -14,10 +14,13 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any
 
+from services.cli import supervisor
 from services.cli.supervisor import STOP_SIGNALS
 
 CODE = "import sys; from tests.e2e.forked import main; sys.exit(main())"
 ENTRY_POINT = "services.cli.child"
+STOPPED_GRACE = "TEST_STOPPED_GRACE"
+"""Environment variable with another value of the supervisor's constant, seconds."""
 STARTED = subprocess.Popen
 """Services start their own child processes with it."""
 
@@ -90,4 +93,5 @@ def main() -> int:
     from services.cli import main as run_command
 
     subprocess.Popen = ForkedService  # type: ignore[misc,assignment]
+    supervisor.STOPPED_GRACE = float(os.environ.get(STOPPED_GRACE, supervisor.STOPPED_GRACE))
     return run_command()

@@ -14,7 +14,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.checkpoint import DEMO_MODEL
+from tests.e2e.forked import STOPPED_GRACE
 from tests.e2e.server import ServeProcess, is_alive, serving, wait_until
+from tests.e2e.streams import assert_nothing_is_kept, restart
 
 SLOW_SIM = ("--backend", "sim", "--sim-step-ms", "20")
 """Steps of 20 ms, so that streams last on any machine."""
@@ -70,14 +72,41 @@ async def test_second_sigterm_ends_open_streams() -> None:
                     assert await usage(stream) == 2000
 
 
-async def test_killed_frontend_stops_all_and_is_reported() -> None:
-    with serving(*SLOW_SIM, forked=False) as server:
-        async with server.async_client() as client:
-            await open_streams(client, 4, 2000)
-            server.services["frontend"].kill()
-            assert server.wait() == 128 + signal.SIGKILL
-            assert server.last_line() == "runahead: frontend was killed by SIGKILL"
-            server.assert_nothing_is_left()
+async def frontend_is_replaced(server: ServeProcess, number: int) -> None:
+    """Send it a signal while streams are open: they break, and the next frontend answers at the same address."""
+    before, others = server.services["frontend"], [server.services[name] for name in ("scheduler", "worker")]
+    async with server.async_client() as client:
+        streams = await open_streams(client, 4, 2000)
+        before.send_signal(number)
+        for stream in streams:
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                await usage(stream)
+    wait_until(lambda: server.get("/readyz")[0] == 200, "the next frontend is ready")
+    server.find_services()
+    assert server.services["frontend"] != before
+    async with server.async_client() as client:
+        (stream,) = await open_streams(client, 1, 5)
+        assert await usage(stream) == 5
+    assert_nothing_is_kept(server)
+    assert [server.services[name] for name in ("scheduler", "worker")] == others
+
+
+async def test_a_killed_frontend_is_replaced_until_it_dies_too_often() -> None:
+    with serving(*SLOW_SIM) as server:
+        await frontend_is_replaced(server, signal.SIGKILL)
+        assert "frontend was killed by SIGKILL; restarting" in server.log.read_text()
+        for _ in range(2):
+            await restart(server, "frontend", signal.SIGKILL)
+        server.services["frontend"].kill()
+        assert server.wait() == 128 + signal.SIGKILL
+        assert server.last_line() == "runahead: frontend was killed by SIGKILL"
+        server.assert_nothing_is_left()
+
+
+async def test_a_frontend_that_was_stopped_for_long_is_replaced() -> None:
+    with serving(*SLOW_SIM, **{STOPPED_GRACE: "0.5"}) as server:
+        await frontend_is_replaced(server, signal.SIGSTOP)
+        assert "frontend was stopped for 0.5 s and is killed" in server.log.read_text()
 
 
 def has_children(server: ServeProcess) -> bool:

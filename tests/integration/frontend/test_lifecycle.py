@@ -14,6 +14,7 @@ from protocol.codec import unpack
 from protocol.requests import EnginePhase, EngineState, GenerateRequest, RequestOutputs
 from services.checkpoint import DEMO_MODEL
 from services.config import FrontendConfig
+from services.process import EXIT_HUNG
 from tests.integration.frontend.scripted import (
     PATIENCE,
     READY,
@@ -244,6 +245,22 @@ def test_refused_handshake_ends_the_frontend_with_the_reason() -> None:
     with scripted(patch, state=loading) as (frontend, _):
         assert frontend.wait() == 4
         assert "99.0" in frontend.log
+
+
+def test_a_frontend_whose_loop_hangs_ends_itself_and_says_where() -> None:
+    """Its probes are not answered, but no signal has stopped it."""
+    patch = """
+from services.frontend import metrics, service
+service.HANG_FACTOR, service.SIGN_INTERVAL = 0.3, 0.1
+def spin(_):
+    while True: pass
+metrics.Metrics.render = spin
+"""
+    with scripted(patch) as (frontend, _):
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{frontend.url}/metrics", timeout=PATIENCE)
+        assert frontend.wait() == EXIT_HUNG
+        assert "in spin" in frontend.log
 
 
 def test_taken_port_is_one_line() -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.cli import supervisor as supervisor_module
-from services.cli.serve import RESTARTED
+from services.cli.serve import FINAL
 from services.cli.supervisor import RESTART_WINDOW, RESTARTS, Child, Supervisor
+from services.frontend import service as frontend_service
 from services.scheduler.service import EXIT_WORKER_LOST
 from services.worker.service import EXIT_MODEL, EXIT_REFUSED
 
@@ -133,14 +134,14 @@ class SupervisedChildren:
         self,
         scripts: tuple[str, str, str],
         tick: Callable[[], object] = lambda: None,
-        restarts: bool = False,
+        restarted: str = "",
         final: Collection[int] = (),
     ) -> int:
         """Start one child per script and wait until all have ended. Return the supervisor's status.
 
         Args:
             tick: called every 20 ms once all children are up.
-            restarts, final: arguments of `start` for the last child.
+            restarted: the child that is restarted after an unexpected end, unless its status is in `final`.
         """
 
         def when_up() -> float:
@@ -151,8 +152,8 @@ class SupervisedChildren:
         with self.supervisor.signals():
             for name, script in reversed([*zip(NAMES, scripts, strict=True)]):
                 command = [sys.executable, "-c", PRELUDE + script, name, str(self.journal)]
-                restarted = restarts and name == NAMES[-1]
-                self.supervisor.start(name, command, dict(os.environ), restarts=restarted, final=final)
+                restarts = name == restarted
+                self.supervisor.start(name, command, dict(os.environ), restarts=restarts, final=final)
             status = self.supervisor.wait(when_up)
         assert not any(child.alive for child in self.supervisor.children)
         return status
@@ -247,7 +248,9 @@ def test_restarted_child_leaves_the_others_running(supervised: SupervisedChildre
         if supervised.events().count("worker up") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarts=True) == 0
+    assert (
+        supervised.run((STOPPING, STOPPING, EXITING_ONCE_WITH_9), stop_after_restart, restarted="worker") == 0
+    )
     assert supervised.supervisor.failure is None
     assert supervised.lines == [("worker", "worker exited with status 9; restarting")]
     for name in NAMES:
@@ -271,7 +274,7 @@ def test_child_that_was_stopped_is_killed_and_restarted(
         if supervised.events().count("worker up") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert supervised.run((STOPPING, STOPPING, STOPPING), stop_once, restarts=True) == 0
+    assert supervised.run((STOPPING, STOPPING, STOPPING), stop_once, restarted="worker") == 0
     assert supervised.lines == [
         ("worker", "worker was stopped for 0.05 s and is killed"),
         ("worker", "worker was killed by SIGKILL; restarting"),
@@ -288,7 +291,7 @@ def test_child_that_hangs_ends_itself_and_is_restarted(supervised: SupervisedChi
             os.kill(os.getpid(), signal.SIGTERM)
 
     hanging = HANGING_ONCE.replace("WEDGE", wedge)
-    assert supervised.run((STOPPING, STOPPING, hanging), stop, restarts=True) == 0
+    assert supervised.run((STOPPING, STOPPING, hanging), stop, restarted="worker") == 0
     *stacks, (_, end) = supervised.lines
     assert end == "worker hung and ended itself; the lines before have the stacks of its threads; restarting"
     assert any("in wedged" in line for _, line in stacks)
@@ -300,14 +303,14 @@ def test_a_process_that_gives_signs_of_life_does_not_hang(supervised: Supervised
 
 @pytest.mark.usefixtures("short_pauses")
 def test_child_that_ends_too_often_stops_all(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarts=True) == 9
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker") == 9
     assert supervised.events().count("worker up") == 1 + RESTARTS
     assert supervised.failure == "worker exited with status 9"
 
 
 @pytest.mark.usefixtures("short_pauses")
 def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChildren) -> None:
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarts=True, final=(3, 9)) == 9
+    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), restarted="worker", final=(3, 9)) == 9
     assert supervised.events().count("worker up") == 1
     assert supervised.failure == "worker exited with status 9"
 
@@ -317,7 +320,7 @@ def test_child_is_not_restarted_after_a_final_status(supervised: SupervisedChild
 def test_child_without_restarts_stops_all(supervised: SupervisedChildren, position: int) -> None:
     scripts = [STOPPING, STOPPING, STOPPING]
     scripts[position] = EXITING_WITH_9
-    assert supervised.run((scripts[0], scripts[1], scripts[2]), restarts=True) == 9
+    assert supervised.run((scripts[0], scripts[1], scripts[2]), restarted="worker") == 9
     assert supervised.failure == f"{NAMES[position]} exited with status 9"
 
 
@@ -331,16 +334,23 @@ def test_failure_names_the_child_without_restarts_when_both_end_together(
             child.process.kill()
             child.process.wait()
 
-    assert supervised.run((STOPPING, STOPPING, STOPPING), kill_both, restarts=True) == 128 + signal.SIGKILL
+    assert (
+        supervised.run((STOPPING, STOPPING, STOPPING), kill_both, restarted="worker") == 128 + signal.SIGKILL
+    )
     assert supervised.failure == "scheduler was killed by SIGKILL"
 
 
 def test_final_statuses_are_those_of_services_that_cannot_serve() -> None:
-    assert RESTARTED == {"worker": (EXIT_MODEL, EXIT_REFUSED), "scheduler": (1, EXIT_WORKER_LOST)}
+    assert FINAL == {
+        "frontend": (1, frontend_service.EXIT_MODEL, frontend_service.EXIT_REFUSED),
+        "scheduler": (1, EXIT_WORKER_LOST),
+        "worker": (EXIT_MODEL, EXIT_REFUSED),
+    }
 
 
+@pytest.mark.parametrize("name", NAMES)
 def test_stop_does_not_wait_for_a_restart(
-    supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch
+    supervised: SupervisedChildren, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The pause before the restart is an hour here. The child would have been restarted, so the stop is orderly."""
     monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 3600.0)
@@ -349,10 +359,11 @@ def test_stop_does_not_wait_for_a_restart(
         if supervised.lines:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert supervised.run((STOPPING, STOPPING, EXITING_WITH_9), stop_after_end, restarts=True) == 0
-    assert supervised.events().count("worker up") == 1
+    first, second, third = (EXITING_WITH_9 if each == name else STOPPING for each in NAMES)
+    assert supervised.run((first, second, third), stop_after_end, restarted=name) == 0
+    assert supervised.events().count(f"{name} up") == 1
     assert supervised.events().splitlines()[-4:] == [
-        f"{name} {what}" for name in NAMES[:2] for what in ("signalled", "ended")
+        f"{other} {what}" for other in NAMES if other != name for what in ("signalled", "ended")
     ]
 
 
