@@ -1,45 +1,86 @@
-"""Effect of run-ahead: the share of time in which the worker is idle, at depth 1 and at depth 2.
+"""Effect of run-ahead: the share of time in which the worker is idle, at depth 1 and at depth 2. Cost of being seen:
+throughput at depth two with a subscriber of the step records, and with `--record`, over throughput without.
 
 `sim` (5 ms per step, 256 requests decoding) stands for a device; `native` runs a small model with one thread and
-shares the CPU with the scheduler. "2 recorded" is depth two with a client that receives step records. The load comes
-over the scheduler's socket for frontends, without HTTP. The window is between the first and the last report of the
-engine with all requests running.
+shares the CPU with the scheduler. The load comes over the scheduler's socket for frontends, without HTTP;
+`step_viewer` measures a frontend's ring and a viewer. The window is between the first and the last report of the engine
+with all requests running. "2 again" shows the noise.
 """
 
 import argparse
 import statistics
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.recording import EventRecording
 from tests.benchmarks.support.engine_client import engine
 from tests.benchmarks.support.random_llama import VOCAB, random_llama
 from tests.benchmarks.support.report import report
 
-DEPTHS = {"1": 1, "2": 2, "2 recorded": 2}
+PLAIN = "2"
+
+
+class Variant(NamedTuple):
+    depth: int
+    subscribes: bool = False
+    """The client receives step records."""
+    records: bool = False
+    """The scheduler writes a recording."""
+
+
+VARIANTS = {
+    "1": Variant(1),
+    PLAIN: Variant(2),
+    "2 again": Variant(2),
+    "2, step records": Variant(2, subscribes=True),
+    "2, --record": Variant(2, records=True),
+}
+
+
+def run(
+    variant: Variant,
+    requests: int,
+    output: int,
+    scheduler: Mapping[str, object],
+    worker: Mapping[str, object],
+) -> dict[str, float]:
+    """Return the metrics of one run of a variant."""
+    load = (variant.depth, requests, 64, output)
+    if not variant.records:
+        return measure(*load, scheduler, worker, variant.subscribes)
+    with tempfile.TemporaryDirectory(prefix="recording-") as directory:
+        Path(directory).chmod(0o700)
+        metrics = measure(*load, {**scheduler, "record": directory}, worker)
+        if next(EventRecording(Path(directory)).records(), None) is None:
+            raise SystemExit("the engine recorded nothing")
+    return metrics
 
 
 def measure(
     depth: int,
-    recorded: bool,
     requests: int,
     prompt: int,
     output: int,
     scheduler: Mapping[str, object],
     worker: Mapping[str, object],
+    subscribes: bool = False,
 ) -> dict[str, float]:
-    """Return the metrics of one run at one depth. `recorded`: the client subscribes to step records."""
+    """Return the metrics of one run at one depth. `subscribes`: the client receives step records."""
     rng = np.random.default_rng(0)
     limits = {"max_num_seqs": requests, "batch_queue_depth": depth, "log_level": "warning", **scheduler}
     with engine(limits, {"log_level": "warning", **worker}) as client:
-        if recorded:
+        if subscribes:
             client.subscribe()
         for number in range(requests):  # different lengths, so that blocks fill in different steps
             tokens = rng.integers(300, 1000, prompt + number % 16).astype(np.int32)
             client.generate(tokens, number, output)
         while client.finished < requests:
             client.receive()
-        if recorded and not client.records:
+        if subscribes and not client.records:
             raise SystemExit("the engine sent no step records")
         full = [sample for sample in client.samples if sample.running == requests and sample.tokens]
     if len(full) < 3:
@@ -61,6 +102,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--output", type=int, default=1200, help="tokens per request on sim")
+    parser.add_argument("--only", choices=["sim", "native"], help="one backend")
     parser.add_argument("--native-requests", type=int, default=64)
     parser.add_argument("--native-output", type=int, default=512)
     args = parser.parse_args()
@@ -71,14 +113,15 @@ def main() -> None:
         "sim": (args.requests, args.output, {"max_model_len": 2048}, sim),
         "native": (args.native_requests, args.native_output, {}, native),
     }
+    if args.only:
+        cases = {args.only: cases[args.only]}
     repeats: dict[str, dict[str, list[dict[str, float]]]] = {
-        case: {depth: [] for depth in DEPTHS} for case in cases
+        case: {name: [] for name in VARIANTS} for case in cases
     }
-    for _ in range(args.repeats):  # alternate, so that noise of the machine affects both depths
+    for _ in range(args.repeats):  # alternate, so that noise of the machine affects all variants
         for case, (requests, output, limits, worker) in cases.items():
-            for name, depth in DEPTHS.items():
-                recorded = name.endswith("recorded")
-                repeats[case][name].append(measure(depth, recorded, requests, 64, output, limits, worker))
+            for name, variant in VARIANTS.items():
+                repeats[case][name].append(run(variant, requests, output, limits, worker))
     median = {
         case: {
             depth: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -88,35 +131,35 @@ def main() -> None:
     }
 
     def figure(case: str, name: str) -> dict[str, float]:
-        return {depth: median[case][depth][name] for depth in median[case]}
+        return {variant: median[case][variant][name] for variant in median[case]}
 
+    speeds = {case: figure(case, "tokens_per_s") for case in cases}
     report(
         "run_ahead",
         title=f"run-ahead: medians of {args.repeats}",
         rows=[
-            {"backend": case, "depth": depth, **median[case][depth]}
+            {
+                "backend": case,
+                "depth": variant,
+                **metrics,
+                "of depth 2": speeds[case][variant] / speeds[case][PLAIN],
+            }
             for case in median
-            for depth in median[case]
+            for variant, metrics in median[case].items()
         ],
         figures={
-            "idle_fraction": figure("sim", "idle_fraction"),
-            "native": {name: figure("native", name) for name in ("idle_fraction", "tokens_per_s")},
-            "throughput_ratio": {
-                case: figure(case, "tokens_per_s")["2"] / figure(case, "tokens_per_s")["1"] for case in cases
-            },
-            "recorded_over_silent": {
-                case: figure(case, "tokens_per_s")["2 recorded"] / figure(case, "tokens_per_s")["2"]
+            "idle_fraction": {case: figure(case, "idle_fraction") for case in cases},
+            "throughput_ratio": {case: speeds[case][PLAIN] / speeds[case]["1"] for case in cases},
+            "over_plain": {
+                case: {
+                    variant: speeds[case][variant] / speeds[case][PLAIN]
+                    for variant in VARIANTS
+                    if VARIANTS[variant].depth == 2 and variant != PLAIN
+                }
                 for case in cases
             },
         },
-        settings={
-            "depths": list(DEPTHS),
-            "prompt": 64,
-            "vocab": VOCAB,
-            **vars(args),
-            "sim": sim,
-            "native_worker": native,
-        },
+        settings={"prompt": 64, "vocab": VOCAB, **vars(args), "sim": sim, "native_worker": native},
         repeats=repeats,
     )
 

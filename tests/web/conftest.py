@@ -34,6 +34,7 @@ NATIVE = (
     "--tool-call-parser", "hermes",
 )  # fmt: skip
 SIM = ("--backend", "sim", "--sim-step-ms", "20", "--sim-decode-us", "200", "--tensor-parallel-size", "4")
+EIGHT = (*SIM, "--pipeline-parallel-size", "2")
 
 
 class WebServer(NamedTuple):
@@ -80,6 +81,13 @@ def model() -> Iterator[WebServer]:
 def ranks() -> Iterator[WebServer]:
     """Four simulated ranks behind an API key."""
     with serving(*SIM, RUNAHEAD_API_KEY=KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def eight() -> Iterator[WebServer]:
+    """Two simulated stages of four ranks each."""
+    with serving(*EIGHT) as server:
         yield server
 
 

@@ -42,6 +42,22 @@ def select_step(page: Page, *texts: str) -> None:
     raise AssertionError(f"no step with {texts}: {facts.inner_text()}")
 
 
+def click_a_step(page: Page, y: float) -> int:
+    """Click into the canvas, on a step of the row at `y` pixels. Return its number."""
+    canvas, title = page.locator("#timeline"), page.locator("#detail-title")
+    box = canvas.bounding_box()
+    assert box is not None
+    for share in (0.80, 0.75, 0.70, 0.65, 0.60, 0.55, 0.50):  # a rank may wait where one clicks
+        canvas.click(position={"x": share * box["width"], "y": y})
+        if (match := re.fullmatch(r"Step (\d+) of epoch 1", title.inner_text())) is not None:
+            return int(match[1])
+    raise AssertionError(f"no step is under the row at {y}")
+
+
+def rows_of(table: Locator) -> list[list[str]]:
+    return [row.locator("td").all_inner_texts() for row in table.locator("tbody tr").all()]
+
+
 def wait_for_frame(page: Page) -> None:
     """Wait until the canvas shows what was changed before."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -155,6 +171,54 @@ def test_a_narrow_dark_window(model: WebServer, open_page: Opener) -> None:
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
     picture(page, "narrow-dark")
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "scheme"), [(1360, 940, "light"), (420, 860, "dark")], ids=["wide", "narrow"]
+)
+@pytest.mark.parametrize(("server", "num_ranks"), [("model", 1), ("eight", 8)])
+def test_a_click_on_a_step_tells_its_requests_tokens_and_times(
+    server: str,
+    num_ranks: int,
+    width: int,
+    height: int,
+    scheme: str,
+    open_page: Opener,
+    request: pytest.FixtureRequest,
+) -> None:
+    served: WebServer = request.getfixturevalue(server)
+    page = open_page(served, width, height, scheme)
+    answer = ask(page, "Hello", max_tokens=40, temperature=0, parallel=6)
+    expect(answer.locator(".note")).to_contain_text("tokens/s")
+    if width < 900:
+        page.click("#tab-engine")
+    wait_for_steps(page)
+    expect(page.locator("#live")).to_contain_text("idle")
+    number = "rank," if num_ranks == 1 else "ranks,"
+    assert f"on {num_ranks} {number}" in page.locator("#server").inner_text()
+    row_height = 46 if num_ranks == 1 else 30
+    for rank in sorted({0, num_ranks - 1}):
+        clicked = click_a_step(page, 64 + row_height * (rank + 0.4))
+        entries = page.request.get(f"{served.url}debug/steps?limit=512").json()["entries"]
+        (step,) = (entry for entry in entries if entry["kind"] == "step" and entry["step_id"] == clicked)
+        tables = page.locator("#detail table")
+        expect(tables).to_have_count(3)
+        times = rows_of(tables.nth(1))
+        assert [row[0] for row in times] == [str(number) for number in range(num_ranks)]
+        for cells, measured in zip(times, step["ranks"], strict=True):
+            ended = 1000 * (measured["forward_ended"] - step["planned"])
+            assert float(cells[3]) == pytest.approx(ended, abs=0.006)
+        requests = rows_of(tables.nth(2))
+        assert [row[0] for row in requests] == step["requests"]
+        assert [int(row[3]) for row in requests] == step["scheduled"]
+        assert f"{step['decode_tokens']} decode tokens" in page.locator("#detail p").inner_text()
+    page.locator("#timeline").press("ArrowRight")
+    expect(page.locator("#detail-title")).to_have_text(f"Step {clicked + 1} of epoch 1")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.getElementById('engine'))")
+    wait_for_frame(page)
+    if num_ranks == 8:
+        picture(page, "eight-ranks" if width > 900 else "eight-ranks-narrow", "#engine")
 
 
 def test_with_a_wrong_key_nothing_is_shown(ranks: WebServer, open_page: Opener) -> None:
