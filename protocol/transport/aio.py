@@ -19,7 +19,7 @@ class AsyncClient:
     async def handshake(self, role: str, name: str, timeout: float) -> None:  # noqa: ASYNC109  as in Client
         """Send a `Hello` and wait up to `timeout` seconds for the answer.
 
-        Raises: HandshakeRefused, HandshakeTimeout
+        Raises: HandshakeRefused, HandshakeTimeout, PeerGone
         """
         self._client.send_hello(role, name)
         try:

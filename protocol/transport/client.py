@@ -43,17 +43,13 @@ class Client:
             self.close()
             raise
         self._connected = False
-        self._was_lost = False
-        """The connection was lost at least once."""
-        self._welcome = False
-        """The server accepted the handshake."""
+        """There was a connection."""
         self._broken = False
-        """The connection was lost after the handshake; frames may still be unread."""
+        """The connection was lost; frames may still be unread."""
         self._gone = False
         """The connection was lost and all frames were read."""
         self._rejected = False
         """libzmq has given up the connection."""
-        self._hello: Hello | None = None
         self._failure = ""
         self._poller = zmq.Poller()
         for source in (self.socket, self._monitor.socket):
@@ -62,7 +58,7 @@ class Client:
     def handshake(self, role: str, name: str, timeout: float) -> None:
         """Send a `Hello` and wait up to `timeout` seconds for the answer.
 
-        Raises: HandshakeRefused, HandshakeTimeout
+        Raises: HandshakeRefused, HandshakeTimeout, PeerGone
         """
         self.send_hello(role, name)
         frame = self.receive(timeout)
@@ -72,14 +68,9 @@ class Client:
 
     def send_hello(self, role: str, name: str) -> None:
         """First half of `handshake`; `check_welcome` is the second."""
-        self._hello = Hello(*PROTOCOL_VERSION, role, name)
-        self._resend_hello()
-
-    def _resend_hello(self) -> None:
-        if self._hello is not None:
-            # Without room before the first message the connection has failed; `receive` raises the error.
-            with suppress(PeerSlow):
-                self.send(self._hello, wait=False)
+        # Without room before the first message the connection has failed; `receive` raises the error.
+        with suppress(PeerSlow):
+            self.send(Hello(*PROTOCOL_VERSION, role, name), wait=False)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
         """Send a message, waiting up to 10 s for room in the queue if `wait`.
@@ -122,14 +113,18 @@ class Client:
                 raise HandshakeRefused(f"no connection to {self.endpoint}: {self._failure}") from None
             return None
         if frame.startswith(_REFUSED):
-            check_answer(frame)
+            self.check_welcome(frame)
         return frame
 
-    def check_welcome(self, answer: bytes) -> None:
-        """Handle the server's answer to a `Hello`. Raises: HandshakeRefused"""
-        check_answer(answer)
-        self._read_events()  # the event of the connection precedes the answer, so it is readable now
-        self._welcome, self._broken = True, not self._connected
+    @staticmethod
+    def check_welcome(answer: bytes) -> None:
+        """Handle the server's answer to a `Hello`. Raises: HandshakeRefused, if it is not a `Welcome`."""
+        try:
+            message = _answer.decode(answer)
+        except ProtocolError as error:
+            raise HandshakeRefused(f"the other side has another protocol: {error}") from None
+        if isinstance(message, Refused):
+            raise HandshakeRefused(message.reason)
 
     def _read_events(self) -> None:
         for event in self._monitor.read():
@@ -138,12 +133,10 @@ class Client:
                 self._rejected |= event in FINAL
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
-                if self._was_lost and not self._welcome:  # the Hello may be lost; a second one does no harm
-                    self._resend_hello()
             else:
-                self._connected, self._was_lost = False, True
-                # For good: on a new connection this client would be unknown to the server.
-                self._broken |= self._welcome
+                # For good: on a new connection this client would be unknown to the server, and a second Hello with
+                # the same name would be refused until the server has noticed the loss.
+                self._broken |= self._connected
 
     def timeout_error(self, timeout: float) -> HandshakeTimeout:
         text = f"no answer from {self.endpoint} within {timeout:g} s"
@@ -159,13 +152,3 @@ class Client:
             return
         self._monitor.close()
         self.socket.close()
-
-
-def check_answer(frame: bytes) -> None:
-    """Raises: HandshakeRefused, if the frame is not a `Welcome`."""
-    try:
-        answer = _answer.decode(frame)
-    except ProtocolError as error:
-        raise HandshakeRefused(f"the other side has another protocol: {error}") from None
-    if isinstance(answer, Refused):
-        raise HandshakeRefused(answer.reason)

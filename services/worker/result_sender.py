@@ -126,7 +126,7 @@ class ResultSender:
         ]
 
     def handshake(self, name: str, timeout: float) -> None:
-        """Raises: HandshakeRefused, HandshakeTimeout"""
+        """Raises: HandshakeRefused, HandshakeTimeout, PeerGone"""
         self._client.handshake("worker-results", name, timeout)
 
     def start(self) -> None:
