@@ -301,8 +301,8 @@ class Service:
                     log.warning("epoch %d has ended: %s", number_of(epoch), reason)
                     self._ranks = []
                     self._subscriptions.end_epoch()
-                    if self.engine is not None:
-                        self.engine.end_epoch(is_fault)
+                    if self.engine is not None and self.engine.end_epoch(is_fault):
+                        self.group.on_guilty_request()
                 case FailRequests(error):
                     if self.engine is not None:
                         self.engine.fail_all(error)

@@ -257,9 +257,10 @@ class EngineCore:
 
     # -- epochs --------------------------------------------------------------------------------------------------
 
-    def end_epoch(self, is_fault: bool = False) -> None:
+    def end_epoch(self, is_fault: bool = False) -> bool:
         """The workers are lost: nothing in flight is delivered, requests wait with their confirmed tokens. Until
-        `start_epoch`, requests may come and go, but `dispatch` must not be called.
+        `start_epoch`, requests may come and go, but `dispatch` must not be called. Return whether a request was found
+        guilty of the loss.
 
         Args:
             is_fault: the cause may be a request in flight.
@@ -270,6 +271,7 @@ class EngineCore:
         for key in guilty:
             request = self.store.requests[key]
             self.lifecycle.finish(request, request.finish_message(FinishReason.ERROR, message=GUILTY))
+        return bool(guilty)
 
     def _in_flight(self) -> list[tuple[RequestKey, int]]:
         """Return the running requests with a row in flight, and the number of tokens of each."""

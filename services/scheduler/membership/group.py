@@ -220,6 +220,10 @@ class WorkerGroup:
             answers = self.roster[peer].answers
             answers.plans = max(answers.plans, number)
 
+    def on_guilty_request(self) -> None:
+        """The request that caused the last loss was found, and is refused."""
+        self.losses.on_explained()
+
     def check(self, now: float) -> None:
         """Apply the timeouts."""
         if self.failed:

@@ -37,6 +37,10 @@ class Losses:
         if self.is_proven(now):
             self.futile = 0
 
+    def on_explained(self) -> None:
+        """The cause of the last fault is found, and will not return."""
+        self.futile = 0
+
     def on_fault(self, reason: str) -> None:
         """An epoch has ended by a fault, after `on_end` if it was in effect."""
         self.last = reason
