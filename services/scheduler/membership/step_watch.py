@@ -3,7 +3,8 @@
 A step's time is modelled as a constant, a part per position that it computes, and a part per position that its rows
 attend to. Then a measured step bounds every other one: its time, multiplied by the ratio of their sizes. The limit is a
 multiple of the least bound. The first step of a size may compile, so sizes that were not measured in this epoch have a
-longer limit.
+longer limit. The bound of a large step by a small one is coarse, because the constant part is multiplied too: it raises
+the limit of a size that was not measured to a few times the configured one at most.
 """
 
 from collections import deque
@@ -18,6 +19,8 @@ FACTOR = 10
 """A step may take this many times the bound."""
 FLOOR = 5.0
 """Seconds that any step may take, unless the limit for sizes that were not measured is lower."""
+STRETCH = 5
+"""A step whose number of positions was not measured may take this many times the configured limit at most."""
 DECAY = 0.99
 """Weight that the longest step of a size keeps with each further step of that size: half after 69 steps."""
 
@@ -86,8 +89,10 @@ class StepWatch:
             for (positions, attended), seconds in self._longest.items()
         ]
         is_measured = any(positions == size.bucket[0] for positions, _ in self._longest)
-        least = min(FLOOR, self._first) if is_measured else self._first
-        return max(least, FACTOR * min(bounds, default=0.0))
+        bound = FACTOR * min(bounds, default=0.0)
+        if is_measured:
+            return max(min(FLOOR, self._first), bound)
+        return min(max(self._first, bound), STRETCH * self._first)
 
     def overdue(self, now: float) -> tuple[int, float] | None:
         """Return the step that takes too long and its seconds so far, or None.

@@ -36,7 +36,7 @@ from services.scheduler.membership.formation import RETURN_SECONDS
 from services.scheduler.membership.group_states import GroupState
 from services.scheduler.membership.losses import MAX_FUTILE_EPOCHS
 from services.scheduler.membership.member_states import MemberState
-from services.scheduler.membership.step_watch import FLOOR, StepSize
+from services.scheduler.membership.step_watch import FLOOR, STRETCH, StepSize
 from services.scheduler.membership.timeouts import ASSIGN_TIMEOUT, LOAD_SILENCE, LOAD_STALL, RETURN_TIMEOUT
 
 WORKER = Register(
@@ -493,6 +493,15 @@ def test_an_epoch_that_finished_a_step_is_not_futile() -> None:
     assert g.losses.total == 3 * MAX_FUTILE_EPOCHS
 
 
+def test_losses_whose_request_was_found_do_not_end_the_group() -> None:
+    g = group()
+    for _ in range(3 * MAX_FUTILE_EPOCHS):
+        g.serve("a")
+        g.lose("a", 1.0)
+        g.on_guilty_request()
+    assert not g.failed
+
+
 def test_more_blocks_than_the_workers_hold_are_refused_by_flag() -> None:
     g = group(num_gpu_blocks_override=2000)
     g.register("a")
@@ -722,6 +731,17 @@ def test_the_first_step_of_a_size_may_compile() -> None:
     g.on_dispatch(1000, 2000.0, large)
     assert g.check_at(2000.0 + FLOOR) == []
     assert [type(a) for a in g.check_at(2000.2 + FLOOR)] == [Send, Ended]
+
+
+def test_a_hung_step_of_a_new_size_is_noticed_although_small_steps_were_slow() -> None:
+    """From one position to 512, all of the time would be multiplied, also what every step takes."""
+    g = group(heartbeat_timeout_seconds=10000.0)
+    g.serve("a")
+    g.on_dispatch(1, 0.0)
+    g.on_result(1, 1, 1.0)
+    g.on_dispatch(2, 1.0, StepSize(512, 512 * 512))
+    assert g.check_at(1.0 + STRETCH * 60.0) == []
+    assert [type(a) for a in g.check_at(1.1 + STRETCH * 60.0)] == [Send, Ended]
 
 
 def test_a_long_context_may_take_longer_than_a_short_one() -> None:
