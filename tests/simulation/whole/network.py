@@ -238,7 +238,9 @@ class SimulatedSocket:
 
 
 class MonitorSocket(SimulatedSocket):
-    pass
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self.inbox else 0
 
 
 class SimulatedConnection:
