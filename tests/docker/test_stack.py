@@ -194,6 +194,25 @@ def test_crashed_worker_is_restarted(stack: Stack, expected: dict[str, str]) -> 
     stack.wait_healthy()
 
 
+def test_crashed_scheduler_is_restarted_and_changes_no_stream(stack: Stack, expected: dict[str, str]) -> None:
+    """Streams that were open go on, and the worker keeps its weights."""
+    (scheduler,), (worker,) = stack.containers("scheduler"), stack.containers("worker")
+    resubmitted, loads = stack.metric("requests_resubmitted_total"), stack.metric("weight_loads")
+    with StreamingLoad(stack, expected).on() as load:
+        load.wait_for_more()
+        os.kill(scheduler.details["State"]["Pid"], signal.SIGKILL)
+        stack.wait_until(
+            lambda: stack.metric("requests_resubmitted_total") > resubmitted,
+            "open requests were submitted again",
+        )
+        load.wait_for_more()
+    (again,), (kept,) = stack.containers("scheduler"), stack.containers("worker")
+    assert (again.id, again.details["RestartCount"]) == (scheduler.id, scheduler.details["RestartCount"] + 1)
+    assert (kept.id, kept.details["RestartCount"]) == (worker.id, worker.details["RestartCount"])
+    assert stack.metric("weight_loads") == loads
+    stack.wait_healthy()
+
+
 def test_stopped_worker_is_unhealthy_until_it_continues(stack: Stack) -> None:
     (worker,) = stack.containers("worker")
     check = (
