@@ -68,6 +68,8 @@ class StepPlanner:
         alone = self.suspect()
         if alone is None:
             self.displace()
+        elif self.epoch.fences:
+            return None  # rows of another request are in flight, and a loss in them would count against the suspect
         view = self.epoch.view(self.store.waiting)
         budget = self.epoch.policy.begin(view)
         choice = StepChoice(budget.tokens, _limit(budget.prefill), budget.runner_reports)
