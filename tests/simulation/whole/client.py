@@ -60,6 +60,8 @@ class ClientRequest:
     pooling: Pooling = Pooling.NONE
     leaves_after: float | None = None
     """Seconds after which the client closes its connection; None: it does not."""
+    is_poison: bool = False
+    """It takes down the workers or the scheduler, and must be refused."""
     outcome: str = ""
     """"": open; "done", "left", "broken" (its frontend has ended), or the status of its error."""
     error: str = ""

@@ -5,14 +5,15 @@ Loading, steps and operations that need all ranks take virtual time. A rank may 
 
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import encode, pack
+from protocol.codec import encode, pack, unpack
 from protocol.membership import Assignment, InitializeCache, Loaded, Shard
 from protocol.steps import GrammarOutput, ReleaseSlots, SchedulerOutput
 from services.scheduler.core.limits import Limits
@@ -24,7 +25,7 @@ from tests.simulation.whole.stage import (
     JOIN_TIMEOUT,
     CanaryOutput,
     ComputeStage,
-    Outcomes,
+    RankMessages,
     RankOracle,
     StageOutput,
 )
@@ -40,7 +41,7 @@ Foresight = Callable[[list[int], int], list[int]]
 
 @dataclass
 class Meeting:
-    """An operation that all ranks of an epoch must reach."""
+    """An operation that several ranks of an epoch must reach."""
 
     present: set[int] = field(default_factory=set)
     waiters: Waiters = field(default_factory=Waiters)
@@ -48,16 +49,16 @@ class Meeting:
 
 
 class Collectives:
-    """torch.distributed: meetings by (epoch, operation, step), and the messages of the rank that samples."""
+    """torch.distributed: meetings by (epoch, operation, step), and messages between ranks by epoch."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._meetings: dict[tuple[int, str, int], Meeting] = {}
-        self._outcomes: dict[int, Outcomes] = {}
+        self._messages: dict[int, RankMessages] = {}
 
-    def outcomes(self, epoch: int) -> Outcomes:
-        self._outcomes = {number: kept for number, kept in self._outcomes.items() if number >= epoch}
-        return self._outcomes.setdefault(epoch, Outcomes())
+    def messages(self, epoch: int) -> RankMessages:
+        self._messages = {number: kept for number, kept in self._messages.items() if number >= epoch}
+        return self._messages.setdefault(epoch, RankMessages())
 
     def meet(self, key: tuple[int, str, int], rank: int) -> Meeting:
         if key not in self._meetings:
@@ -79,9 +80,33 @@ class Collectives:
             if number == epoch:
                 meeting.broken = True
                 meeting.waiters.wake()
-        if epoch in self._outcomes:
-            self._outcomes[epoch].broken = True
-            self._outcomes[epoch].arrived.wake()
+        if epoch in self._messages:
+            self._messages[epoch].broken = True
+            self._messages[epoch].arrived.wake()
+
+
+class Strike(Enum):
+    """Effect of a poisoned step on its rank."""
+
+    FAILS = "fails"
+    RESULT_FAILS = "its result fails"
+    CRASHES = "crashes"
+    HANGS = "hangs"
+    LACKS_MEMORY = "lacks memory"
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Fault of each step that computes one of a request's positions from `position` on.
+
+    The output rank is always hit: if another rank alone fails in a step whose result has arrived, the requests that are
+    in flight by then are blamed (docs/operations.md, "Limits").
+    """
+
+    strike: Strike
+    position: int
+    everywhere: bool = True
+    """False: on the output rank alone."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +127,13 @@ class SimulatedDevice:
         collectives: Collectives,
         traits: DeviceTraits,
         foresight: Foresight,
+        poisons: Mapping[str, Poison],
         happened: Counter[str],
     ) -> None:
+        """`poisons`: by external id of the request."""
         self._hub, self._process, self._collectives = hub, process, collectives
         self._traits, self._foresight, self._happened = traits, foresight, happened
+        self._poisons = poisons
         self.num_loads = 0
         """Number of times that weights were read."""
         self.hangs = False
@@ -119,8 +147,10 @@ class SimulatedDevice:
         self._assignment: Assignment | None = None
         self._stage: ComputeStage | None = None
         """In an epoch."""
-        self._launched: tuple[int, float, float] = (0, 0.0, 0.0)
-        """The step executed last: its id, time of its launch, seconds of its forward pass."""
+        self._launched: tuple[int, float, float, bool] = (0, 0.0, 0.0, False)
+        """The step executed last: its id, time of its launch, seconds of its forward pass, whether that fails."""
+        self._poisoned: dict[int, Poison] = {}
+        """By slot."""
         self._in_canary = False
         self._aborted = False
         self._on_abort = Waiters()
@@ -147,7 +177,7 @@ class SimulatedDevice:
                 self._compute(self._traits.load_seconds / LOAD_PARTS)
                 progress("weights", (part + 1) / LOAD_PARTS)
             self._shard = assignment.shard
-        self._together("join", 0)
+        self._together("join", 0, assignment.world_size)
         blocks = self._traits.num_blocks
         return Loaded(
             "hash", VOCAB, MAX_MODEL_LEN, 64, blocks, True, hidden_size=HIDDEN_SIZE, num_loads=self.num_loads
@@ -168,10 +198,11 @@ class SimulatedDevice:
         drafts = a.speculation
         lengths = () if drafts is None else tuple(range(1, drafts.num_speculative_tokens + 1))
         speculating = None if drafts is None else Speculating("by request", lengths)
-        outcomes = self._collectives.outcomes(a.epoch)
+        messages = self._collectives.messages(a.epoch)
         decides = a.rank == a.output_rank or not limits.leaves_rows_out
-        oracle = RankOracle(outcomes, decides, limits, VOCAB, a.epoch, speculating, self._future)
-        self._stage = ComputeStage(self._hub, oracle, outcomes, self._happened)
+        oracle = RankOracle(messages, decides, limits, VOCAB, a.epoch, speculating, self._future)
+        self._stage = ComputeStage(self._hub, oracle, messages, a, self._happened)
+        self._poisoned.clear()
 
     def _future(self, slot: int) -> list[int]:
         assert self._stage is not None
@@ -179,17 +210,20 @@ class SimulatedDevice:
         return self._foresight(s.tokens[: s.num_prompt], s.params.seed)
 
     def execute_model(self, step: SchedulerOutput) -> None:
+        a = self._assignment
+        assert a is not None
         if step.step_id == 0:
             self._in_canary = True
-            self._together("canary", 0)
+            self._together("canary", 0, a.world_size)
             return
         self._notice(step.epoch)
         self._hang_perhaps()
         if self.lacks_memory:
             self.lacks_memory = False
             raise MemoryError
-        self._together("step", step.step_id)
-        self._launched = step.step_id, self._hub.now, self._seconds(self._traits.step_seconds)
+        poisoned = self._strike(step)
+        self._together(f"step of stage {a.shard.pp_rank}", step.step_id, a.tensor_parallel_size)
+        self._launched = step.step_id, self._hub.now, self._seconds(self._traits.step_seconds), poisoned
         self.num_steps += 1
         assert self._stage is not None
         self._stage.receive(encode(step))
@@ -199,10 +233,8 @@ class SimulatedDevice:
             return CanaryOutput()
         if grammar is not None:
             self.add_masks(grammar)
-        a = self._assignment
-        assert a is not None
         assert self._stage is not None
-        return StageOutput(self._stage, *self._launched, is_output=a.rank == a.output_rank)
+        return StageOutput(self._stage, *self._launched)
 
     def add_masks(self, grammar: GrammarOutput) -> None:
         assert self._stage is not None
@@ -231,6 +263,40 @@ class SimulatedDevice:
     def shutdown(self) -> None:
         self._leave_meetings()
 
+    # -- poison --------------------------------------------------------------------------------------------------
+
+    def _strike(self, step: SchedulerOutput) -> bool:
+        """Let the poisoned requests of a step strike. Return whether its result fails."""
+        for new in step.new:
+            self._poisoned.pop(new.slot, None)
+            if (poison := self._poisons.get(new.request_id)) is not None:
+                self._poisoned[new.slot] = poison
+        if not self._poisoned:
+            return False
+        a, columns = self._assignment, (step.slots, step.starts, step.counts)
+        assert a is not None
+        for slot, start, count in zip(*(unpack(column).tolist() for column in columns), strict=True):
+            poison = self._poisoned.get(slot)
+            if poison is None or start + count <= poison.position:
+                continue
+            if not poison.everywhere and a.rank != a.output_rank:
+                continue
+            self._happened[f"a poisoned step {poison.strike.value}"] += 1
+            self._hub.log(self._process.name, "poisoned:", poison)
+            match poison.strike:
+                case Strike.FAILS:
+                    raise RuntimeError("this step fails")
+                case Strike.RESULT_FAILS:
+                    return True
+                case Strike.CRASHES:
+                    self._hub.exit_now(-11)
+                case Strike.HANGS:
+                    self.hangs = True
+                    self._hang_perhaps()
+                case Strike.LACKS_MEMORY:
+                    raise MemoryError
+        return False
+
     # -- virtual time --------------------------------------------------------------------------------------------
 
     def _seconds(self, mean: float) -> float:
@@ -246,16 +312,16 @@ class SimulatedDevice:
         while self.hangs:
             self._hub.wait((), None)
 
-    def _together(self, operation: str, step: int) -> None:
-        """Wait for the other ranks. Raises: RanksLost"""
+    def _together(self, operation: str, step: int, size: int) -> None:
+        """Wait until `size` ranks have reached this. Raises: RanksLost"""
         self._hang_perhaps()
         a = self._assignment
         assert a is not None
-        if a.world_size == 1:
+        if size == 1:
             return
         meeting = self._collectives.meet((a.epoch, operation, step), a.rank)
         until = self._hub.now + JOIN_TIMEOUT
-        while len(meeting.present) < a.world_size:
+        while len(meeting.present) < size:
             if self._aborted or meeting.broken or self._hub.now >= until:
                 raise RanksLost("aborted" if self._aborted else "another rank does not answer")
             self._hub.wait((meeting.waiters, self._on_abort), until - self._hub.now)

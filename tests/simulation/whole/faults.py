@@ -2,47 +2,71 @@
 
 Two kinds of runs: in an *orderly* one processes are killed, stopped and cut off, as TCP and the supervisor allow, and
 no request may fail. In a *noisy* one frames are lost, repeated, reordered and damaged as well, workers hang, and faults
-come in any number: a request may then end with one typed error instead.
+come in any number: a request may then end with one typed error instead. In both, some runs have requests that take down
+the workers or the scheduler: these must be refused, and in an orderly run nobody else.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from random import Random
 
 from tests.simulation.whole.client import check_answer
-from tests.simulation.whole.network import Noise
+from tests.simulation.whole.hub import SimulatedProcess
+from tests.simulation.whole.network import Noise, Speeds
 from tests.simulation.whole.system import SILENCE, Layout, System, WorkerProcess
 
 REQUESTS_END = 8.0
 FAULTS_BEGIN, FAULTS_END = 2.0, 14.0
 HEAL = 20.0
-BOUND = 150.0
+BOUND = 250.0
 """Virtual seconds from the end of all faults until every request has ended."""
 TYPED = {"429", "500", "503", "504"}
 STEPS = (0.02, 0.1, 0.3)
+MOST_LOSSES = 2
+"""Losses of workers, and of schedulers, in an orderly run: with three, a request may be refused that did nothing."""
 
 
-def layout(rng: Random) -> Layout:
+class Poisoned(Enum):
+    """Which processes the poisonous requests of a run take down."""
+
+    NONE = "none"
+    WORKERS = "workers"
+    SCHEDULERS = "schedulers"
+
+
+POISONED = (Poisoned.NONE,) * 8 + (Poisoned.WORKERS, Poisoned.SCHEDULERS)
+
+
+def layout(rng: Random, poisoned: Poisoned) -> Layout:
+    pipeline_parallel = rng.choice((1, 1, 1, 2))
     return Layout(
-        num_frontends=rng.choice((1, 2)),
+        # Two suspects of two frontends may be refused together (docs/operations.md).
+        num_frontends=1 if poisoned is Poisoned.SCHEDULERS else rng.choice((1, 2)),
         tensor_parallel=rng.choice((1, 1, 2)),
+        pipeline_parallel=pipeline_parallel,
         num_spares=rng.choice((0, 0, 1)),
-        depth=rng.choice((1, 2, 2, 3)),
+        depth=rng.choice((2, 3)) if pipeline_parallel > 1 else rng.choice((1, 2, 2, 3)),
         drafts=rng.random() < 0.25,
         num_blocks=rng.choice((20, 28, 48)),
         step_seconds=rng.choice(STEPS),
         load_seconds=rng.choice((0.1, 1.0)),
-        latencies=rng.choice(((0.0002, 0.0005, 0.002), (0.001, 0.05, 0.2))),
+        speeds=Speeds(
+            latencies=rng.choice(((0.0002, 0.0005, 0.002), (0.001, 0.05, 0.2))),
+            lags=rng.choice(((0.0,), (0.0,), (0.0, 0.0, 0.3))),
+            # Slower ones could make a worker with the weights miss the 3 s that a scheduler waits for it.
+            connects=rng.choice(((0.001,), (0.001, 0.02), (0.001, 0.1, 0.5))),
+        ),
         late_masks=rng.random() < 0.8,
         leaves_rows_out=rng.random() < 0.7,
     )
 
 
 class SystemFaults:
-    def __init__(self, system: System, noisy: bool) -> None:
+    def __init__(self, system: System, noisy: bool, poisoned: Poisoned) -> None:
         self.system, self.rng, self.noisy = system, system.rng, noisy
-        self.losses = Counter[str]()
-        """Processes lost so far; three losses without progress make a request a suspect."""
+        self.losses = Counter({poisoned.value: MOST_LOSSES})
+        """Processes lost so far."""
         kinds: list[Callable[[], None]] = [
             self.kill_worker,
             self.kill_scheduler,
@@ -53,10 +77,17 @@ class SystemFaults:
             self.replace_scheduler,
             self.cut_worker,
             self.cut_frontend,
+            self.reset_worker,
+            self.reset_frontend,
         ]
         if noisy:
             kinds += [self.noise, self.noise, self.noise, self.hang, self.lack_memory]
             system.expected_statuses |= {4, 5, 6, 7}
+        elif poisoned is Poisoned.WORKERS:
+            # A frontend that connects again submits its requests anew, and the losses counted for them begin at zero:
+            # the scheduler may give up before it has found one (docs/operations.md, "Limits").
+            for kind in (self.stop_frontend, self.cut_frontend, self.reset_frontend):
+                kinds.remove(kind)
         for _ in range(self.rng.randint(1, 8 if noisy else 4)):
             system.hub.after(self.rng.uniform(FAULTS_BEGIN, FAULTS_END), self.rng.choice(kinds))
         system.hub.after(HEAL, self.heal)
@@ -66,8 +97,8 @@ class SystemFaults:
         self.system.network.heal()
 
     def _count(self, what: str, cause: str) -> bool:
-        """Return whether the fault may strike. Orderly runs lose a scheduler or workers twice at most."""
-        if not self.noisy and self.losses[cause] >= 2:
+        """Return whether the fault may strike."""
+        if not self.noisy and self.losses[cause] >= MOST_LOSSES:
             return False
         self.losses[cause] += 1
         self.system.happened[what] += 1
@@ -153,6 +184,21 @@ class SystemFaults:
             self.system.network.partition(*pair)
         self.system.hub.after(self._seconds(), self.system.network.heal)
 
+    # -- resets --------------------------------------------------------------------------------------------------
+
+    def reset_worker(self) -> None:
+        if (worker := self._worker()) is not None:
+            self._reset(worker.process, "connections of workers reset", "workers")
+
+    def reset_frontend(self) -> None:
+        if self.system.frontends:
+            process = self.rng.choice(self.system.frontends).process
+            self._reset(process, "connections of frontends reset", "schedulers")
+
+    def _reset(self, process: SimulatedProcess, what: str, cause: str) -> None:
+        if self._count(what, cause):
+            self.system.network.reset(process)
+
     # -- beyond TCP ----------------------------------------------------------------------------------------------
 
     def noise(self) -> None:
@@ -173,14 +219,16 @@ class SystemFaults:
 def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
     """Run one seed. Raises: AssertionError"""
     rng = Random(seed)
-    system = System(seed, layout(rng), trace)
+    poisoned = rng.choice(POISONED)
+    system = System(seed, layout(rng, poisoned), trace)
     noisy = seed % 2 == 1
-    system.hub.log("seed", seed, "noisy" if noisy else "orderly", system.layout)
+    system.hub.log("seed", seed, "noisy" if noisy else "orderly", poisoned, system.layout)
     with system.libraries():
         system.start()
         for _ in range(rng.randint(3, 9)):
             system.send_later(system.draw_request(rng.uniform(0.5, REQUESTS_END)))
-        faults = SystemFaults(system, noisy)
+        send_poison(system, poisoned, rng)
+        faults = SystemFaults(system, noisy, poisoned)
         system.hub.run(HEAL + 0.1)
         ended = system.hub.run(BOUND, lambda: system.answered and system.serving)
         assert ended, f"not serving, or open after {BOUND:g} s: {_open(system)}"
@@ -195,8 +243,23 @@ def play(seed: int, trace: Callable[[str], None] | None = None) -> System:
         check(system, noisy, {probe.name for probe in probes})
         loads = sum(worker.device.num_loads for worker in system.workers)
         if not noisy and not faults.losses["workers"]:
-            assert loads == system.layout.tensor_parallel, f"weights were read {loads} times"
+            assert loads == system.layout.num_ranks, f"weights were read {loads} times"
     return system
+
+
+def send_poison(system: System, poisoned: Poisoned, rng: Random) -> None:
+    """Send the poisonous requests of a run."""
+    match poisoned:
+        case Poisoned.WORKERS:
+            system.expected_statuses |= {6, 7, -11}
+            draw, count = system.draw_poison, rng.choice((1, 1, 2, 3))
+        case Poisoned.SCHEDULERS:  # a second one could take down the scheduler while a suspect is on trial
+            system.expected_statuses.add(-11)
+            draw, count = system.draw_lethal, 1
+        case Poisoned.NONE:
+            return
+    for _ in range(count):
+        system.send_later(draw(rng.uniform(0.5, REQUESTS_END)))
 
 
 def _open(system: System) -> list[str]:
@@ -207,6 +270,10 @@ def check(system: System, noisy: bool, probes: set[str]) -> None:
     for request in system.requests:
         check_answer(request)
         allowed = {"done", "left", "broken"} | (TYPED if noisy and request.name not in probes else set())
+        if request.is_poison:
+            allowed = (allowed | {"500"}) - {"done"}
+            assert noisy or request.outcome != "500" or "it is refused" in request.error, request.error
+            system.happened["poisonous requests refused"] += "it is refused" in request.error
         assert request.outcome in allowed, f"request {request.name}: {request.outcome} {request.error}"
         system.happened[f"requests {request.outcome}"] += 1
     system.check_leaks()

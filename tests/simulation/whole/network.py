@@ -1,9 +1,11 @@
 """A network between simulated processes, below the interface of pyzmq: contexts, sockets, their monitors, pollers.
 
 A connection behaves as ZeroMQ's over TCP: two ordered lanes, a new routing id each time, frames that wait for a
-connection, reconnection, and events when a connection is made or lost. A partition holds the frames of a lane back
-until it heals. Beyond what TCP allows, `Noise` loses, repeats, reorders and damages frames: nothing wrong may follow
-from that. A connection on which frames were lost or damaged breaks in the end.
+connection, reconnection, and events when a connection is made or lost. The connections of a process are made in any
+order, and one may be slower than the other. A partition holds the frames of a lane back until it heals. A reset loses
+the frames on their way, and each side learns of it at another time. Beyond what TCP allows, `Noise` loses, repeats,
+reorders and damages frames: nothing wrong may follow from that. A connection on which frames were lost or damaged
+breaks in the end.
 """
 
 import errno
@@ -23,6 +25,8 @@ RECONNECT = 0.1
 """Seconds between two attempts of libzmq to connect."""
 FORGET = 0.05
 """Maximum seconds from the event of a lost connection until its routing id is unknown."""
+NOTICED = (0.0, 0.05, 1.0)
+"""Seconds until a side learns of a reset; one of them is drawn for each."""
 _AGAIN = zmq.Again()
 """Raised whenever nothing has arrived: to make one takes longer than all else of a call."""
 _RELEASE = encode(ReleaseSlots(0, b""))[:8]
@@ -44,17 +48,30 @@ class Noise:
         return bool(self.loss or self.duplication or self.reordering or self.corruption)
 
 
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds; one value of each is drawn."""
+
+    latencies: tuple[float, ...] = (0.0002, 0.0005, 0.002)
+    """From a socket to the other, for each frame."""
+    lags: tuple[float, ...] = (0.0,)
+    """In addition, for all frames of a lane."""
+    connects: tuple[float, ...] = (0.001,)
+    """Until a connection is made."""
+
+
 class SimulatedNetwork:
-    def __init__(self, hub: Hub, latencies: tuple[float, ...] = (0.0002, 0.0005, 0.002)) -> None:
+    def __init__(self, hub: Hub, speeds: Speeds) -> None:
         self.hub, self.rng = hub, hub.rng
-        self.latencies = latencies
-        """Seconds from a socket to the other; one of them is drawn for each frame."""
+        self.speeds = speeds
         self.noise = Noise()
         self.happened = Counter[str]()
         self.bound: dict[str, RouterSocket] = {}
         """The socket that new connections to an endpoint reach."""
         self.sockets: dict[int, SimulatedSocket] = {}
         """By file descriptor."""
+        self.connecting: list[DealerSocket] = []
+        """Sockets without a connection."""
         self.lanes: list[Lane] = []
         self._blocked: set[tuple[str, str]] = set()
         """Pairs of process names (sender, receiver) whose frames are held back."""
@@ -90,6 +107,17 @@ class SimulatedNetwork:
                 self.hub.log("breaks", connection.up)
                 connection.breaks()
 
+    def reset(self, process: SimulatedProcess) -> None:
+        """Reset one connection of a process, if it has one."""
+        connections = [
+            connection
+            for router in self.bound.values()
+            for connection in router.connections.values()
+            if connection.dealer.process is process and not connection.up.closed
+        ]
+        if connections:
+            self.rng.choice(connections).reset(self.rng.choice(NOTICED), self.rng.choice(NOTICED))
+
     def heal(self) -> None:
         """End all partitions."""
         if self._blocked or any(lane.is_held for lane in self.lanes):
@@ -109,6 +137,7 @@ class Lane:
         arrive: Callable[[bytes | None], None],
     ) -> None:
         self._network, self._sender, self._receiver, self._arrive = network, sender, receiver, arrive
+        self._lag = network.rng.choice(network.speeds.lags)
         self._last = 0.0
         """When the last frame in order arrives."""
         self._held: deque[bytes | None] = deque()
@@ -147,7 +176,7 @@ class Lane:
                 self._later(frame, rng.uniform(0.0, 0.5))
                 return
         hub = network.hub
-        self._last = max(self._last, hub.now + rng.choice(network.latencies))
+        self._last = max(self._last, hub.now + self._lag + rng.choice(network.speeds.latencies))
         self._later(frame, self._last - hub.now)
 
     def _later(self, frame: bytes | None, seconds: float) -> None:
@@ -258,6 +287,14 @@ class SimulatedConnection:
         self._at_router(_FIN)
         self._at_dealer(_FIN)
 
+    def reset(self, dealer_seconds: float, router_seconds: float) -> None:
+        """Nothing arrives any more, and each side notices it some time later."""
+        self.up.closed = self.down.closed = True
+        hub = self.router.network.hub
+        hub.log("reset", self.up)
+        hub.after(dealer_seconds, partial(self.dealer.lose, self))
+        hub.after(router_seconds, partial(self.router.lose, self))
+
     def _at_router(self, frame: bytes | None) -> None:
         if frame is not _FIN:
             self.router.arrive((self.identity, frame))
@@ -282,7 +319,8 @@ class DealerSocket(SimulatedSocket):
 
     def connect(self, endpoint: str) -> None:
         self.endpoint = endpoint
-        self._connect_soon(0.001)
+        self.network.connecting.append(self)
+        self._connect_soon(self.network.rng.choice(self.network.speeds.connects))
 
     def _connect_soon(self, seconds: float) -> None:
         self.network.hub.after(seconds, self._connect)
@@ -300,6 +338,9 @@ class DealerSocket(SimulatedSocket):
         ):
             self._connect_soon(RECONNECT)
             return
+        self.network.connecting.remove(self)
+        if any(other.process is ours and other.fd < self.fd for other in self.network.connecting):
+            self.network.happened["connections made in another order"] += 1
         self.connection = connection = SimulatedConnection(self, router)
         router.connections[connection.identity] = connection
         self.tell(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -311,6 +352,7 @@ class DealerSocket(SimulatedSocket):
         """The other side has closed the connection."""
         if self.connection is connection and not self.closed:
             self.connection = None
+            self.network.connecting.append(self)
             self.tell(zmq.EVENT_DISCONNECTED)
             self._connect_soon(RECONNECT)
 
@@ -333,6 +375,8 @@ class DealerSocket(SimulatedSocket):
             if self.connection is not None:
                 self.connection.up.send(_FIN)
                 self.connection.down.closed = True
+            elif self in self.network.connecting:
+                self.network.connecting.remove(self)
 
 
 class RouterSocket(SimulatedSocket):

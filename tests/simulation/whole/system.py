@@ -12,14 +12,17 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import NoReturn
 
+import numpy as np
 import pytest
 import zmq
+from numpy.typing import NDArray
 
 from protocol.epochs import incarnation_of
 from protocol.requests import EnginePhase
@@ -31,24 +34,56 @@ from services.worker import result_sender, start_up
 from services.worker.service import Worker, run_worker
 from tests.simulation.grammar import Automaton, Compilation, LateMasks, structured
 from tests.simulation.whole.client import ClientRequest, SimulatedFrontend, make_choice
-from tests.simulation.whole.device import VOCAB, Collectives, DeviceTraits, SimulatedDevice
-from tests.simulation.whole.hub import Hub, Primitives, SimulatedProcess
-from tests.simulation.whole.network import SimulatedNetwork, Wakeup
+from tests.simulation.whole.device import (
+    VOCAB,
+    Collectives,
+    DeviceTraits,
+    Poison,
+    SimulatedDevice,
+    Strike,
+)
+from tests.simulation.whole.hub import Hub, Killed, Primitives, SimulatedProcess
+from tests.simulation.whole.network import SimulatedNetwork, Speeds, Wakeup
 
 CLIENTS, WORKERS = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 SILENCE = 4.0
 """Seconds without a message after which the others look for another scheduler."""
 PATIENCE = 60.0
-REQUEST_TIMEOUT = 40.0
+REQUEST_TIMEOUT = 200.0
+"""Suspects wait for one another."""
 EOS = 1
 LOGS = "runahead"
 
 
-class SimulatedCompiler:
-    """The scheduler's grammar compiler, with automata in place of grammars. Each takes some virtual time."""
+class LethalAutomaton(Automaton):
+    """A grammar that crashes the process which makes its masks, once it has accepted some tokens."""
 
-    def __init__(self, network: SimulatedNetwork) -> None:
+    crash: Callable[[], NoReturn]
+    tokens_left: int
+
+    def accept(self, token_id: int) -> bool:
+        self.tokens_left -= 1
+        return super().accept(token_id)
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        if self.tokens_left <= 0:
+            self.crash()
+        super().fill(mask)
+
+
+class SimulatedCompiler:
+    """The scheduler's grammar compiler, with automata in place of grammars. Each takes some virtual time.
+
+    Args:
+        lethal: texts of grammars that crash the scheduler, with the number of tokens after which they do.
+        crash: ends the scheduler's process.
+    """
+
+    def __init__(
+        self, network: SimulatedNetwork, lethal: Mapping[str, int], crash: Callable[[], NoReturn]
+    ) -> None:
         self._network, self._wakeup = network, Wakeup(network)
+        self._lethal, self._crash = lethal, crash
         self._compilation = Compilation(VOCAB)
         self._ready: deque[tuple[int, Automaton | str]] = deque()
 
@@ -57,7 +92,12 @@ class SimulatedCompiler:
         self._network.hub.after(self._network.rng.choice((0.001, 0.05, 0.5)), partial(self._finish, ticket))
 
     def _finish(self, ticket: int) -> None:
-        self._ready.append((ticket, self._compilation.finish(ticket)))
+        params, eos = self._compilation.waiting[ticket]
+        grammar = self._compilation.finish(ticket)
+        if (tokens := self._lethal.get(params.text)) is not None:
+            grammar = LethalAutomaton.from_params(params, VOCAB, eos)
+            grammar.crash, grammar.tokens_left = self._crash, tokens
+        self._ready.append((ticket, grammar))
         self._wakeup.put()
 
     def cancel(self, ticket: int) -> None:
@@ -100,7 +140,10 @@ class SimulatedMaskThread:
         return None
 
     def _finish(self, ticket: int) -> None:
-        self._made.append((ticket, self._masks.finish(ticket)))
+        try:
+            self._made.append((ticket, self._masks.finish(ticket)))
+        except Killed:
+            return
         self._wakeup.put()
 
     def fileno(self) -> int:
@@ -132,6 +175,7 @@ class Layout:
 
     num_frontends: int = 2
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     num_spares: int = 0
     depth: int = 2
     drafts: bool = False
@@ -142,11 +186,15 @@ class Layout:
     num_blocks: int = 48
     step_seconds: float = 0.05
     load_seconds: float = 0.5
-    latencies: tuple[float, ...] = (0.0002, 0.0005, 0.002)
+    speeds: Speeds = field(default_factory=Speeds)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_workers(self) -> int:
-        return self.tensor_parallel + self.num_spares
+        return self.num_ranks + self.num_spares
 
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -156,9 +204,10 @@ class Layout:
             max_num_seqs=6,
             max_num_batched_tokens=24,
             tensor_parallel_size=self.tensor_parallel,
+            pipeline_parallel_size=self.pipeline_parallel,
             batch_queue_depth=self.depth,
             heartbeat_timeout_seconds=3.0,
-            step_timeout_seconds=8.0,
+            step_timeout_seconds=5.0,
             load_timeout_seconds=10.0,
             scheduler_timeout_seconds=SILENCE,
             recovery_timeout_seconds=PATIENCE,
@@ -173,7 +222,7 @@ class System:
         self.hub = Hub(seed, trace)
         self.rng: Random = self.hub.rng
         self.layout, self.config = layout, layout.config()
-        self.network = SimulatedNetwork(self.hub, layout.latencies)
+        self.network = SimulatedNetwork(self.hub, layout.speeds)
         self.collectives = Collectives(self.hub)
         self.happened: Counter[str] = self.network.happened
         self.frontends: list[SimulatedFrontend] = []
@@ -188,6 +237,10 @@ class System:
         """Processes that the supervisor will start."""
         self.expected_statuses: set[int] = {0, 8}
         """With which a process may end by itself."""
+        self.poisons: dict[str, Poison] = {}
+        """Requests that take down workers, by name."""
+        self.lethal: dict[str, int] = {}
+        """Grammars that take down the scheduler, with the number of tokens after which they do."""
         self._incarnation = 1_000_000
         self._names = Counter[str]()
         self._sequences: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -235,8 +288,13 @@ class System:
         self.service = None
         incarnation = self._incarnation
 
+        def crash() -> NoReturn:
+            self.happened["schedulers crashed by a request"] += 1
+            process.end(-11)
+            raise Killed
+
         def main() -> None:
-            compiler, wakeup = SimulatedCompiler(self.network), Wakeup(self.network)
+            compiler, wakeup = SimulatedCompiler(self.network, self.lethal, crash), Wakeup(self.network)
             masks = SimulatedMaskThread(self.network) if self.layout.late_masks else None
             service = Service(self.config, incarnation, compiler, mask_thread=masks)
             if self.scheduler is process:
@@ -255,7 +313,9 @@ class System:
         traits = DeviceTraits(
             layout.num_blocks, layout.load_seconds, layout.step_seconds, layout.leaves_rows_out
         )
-        device = SimulatedDevice(self.hub, process, self.collectives, traits, self._future, self.happened)
+        device = SimulatedDevice(
+            self.hub, process, self.collectives, traits, self._future, self.poisons, self.happened
+        )
         worker = WorkerProcess(process, device)
         self.workers.append(worker)
         config = WorkerConfig(
@@ -279,13 +339,15 @@ class System:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def draw_request(self, at: float) -> ClientRequest:
+    def draw_request(self, at: float, kind: str = "") -> ClientRequest:
+        """Draw a request; `kind` "" is any kind."""
         rng = self.rng
         prompt = [rng.randrange(2, VOCAB) for _ in range(rng.choice((1, 3, 8, 13, 24)))]
         if self.requests and rng.random() < 0.3:  # a shared prefix
             prompt = self.requests[-1].prompt[:8] + prompt[:8]
-        kind = rng.choice(("plain", "plain", "sampled", "n", "grammar", "logprobs", "embedding"))
-        grammar = structured(rng.randrange(1000)) if kind == "grammar" else None
+        kind = kind or rng.choice(("plain", "plain", "sampled", "n", "grammar", "logprobs", "embedding"))
+        # Each has a grammar of its own: one of them may be lethal.
+        grammar = structured(1000 * len(self.requests) + rng.randrange(1000)) if kind == "grammar" else None
         pooling = Pooling.MEAN if kind == "embedding" else Pooling.NONE
         choices = []
         most = 1 if kind == "embedding" else rng.choice((1, 4, 12, 30, 30))
@@ -303,6 +365,26 @@ class System:
             choices.append(choice)
         leaves = rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None
         return ClientRequest(f"{len(self.requests)}", at, prompt, choices, grammar, pooling, leaves)
+
+    def draw_poison(self, at: float) -> ClientRequest:
+        """Draw a request that takes down the workers whenever they compute a certain position of it."""
+        request = self.draw_request(at)
+        last = len(request.prompt) - 1 + max(0, min(len(c.expected.tokens) for c in request.choices) - 1)
+        # A hang is noticed late: two of them would take longer than clients wait.
+        strikes = [strike for strike in Strike if strike is not Strike.HANGS or not self.poisons]
+        strike, everywhere = self.rng.choice(strikes), self.rng.random() < 0.5
+        self.poisons[request.name] = Poison(strike, self.rng.randint(0, last), everywhere)
+        request.is_poison = True
+        return request
+
+    def draw_lethal(self, at: float) -> ClientRequest:
+        """Draw a request that takes down the scheduler whenever a certain mask of it is made."""
+        request = self.draw_request(at, "grammar")
+        tokens = min(len(choice.expected.tokens) for choice in request.choices)
+        assert request.structured is not None
+        self.lethal[request.structured.text] = self.rng.randrange(tokens)
+        request.is_poison = True
+        return request
 
     def _future(self, prompt: list[int], seed: int) -> list[int]:
         return self._sequences[tuple(prompt), seed]
@@ -354,6 +436,7 @@ class System:
         assert not engine.store.num_waiting
         assert not epoch.fences
         assert not engine.queue.unmasked, "a step waits for masks"
+        assert not engine.store.suspects.active
         assert len(service.frontends) == len(self.frontends), f"{len(service.frontends)} frontends"
         assert len(service.leases) == len(self.frontends), f"{len(service.leases)} leases"
         assert len(service.workers) == len(self.workers), f"{len(service.workers)} workers"

@@ -1,0 +1,31 @@
+"""Requests that take down the workers whenever they are computed."""
+
+from tests.simulation.whole.client import check_answer
+from tests.simulation.whole.device import Poison, Strike
+from tests.simulation.whole.system import Layout, System
+
+POISONOUS, OTHERS = 4, 2
+CRASHED = -11
+
+
+def test_many_requests_that_crash_the_workers_do_not_end_the_scheduler() -> None:
+    """Each of them crashes its first step, alone, so no step ends between their losses."""
+    system = System(0, Layout())
+    system.expected_statuses.add(CRASHED)
+    with system.libraries():
+        system.start()
+        assert system.hub.run(30.0, lambda: system.serving)
+        for number in range(POISONOUS + OTHERS):
+            request = system.draw_request(system.hub.now, "plain")
+            request.leaves_after = None
+            if number < POISONOUS:
+                system.poisons[request.name] = Poison(Strike.CRASHES, 0)
+                request.is_poison = True
+            system.send_later(request)
+        assert system.hub.run(120.0, lambda: system.answered)
+        for request in system.requests:
+            assert request.outcome == ("500" if request.is_poison else "done"), request.error
+            assert not request.is_poison or "it is refused" in request.error
+            check_answer(request)
+        assert system.happened[f"worker status {CRASHED}"] >= POISONOUS + 2
+        assert not any("scheduler status" in name for name in system.happened)
