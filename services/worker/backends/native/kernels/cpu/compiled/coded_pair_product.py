@@ -41,9 +41,7 @@ def _sum_inputs(x, stride, rows, groups, totals):  # type: ignore[no-untyped-def
 
 def coded_pair_product_kernel(kind: int, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    kernel = _compiled(kind).again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled(kind).again_for(WORTH, BLOCK * inputs)
 
 
 @cache

@@ -48,9 +48,7 @@ def write_rows(a, sums, row, rows, first, width):  # type: ignore[no-untyped-def
 def pair_product_kernel(kind: int, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `kind`: of the panels."""
     assert kind == BF16
-    kernel = _compiled().again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled().again_for(WORTH, BLOCK * inputs)
 
 
 @cache

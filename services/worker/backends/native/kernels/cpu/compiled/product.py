@@ -113,9 +113,7 @@ def six_rows(a, row, last, weights, first, tail, HALF):  # type: ignore[no-untyp
 def product_kernel(half: bool, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `half`: the weights are
     bfloat16, in pairs."""
-    kernel = _compiled(half).again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled(half).again_for(WORTH, BLOCK * inputs)
 
 
 @cache

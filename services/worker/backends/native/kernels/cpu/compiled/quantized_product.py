@@ -70,9 +70,7 @@ def _decode(panel, groups, target, KIND):  # type: ignore[no-untyped-def]
 
 def quantized_product_kernel(kind: int, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows."""
-    kernel = _compiled(kind).again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled(kind).again_for(WORTH, BLOCK * inputs)
 
 
 @cache

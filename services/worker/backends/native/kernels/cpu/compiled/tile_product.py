@@ -101,9 +101,7 @@ def _tile(a, x0, x1, row0, row1, block, decoded, size, memory, stride, DECODES, 
 
 def tile_product_kernel(kind: int, inputs: int) -> Kernel:
     """One item is two panels of up to `CHUNK` rows; its work is the number of rows."""
-    kernel = _compiled(kind).again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled(kind).again_for(WORTH, BLOCK * inputs)
 
 
 @cache

@@ -114,9 +114,7 @@ def _store_outputs(a, sums, row, rows, first):  # type: ignore[no-untyped-def]
 def wide_product_kernel(half: bool, inputs: int) -> Kernel:
     """One item is a block of outputs of up to `CHUNK` rows; its work is the number of rows. `half`: the weights are
     bfloat16."""
-    kernel = _compiled(half).again()
-    kernel.cost = -(-WORTH // (BLOCK * inputs))
-    return kernel
+    return _compiled(half).again_for(WORTH, BLOCK * inputs)
 
 
 @cache
