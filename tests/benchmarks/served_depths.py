@@ -7,18 +7,14 @@ without requests does not compute. m135 has the shape of SmolLM2-135M.
 
 import argparse
 import statistics
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import forward_seconds, runahead, served, vllm_python
+from tests.benchmarks.support.servers import BACKENDS, forward_seconds, runahead, served
 
 DEPTHS = (1, 2)
-BACKENDS: dict[str, Callable[[], str]] = {"native": lambda: sys.executable, "vllm": vllm_python}
-"""Backend -> its Python interpreter."""
 COLUMNS = {
     "tokens/s": "output_throughput",
     "TTFT": "mean_ttft_ms",

@@ -8,17 +8,15 @@ import argparse
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from services.worker.machine import cores
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import runahead, served, vllm_python
+from tests.benchmarks.support.servers import BACKENDS, runahead, served
 
-BACKENDS: dict[str, Callable[[], str]] = {"native": lambda: sys.executable, "vllm": vllm_python}
-"""Backend -> its Python interpreter."""
 TOKENS, WAVES = 64, {1: 6, 16: 2, 64: 3}
 """Tokens of each prompt and answer; streams -> requests of each."""
 

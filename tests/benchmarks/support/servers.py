@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -69,6 +69,10 @@ def vllm_python() -> str:
     if not python.exists():
         raise SystemExit("vLLM is not installed; install it with: make setup-vllm")
     return str(python)
+
+
+BACKENDS: Mapping[str, Callable[[], str]] = {"native": lambda: sys.executable, "vllm": vllm_python}
+"""Backend -> its Python interpreter."""
 
 
 @contextmanager
