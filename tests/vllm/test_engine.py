@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import msgspec
 import numpy as np
@@ -16,7 +17,6 @@ from services.checkpoint import DEMO_MODEL, read_text, text_digest
 from services.config import WorkerConfig
 from services.scheduler.capabilities import Combination, refusal, table
 from services.worker.backends.vllm import VllmRunner
-from services.worker.backends.vllm.thread_choice import TRIAL_INTERVAL, ThreadChoice
 from services.worker.runner import LoadError
 from services.worker.weights import layer_contents
 from services.worker.weights.safetensors_checkpoint import SafetensorsCheckpoint
@@ -79,16 +79,18 @@ def test_the_number_of_threads_may_change_between_steps(
 ) -> None:
     used = set()
 
-    class Alternating(ThreadChoice):
-        """Every number is a trial every other step."""
+    class Alternating:
+        def __init__(self) -> None:
+            self._numbers = cycle((1, 2))
 
-        def record(self, seconds: float) -> None:
+        def choose(self, _: int) -> int:
+            return next(self._numbers)
+
+        def record(self, _: float) -> None:
             used.add(torch.get_num_threads())
-            super().record(0.0)
-            self._last[0].since_trial = TRIAL_INTERVAL
 
     with VllmRun(worker, 2) as run:
-        monkeypatch.setattr(worker.runner.engine, "threads", Alternating((1, 2)))
+        monkeypatch.setattr(worker.runner.engine, "threads", Alternating())
         for got, expected in zip(run.serve(*all_streams()), alone.values(), strict=True):
             assert_equal(got, expected)
     assert used == {1, 2}
