@@ -70,7 +70,7 @@ class TcpProxy:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._connections: set[ProxiedConnection] = set()
+        self._connections: dict[ProxiedConnection, asyncio.Task[None]] = {}
         self._stalled: set[Way] = set()
         self._is_cut = False
         self._delay = 0.0
@@ -92,11 +92,11 @@ class TcpProxy:
         connection = ProxiedConnection((reader, writer), server, lambda: self._delay)
         for way in self._stalled:
             connection.flows[way].clear()
-        self._connections.add(connection)
+        task = self._connections[connection] = asyncio.create_task(connection.run())
         try:
-            await connection.run()
+            await task
         finally:
-            self._connections.discard(connection)
+            del self._connections[connection]
 
     async def cut(self) -> None:
         """Break all connections and make none until `restore`."""
@@ -131,6 +131,7 @@ class TcpProxy:
     async def close(self) -> None:
         await self.cut()
         self._server.close()
+        await asyncio.gather(*self._connections.values(), return_exceptions=True)
 
 
 class Proxies:
@@ -161,7 +162,6 @@ class Proxies:
     def __exit__(self, *_: object) -> None:
         for proxy in self._proxies:
             self.do(proxy.close())
-        self.do(asyncio.sleep(0.05))  # connections end
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
