@@ -80,7 +80,7 @@ def run(running: int) -> dict[str, float]:
     gc.collect()
     gc.freeze()
     for index in range(STEPS + 20):
-        step, plan = queue.pop(0)  # type: ignore[misc]
+        step, plan, _ = queue.pop(0)  # type: ignore[misc]
         assert len(step.slots) == running
         started = time.perf_counter()
         applier.apply(step, one_token_each(unpack(pack(token_ids))))
