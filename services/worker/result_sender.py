@@ -26,7 +26,7 @@ from protocol.membership import EndEpoch, GroupMessage, Heartbeat, Ping, RankLos
 from protocol.silence import SilenceWatch
 from protocol.steps import ModelRunnerOutput, SchedulerOutput, StepFault, StepReport, StepResult, StepTimes
 from protocol.transport import Client, HandshakeRefused, PeerGone, PeerSlow
-from services.process import NO_ALARM, HangAlarm, IdleWatch, processor_seconds
+from services.process import NO_ALARM, HangAlarm, IdleWatch, name_this_thread, processor_seconds
 from services.worker.runner import OutOfMemory, Output, RanksLost, is_out_of_memory
 from services.worker.session import ResendResult
 
@@ -177,6 +177,7 @@ class ResultSender:
     # -- the output thread ---------------------------------------------------------------------------------------
 
     def _send_results(self) -> None:
+        name_this_thread()
         while not self.failed.is_set() and (item := self._queue.get()) is not None:
             message = self._message(item)
             if message is None:

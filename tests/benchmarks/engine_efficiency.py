@@ -1,6 +1,7 @@
 """Cost of serving: tokens/s through HTTP relative to the same kernels on a static batch without an engine.
 
-Also relative to bare torch (decode only), from the same run. `vllm_served` compares with vLLM.
+Also relative to bare torch (decode only), from the same run. A second table has the processor time of each process
+while it served. `vllm_served` compares with vLLM.
 """
 
 import argparse
@@ -9,10 +10,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from tests.benchmarks.support.processor_time import processor_times, usage_rows
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
-from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import runahead, served
+from tests.benchmarks.support.report import print_table, report
+from tests.benchmarks.support.servers import ServerProcess, runahead_process, served
 
 SUPPORT = Path(__file__).parent / "support"
 
@@ -27,6 +30,29 @@ def without_engine(script: str, model: Path, args: argparse.Namespace) -> dict[s
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def measured(server: ServerProcess, args: argparse.Namespace) -> dict[str, object]:
+    """Return the metrics of the load, with the processor time of each process while it was served."""
+    lengths = args.input_len, args.output_len
+    served(server.url, 2, *lengths, waves=1, warmups=0)
+    before = processor_times(server)
+    load = served(server.url, args.concurrency, *lengths, args.waves, warmups=0)
+    after = processor_times(server)
+    tokens = args.concurrency * args.waves * args.output_len
+    return {**load, "processor_time": usage_rows(before, after, load["duration"], tokens)}
+
+
+def median_usage(runs: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """Return the median of each cell of the tables of processor time."""
+    cells = zip(*(run["processor_time"] for run in runs), strict=True)
+    return [
+        {
+            column: value if column == "process" else statistics.median(row[column] for row in rows)
+            for column, value in rows[0].items()
+        }
+        for rows in cells
+    ]
 
 
 def main() -> None:
@@ -44,9 +70,8 @@ def main() -> None:
     flags = [f"--threads={args.threads}", f"--dtype={args.dtype}"]
     repeats: dict[str, list[dict[str, object]]] = {"runahead": [], "static batch": [], "bare torch": []}
     for _ in range(args.repeats):  # alternate, so that noise of the machine affects all
-        with runahead(model, *flags) as url:
-            load = (args.concurrency, args.input_len, args.output_len, args.waves)
-            repeats["runahead"].append(served(url, *load))
+        with runahead_process(model, *flags) as server:
+            repeats["runahead"].append(measured(server, args))
         repeats["static batch"].append(dict(without_engine("static_batch.py", model, args)))
         repeats["bare torch"].append(dict(without_engine("bare_torch.py", model, args)))
     rates = {
@@ -56,6 +81,9 @@ def main() -> None:
         for name, runs in repeats.items()
     }
     ours = rates["runahead"]
+    print_table(
+        "processor time while runahead served: shares of a core, medians", median_usage(repeats["runahead"])
+    )
     report(
         "engine_efficiency",
         title=f"{args.model}, {args.dtype}, {args.threads} threads, concurrency {args.concurrency}: medians",

@@ -25,13 +25,8 @@ def report(
     repeats: object,
 ) -> None:
     """Print `rows` and `figures`, and write them as JSON with the settings, the machine and every repeat."""
-    table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    console = Console(width=max(100, Console().width))
-    console.print(table)
+    print_table(title, rows)
+    console = _console()
     for figure, value in figures.items():
         console.print(f"{figure}: {_text(value)}", highlight=False)
     DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -47,6 +42,19 @@ def report(
     }
     file.write_text(json.dumps(content, indent=1) + "\n")
     console.print(f"results written to {file}", highlight=False)
+
+
+def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    _console().print(table)
+
+
+def _console() -> Console:
+    return Console(width=max(100, Console().width))
 
 
 def machine() -> dict[str, object]:

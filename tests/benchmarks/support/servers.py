@@ -35,7 +35,11 @@ class ServerProcess(NamedTuple):
 
     def resident_bytes(self) -> int:
         """Return the resident memory of all processes; a page that several of them share counts once."""
-        return sum(_proportional_bytes(path) for path in Path("/proc").glob("[0-9]*") if self._owns(path))
+        return sum(map(_proportional_bytes, self.processes()))
+
+    def processes(self) -> Iterator[Path]:
+        """Yield the directory in /proc of each of the server's processes."""
+        return (path for path in Path("/proc").glob("[0-9]*") if self._owns(path))
 
     def _owns(self, path: Path) -> bool:
         try:
@@ -211,15 +215,18 @@ def wait_for(url: str, process: subprocess.Popen[str]) -> None:
     raise SystemExit(f"no answer from {url}")
 
 
-def served(url: str, concurrency: int, input_len: int, output_len: int, waves: int) -> dict[str, Any]:
+def served(
+    url: str, concurrency: int, input_len: int, output_len: int, waves: int, warmups: int = 2
+) -> dict[str, Any]:
     """Return the metrics of a closed loop of streams with `concurrency` open requests, `waves` times as many in all.
+    Before it, `warmups` requests are sent one after the other.
 
     Raises: SystemExit, if a request failed.
     """
     config = BenchConfig(
         base_url=url,
         num_prompts=concurrency * waves,
-        num_warmups=2,
+        num_warmups=warmups,
         max_concurrency=concurrency,
         random_input_len=input_len,
         random_output_len=output_len,

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ def test_jobs_run_in_order_on_one_other_thread() -> None:
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     assert jobs[0].ended
+
+
+def test_the_system_shows_the_thread_by_its_name() -> None:
+    assert ComputeThread().submit(Path("/proc/thread-self/comm").read_text).get() == "compute\n"
 
 
 def test_an_error_belongs_to_its_job_alone() -> None:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from services.process import name_this_thread
 from services.worker.runner import RanksLost
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ def _forget_locals(error: BaseException | None) -> None:
 def _serve(jobs: "queue.SimpleQueue[Job[object] | None]", closed: threading.Event, working: Working) -> None:
     """Signals belong to the main thread, which would not wake up from a wait for one that arrives here."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    name_this_thread()
     torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps the number for each calling thread
     lost: RanksLost | None = None
     with torch.inference_mode(), working():

@@ -19,6 +19,7 @@ from numba import cfunc
 from numba.core import types
 from numpy.typing import NDArray
 
+from services.process import name_this_thread
 from services.worker.backends.native.kernels.cpu.compiled import raw
 
 LINE = 64
@@ -113,6 +114,7 @@ class Helpers:
 def _serve(state: int) -> None:
     """Runs without the lock of the interpreter. Signals are blocked: they belong to the thread that handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    name_this_thread()
     ctypes.CFUNCTYPE(None, ctypes.c_int64)(_helping.address)(state)
 
 

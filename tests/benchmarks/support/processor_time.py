@@ -1,0 +1,59 @@
+"""Processor time of the processes of `runahead serve` and of this one, the client of a benchmark."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+
+from tests.benchmarks.support.servers import ServerProcess
+
+SERVICE = re.compile(r"services\.cli\.child\0(\w+)")
+WORKER_THREADS = {"compute": "worker: compute thread", "kernels": "worker: helper threads"}
+"""Name of a worker's thread in /proc -> its row. Its other threads share one row."""
+
+
+class Seconds(NamedTuple):
+    user: float
+    system: float
+
+    def plus(self, other: "Seconds", sign: int = 1) -> "Seconds":
+        return Seconds(self.user + sign * other.user, self.system + sign * other.system)
+
+
+def processor_times(server: ServerProcess) -> dict[str, Seconds]:
+    """Return the processor time so far: of each service, the worker's by threads, and of this process as the client."""
+    times: defaultdict[str, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
+    for process in server.processes():
+        if (match := SERVICE.search((process / "cmdline").read_text())) is None:
+            continue
+        for thread in psutil.Process(int(process.name)).threads():
+            row = match[1]
+            if row == "worker":
+                name = (process / "task" / str(thread.id) / "comm").read_text().strip()
+                row = WORKER_THREADS.get(name, "worker: other threads")
+            times[row] = times[row].plus(Seconds(thread.user_time, thread.system_time))
+    client = os.times()
+    return {**times, "client": Seconds(client.user, client.system)}
+
+
+def usage_rows(
+    before: Mapping[str, Seconds], after: Mapping[str, Seconds], seconds: float, tokens: int
+) -> list[dict[str, object]]:
+    """Return the rows of a table: share of a core over `seconds`, and microseconds for each of `tokens`."""
+    used = {row: total.plus(before[row], -1) for row, total in after.items()}
+    used["all"] = Seconds(
+        sum(each.user for each in used.values()), sum(each.system for each in used.values())
+    )
+    return [
+        {
+            "process": row,
+            "user": spent.user / seconds,
+            "system": spent.system / seconds,
+            "share of a core": sum(spent) / seconds,
+            "us/token": 1e6 * sum(spent) / tokens,
+        }
+        for row, spent in used.items()
+    ]
