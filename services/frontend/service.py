@@ -85,7 +85,8 @@ class FrontendService:
         self._request_log = EndedRequestLog()
         app = build(config, model, self.engine, self._metrics, self._request_log, self._traces, page)
         public = frozenset[str]() if page is None else page.paths
-        guarded = with_cors(Guards(app, config, config.max_body_bytes, public), config)
+        shed = app.state.context.answering.shed
+        guarded = with_cors(Guards(app, config, config.max_body_bytes, public, shed), config)
         self.server = _Server(
             uvicorn.Config(
                 guarded,

@@ -5,6 +5,10 @@ loop with Poisson arrivals over kept connections. Reported for each load: reques
 an answer, latency of first tokens and of refusals, goodput as a share of the capacity, processor time of the frontend
 and of the scheduler, and the resident memory of all services before and after.
 
+`refusal_*_ms` are what the client measures, with the delays of the client itself; `frontend_refusal_*_ms` are what the
+frontend measures, from the last bytes of a request to its refusal (the upper bound of the histogram's bucket).
+`frontend_waits_s` is how long the frontend was ready to run and another process had the processor.
+
 The capacity is measured first: one client more than there are seats, each of which sends its next request when the one
 before it has ended.
 """
@@ -12,9 +16,12 @@ before it has ended.
 import argparse
 import asyncio
 import json
+import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -107,6 +114,28 @@ def processor_seconds(server: ServeProcess) -> dict[str, float]:
     return found
 
 
+def processor_waits(server: ServeProcess) -> float:
+    """Return the seconds so far in which the frontend's main thread was ready to run and had no processor."""
+    pid = server.services["frontend"].pid
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def refusal_buckets(server: ServeProcess) -> dict[float, float]:
+    """Return how many refusals took at most so many seconds in the frontend."""
+    found = re.findall(
+        r'^runahead:request_refusal_seconds_bucket\{.*le="(.*?)".*\} (\S+)$',
+        server.get("/metrics")[1],
+        re.MULTILINE,
+    )
+    return {float(bound): float(count) for bound, count in found}
+
+
+def bucket_of(share: float, before: dict[float, float], after: dict[float, float]) -> float:
+    """Return the upper bound, in seconds, of the bucket with this share of the new values."""
+    new = {bound: count - before[bound] for bound, count in after.items()}
+    return min(bound for bound, count in new.items() if count >= share * new[math.inf])
+
+
 def memory(server: ServeProcess) -> float:
     """Return the resident memory of all services, MiB."""
     return sum(psutil.Process(service.pid).memory_info().rss for service in server.services.values()) / 2**20
@@ -116,9 +145,12 @@ def measure(
     server: ServeProcess, factor: float, seconds: float, prompt: int, capacity: float
 ) -> dict[str, float]:
     before, model = memory(server), server.client().models.list().data[0].id
-    began, cpu = time.perf_counter(), processor_seconds(server)
+    refusals, waits, cpu = refusal_buckets(server), processor_waits(server), processor_seconds(server)
+    began = time.perf_counter()
     outcome = asyncio.run(load(server.url, model, factor * MOST, seconds, prompt))
     took = time.perf_counter() - began
+    used = {name: total - cpu[name] for name, total in processor_seconds(server).items()}
+    used["frontend_waits_s"] = processor_waits(server) - waits
     percentiles = {"p50": 50, "p99": 99}
     figures = {
         f"first_token_{n}_s": float(np.percentile(outcome.first_tokens, p)) for n, p in percentiles.items()
@@ -127,13 +159,18 @@ def measure(
         figures |= {
             f"refusal_{n}_ms": 1e3 * float(np.percentile(outcome.refusals, p)) for n, p in percentiles.items()
         }
+        now = refusal_buckets(server)
+        figures |= {
+            f"frontend_refusal_{n}_ms": 1e3 * bucket_of(p / 100, refusals, now)
+            for n, p in percentiles.items()
+        }
     return figures | {
         "served": len(outcome.first_tokens),
         "refused": len(outcome.refusals),
         "unanswered": outcome.unanswered,
         "other": outcome.other,
         "goodput": len(outcome.first_tokens) / took / capacity,
-        **{name: used - cpu[name] for name, used in processor_seconds(server).items()},
+        **used,
         "memory_before_mib": before,
         "memory_after_mib": memory(server),
     }

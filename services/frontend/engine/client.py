@@ -169,12 +169,7 @@ class EngineClient:
         self._availability.check()
 
     def check_load(self) -> None:
-        """Refuse a request before it is read, if the scheduler would certainly refuse it for load.
-
-        So the work for refused requests does not delay the outputs of admitted ones.
-
-        Raises: APIError
-        """
+        """Raises: APIError, if the scheduler would certainly refuse a request for load"""
         left = self._overloaded_until - time.monotonic()
         if left > 0:
             self.num_shed += 1

@@ -1,8 +1,10 @@
 """uvicorn's HTTP/1.1 connection with time limits. It uses h11, as httptools does not limit the size of headers."""
 
 import asyncio
+import contextlib
 import resource
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -22,6 +24,25 @@ UNREAD_GRACE = 0.05
 
 RESERVED_FILES = 256
 """File descriptors that are left for other purposes than connections; at most half of all."""
+
+
+class _JoinedWrites:
+    """What a response calls of its transport, with all bytes in one write."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] = []
+        self.write = self._parts.append
+        self.is_closing = transport.is_closing
+
+    def flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 class Connection(H11Protocol):
@@ -46,6 +67,8 @@ class Connection(H11Protocol):
         """True while the write buffer is full; writers wait for `on_writable`."""
         self.on_writable: Callable[[], None] | None = None
         """Called when the write buffer has room again."""
+        self.read_at = 0.0
+        """When bytes were read last: monotonic seconds."""
         self._is_lost = False
 
     @property
@@ -56,6 +79,20 @@ class Connection(H11Protocol):
         """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return len(self.connections) > max(limit // 2, limit - RESERVED_FILES)
+
+    @contextlib.contextmanager
+    def one_write(self) -> Iterator[None]:
+        """Write the complete response that is sent within this context at once.
+
+        uvicorn writes the head of a response before its body. The head wakes the client, which on a busy machine may
+        take the processor from this process before the body is written.
+        """
+        joined = _JoinedWrites(self.transport)
+        self.cycle.transport = joined  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            joined.flush()
 
     def body_writer(self) -> Callable[[bytes], None]:
         """Return a function that writes bytes, at least one, of the body of the response in progress.
@@ -77,6 +114,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        self.read_at = time.monotonic()
         super().data_received(data)
         self._watch_head()
 

@@ -1,10 +1,12 @@
-"""Checks before every route, as pure ASGI: API keys, body size, request ids."""
+"""Checks before every route, as pure ASGI: API keys, body size, load, request ids."""
 
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,14 +32,21 @@ class Guards:
     """Sets `state.request_id`, and `state.tenant`: a digest of the API key, "" if no keys are configured."""
 
     def __init__(
-        self, app: ASGIApp, config: HttpConfig, max_body_bytes: int, public: frozenset[str] = frozenset()
+        self,
+        app: ASGIApp,
+        config: HttpConfig,
+        max_body_bytes: int,
+        public: frozenset[str] = frozenset(),
+        shed: Callable[[Scope], APIError | None] = lambda _: None,
     ) -> None:
         """
         Args:
             public: paths of files without data, which need no key. Their header Host is checked.
+            shed: returns why a request that passes the other checks is refused for load, or None.
         """
         self._app = app
         self._public = public
+        self._shed = shed
         self._keys = [_digest(key.encode()) for key in config.api_key]
         self._hosts = tuple(host.lower() for host in config.answered_hosts)
         self._root = config.root_path
@@ -67,8 +76,12 @@ class Guards:
         is_crowded = connection is not None and connection.is_crowded
         scope["state"].update(request_id=request_id.decode(), tenant=tenant or "")
         refusal = self._refusal(scope, headers, tenant)
-        if refusal is None and is_crowded:
-            refusal = APIError(503, "too many connections are open; try again later")
+        if refusal is None:
+            refusal = (
+                APIError(503, "too many connections are open; try again later")
+                if is_crowded
+                else self._shed(scope)
+            )
         if refusal is not None:
             log.debug(
                 "request refused: request_id=%s status=%d: %s",
@@ -77,7 +90,8 @@ class Guards:
                 refusal.logged,
             )
             response = error_response(refusal, scope["path"], request_id.decode())
-            await response(scope, receive, send_with_id)
+            with contextlib.nullcontext() if connection is None else connection.one_write():
+                await response(scope, receive, send_with_id)
             return
         await self._app(scope, self._bounded(receive), send_with_id)
 

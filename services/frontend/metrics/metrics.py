@@ -14,6 +14,25 @@ from services.frontend.metrics.vllm_names import VllmNames
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
          2560)  # fmt: skip
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REFUSAL = (
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.0075,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    10,
+    60,
+)
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 """1, 2, 5, 10, ...; vLLM's end at the context length."""
@@ -90,6 +109,8 @@ class Metrics:
         first_token = seconds("time_to_first_token", "seconds from a request to its first token", _TTFT)
         gap = seconds("inter_token_latency", "seconds between two tokens of an answer", _ITL)
         self.observe_first_token, self.observe_gap = first_token.observe, gap.observe
+        waited = "seconds from the last bytes of a request to its refusal with 429 or 503"
+        self.observe_refusal = seconds("request_refusal", waited, _REFUSAL).observe
         self._e2e = seconds("e2e_request_latency", "seconds from a request to its end")
         self._per_token = seconds(
             "request_time_per_output_token", "mean seconds between the tokens of an answer", _ITL

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
+from starlette.types import Scope
 
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from services.frontend.engine.client import EngineClient, RequestContext
@@ -30,6 +31,23 @@ from services.frontend.request_log import EndedRequest, EndedRequestLog
 from services.frontend.request_summary import RequestSummary
 from services.frontend.text.token_texts import TokenTexts
 from services.frontend.traces import TraceExporter
+
+ANSWER_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/responses",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/pooling",
+    }
+)
+"""Routes that submit requests to the engine."""
 
 Submission = tuple[Prompt, SamplingParams]
 Body = CompletionRequest | ChatRequest
@@ -71,26 +89,46 @@ class Answering:
         if name is not None and name not in self.model.names:
             raise APIError(404, f"the model {name!r} does not exist", "model", "model_not_found")
 
+    def shed(self, scope: Scope) -> APIError | None:
+        """Return why the engine would certainly refuse the request for load, or None. A refusal is recorded.
+
+        It is decided before the request is read and routed, so that refusals do not delay the outputs of admitted
+        requests.
+        """
+        if scope["path"] not in ANSWER_PATHS or scope["method"] != "POST":
+            return None
+        try:
+            self.engine.check_load()
+        except APIError as error:
+            http = HTTPRequest(scope)
+            self._begin_record(http)
+            self._record_failure(http, error)
+            return error
+        return None
+
     async def recorded(self, http: HTTPRequest, answer: Coroutine[Any, Any, Response]) -> Response:
         """Record the end of the request in the metrics and the log. A stream records its own end.
 
         Raises: APIError
         """
-        http.state.summary = RequestSummary(choices=None if self._traces is None else [])
-        try:
-            self.engine.check_load()
-        except APIError as error:
-            answer.close()
-            self.record_end(http, error)
-            raise
+        self._begin_record(http)
         try:
             response = await answer
         except Exception as error:
-            self.record_end(http, error)
+            self._record_failure(http, error)
             raise
         if not isinstance(response, EventStream):
             self.record_end(http, None)
         return response
+
+    def _begin_record(self, http: HTTPRequest) -> None:
+        http.state.summary = RequestSummary(choices=None if self._traces is None else [])
+
+    def _record_failure(self, http: HTTPRequest, error: Exception) -> None:
+        """Record the end of a request without an answer."""
+        if isinstance(error, APIError) and error.status in (429, 503):
+            self.metrics.observe_refusal(time.monotonic() - http.state.connection.read_at)
+        self.record_end(http, error)
 
     def record_end(self, http: HTTPRequest, error: Exception | None) -> None:
         status = 200 if error is None else error.status if isinstance(error, APIError) else 500

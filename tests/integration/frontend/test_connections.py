@@ -58,6 +58,16 @@ def read_json(connection: socket.socket) -> bytes:
     return answer
 
 
+def test_refusal_is_one_write(frontend: Frontend) -> None:
+    """A client that is woken by the head would take the processor from the frontend before the body is sent."""
+    with connect(frontend) as connection:
+        for _ in range(20):
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: evil.example.com\r\n\r\n")
+            answer = connection.recv(100_000)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.endswith(b"}")
+
+
 def reset(connection: socket.socket) -> None:
     """Close with RST instead of FIN."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

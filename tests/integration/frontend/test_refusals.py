@@ -48,7 +48,10 @@ def test_refusal_before_the_first_token_keeps_its_status(
     frontend: Frontend, scheduler: ScriptedScheduler, reason: FinishReason, status: int, stream: bool
 ) -> None:
     scheduler.script(lambda request: [ended(request.number, reason, message="because of the test")])
+    before = frontend.metric("request_refusal_seconds_count")
     response = frontend.post(COMPLETIONS, {"prompt": "x", "stream": stream})
+    rise = frontend.metric("request_refusal_seconds_count") - before
+    assert rise == (status in (429, 503)), "the frontend measures how long a refusal takes"
     assert error_of(response, status)["message"] == "because of the test"
     assert response.headers.get("retry-after") == ("1" if status in (429, 503) else None)
 

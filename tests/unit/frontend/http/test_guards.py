@@ -16,6 +16,7 @@ from services.frontend.app import with_routes
 from services.frontend.errors import APIError
 from services.frontend.http.cors import with_cors
 from services.frontend.http.guards import Guards
+from services.frontend.openai.answering import ANSWER_PATHS, Answering
 from services.frontend.page.files import PageFiles
 
 
@@ -69,6 +70,38 @@ async def test_every_route_of_the_application_needs_a_key_but_those_listed_here(
     files = {path for path in page.paths if path == "/" or path.startswith("/page/")}
     assert answered == {"/livez", "/readyz", "/health", "/ping"} | files
     assert files == page.paths
+
+
+async def test_request_that_is_refused_for_load_is_not_read() -> None:
+    config = HttpConfig.model_validate({"api_key": ["right"]})
+    is_read = False
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal is_read
+        is_read = True
+        yield b"{}"
+
+    def shed(scope: Scope) -> APIError | None:
+        return APIError(429, "overloaded", retry_after=2.5) if scope["path"] == "/v1/completions" else None
+
+    transport = httpx.ASGITransport(app=Guards(echo, config, 1000, shed=shed))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        right = {"authorization": "Bearer right"}
+        refused = await client.post("/v1/completions", content=body(), headers=right)
+        assert (refused.status_code, refused.headers["retry-after"], is_read) == (429, "3", False)
+        assert refused.headers["x-request-id"]
+        assert (await client.post("/v1/completions", content=body())).status_code == 401
+        assert (await client.post("/other", content=body(), headers=right)).text == "2"
+
+
+def test_every_route_that_submits_requests_is_refused_for_load_before_it_is_read() -> None:
+    """Handlers of those routes record the end of their requests."""
+    submit = {
+        route.path
+        for route in with_routes(FrontendConfig()).routes
+        if isinstance(route, Route) and Answering.recorded.__name__ in route.endpoint.__code__.co_names
+    }
+    assert submit == ANSWER_PATHS
 
 
 async def test_public_files_need_no_key_but_a_known_host() -> None:
