@@ -1,9 +1,8 @@
-"""The frontend's connection to the scheduler. What is open on it is in the ledger, and survives the connection."""
+"""Requests to the scheduler and its answers. The open ones are in the ledger, and survive the connection."""
 
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,20 +19,18 @@ from protocol.requests import (
     EngineState,
     Finish,
     FinishReason,
-    FrontendAlive,
     GenerateRequest,
     RequestOutputs,
     ResetDone,
-    ResetPrefixCache,
 )
 from protocol.rows import LogprobRows, OutputRows
 from protocol.sampling import Pooling, SamplingParams, StructuredOutputParams
 from protocol.security import LOCAL, Security
-from protocol.silence import SIGN_INTERVAL, SilenceWatch, unanswered
-from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
-from protocol.transport.aio import AsyncClient
+from protocol.silence import SIGN_INTERVAL
+from protocol.transport import HandshakeRefused
 from services.frontend.engine.availability import Availability, Recovery, checked
 from services.frontend.engine.cache_resets import CacheResets
+from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import RequestLedger
 from services.frontend.engine.streams import FlushQueue, RawLogprobs, RequestStream
 from services.frontend.errors import APIError, invalid
@@ -41,15 +38,8 @@ from services.frontend.steps.ring import StepRing
 
 log = logging.getLogger("runahead.frontend")
 
-HANDSHAKE_TIMEOUT = 5.0
-"""Seconds to wait for the scheduler's answer before connecting again."""
-RECONNECT_INTERVAL = 0.2
-"""Seconds between the loss of a connection and the next attempt."""
 MAX_SHEDDING = 1.0
 """Seconds after a refusal for load in which no further request is sent to the scheduler, at most."""
-
-MAX_FRAMES = 64
-"""Messages decoded before other tasks of the event loop run."""
 
 _requests: Decoder[GenerateRequest] = Decoder(GenerateRequest)
 _STATUSES = {FinishReason.REJECTED: 429, FinishReason.INVALID: 400, FinishReason.ABORT: 503}
@@ -106,19 +96,13 @@ class EngineClient:
         tokenizer: str = "",
         steps: StepRing | None = None,
     ) -> None:
-        self._endpoint = endpoint
-        self._security = security
+        self._connection = SchedulerConnection(endpoint, security, silence, self._on_frame, self._on_lost)
         self._tokenizer = tokenizer
         self.steps = steps
         self._is_subscribed = False
         self._max_open = max_open_requests
         self._max_silence = silence
-        self._silence = SilenceWatch(silence)
-        self._sent = self._answered = 0
-        """Numbers of signs of life: the last one on this connection, and the last one that was answered."""
         self._request_timeout = request_timeout
-        self._client: AsyncClient | None = None
-        self._reading: asyncio.Task[None] | None = None
         self.ledger = RequestLedger()
         self._numbers = itertools.count(1)
         self._resets = CacheResets()
@@ -126,10 +110,6 @@ class EngineClient:
         self._decoder: Decoder[RequestOutputs | EngineState | StepRecords | ResetDone] = Decoder(
             EngineMessage
         )
-        self._has_signs = True
-        """The scheduler sends signs of life. One without an incarnation does not."""
-        self._lease = 0
-        """Lease that the scheduler has given this connection; 0: unknown."""
         self._overloaded_until = 0.0
         """Until then the scheduler refuses new requests for load; monotonic seconds."""
         self.num_shed = 0
@@ -183,52 +163,9 @@ class EngineClient:
         """
         watch = asyncio.create_task(self._watch())
         try:
-            while True:
-                client = AsyncClient(self._endpoint, self._security)
-                try:
-                    await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
-                    self._client, self._lease, self._has_signs = client, 0, True
-                    self._is_subscribed = False
-                    self._silence = SilenceWatch(self._max_silence)
-                    self._silence.heard()
-                    self._sent = self._answered = 0
-                    await self._read_until_dropped(client)
-                except HandshakeTimeout:
-                    continue
-                except ProtocolError as error:  # in place of a welcome
-                    log.warning("bad message from the scheduler: %s", error)
-                except PeerGone as error:
-                    log.warning("%s", error)
-                    self._on_lost()
-                finally:
-                    self._client = None
-                    client.close()
-                await asyncio.sleep(RECONNECT_INTERVAL)
+            await self._connection.run()
         finally:
             watch.cancel()
-
-    async def _read_until_dropped(self, client: AsyncClient) -> None:
-        """Raises: PeerGone, HandshakeRefused"""
-        self._reading = reading = asyncio.create_task(self._read(client))
-        try:
-            await asyncio.wait({reading})
-            if not reading.cancelled():
-                reading.result()
-        finally:
-            if reading.cancel():
-                await asyncio.wait({reading})
-
-    async def _read(self, client: AsyncClient) -> None:
-        """Raises: PeerGone; HandshakeRefused, if the scheduler does not fit this frontend"""
-        for count in itertools.count(1):
-            try:
-                frame = await client.receive()
-            except HandshakeRefused as error:  # this frontend was accepted: one of its messages was bad
-                self.ledger.expelled()
-                raise PeerGone(f"the scheduler ended the connection: {error}; connecting again") from None
-            self._on_frame(frame)
-            if not count % MAX_FRAMES:
-                await asyncio.sleep(0)  # `receive` does not yield while there is something to read
 
     # -- loss of the scheduler -----------------------------------------------------------------------------------
 
@@ -237,28 +174,18 @@ class EngineClient:
         while True:
             await asyncio.sleep(SIGN_INTERVAL)
             now = time.monotonic()
-            if self._client is not None and self._has_signs:
-                self._sent += 1
-                self._send_quietly(FrontendAlive(self._sent))
-                if self._silence.check(now) is not None:
-                    self._drop_connection("the scheduler is silent; connecting again")
-                elif unanswered(self._sent, self._answered) > self._max_silence:
-                    self._drop_connection("the scheduler does not answer; connecting again")
+            self._connection.check(now)
             if stuck := self.ledger.stuck(now, self._request_timeout):
                 why = f"the request made no progress for {self._request_timeout:g} s (--request-timeout)"
                 self._fail(stuck, APIError(504, why))
-            if self._availability.gives_up(now, is_connected=self._client is not None):
+            if self._availability.gives_up(now, is_connected=self._connection.is_open):
                 self.fail_all(APIError(503, "the engine is gone; the request was not completed"))
 
-    def _drop_connection(self, why: str) -> None:
-        log.warning("%s", why)
-        self._on_lost()
-        if self._reading is not None:
-            self._reading.cancel()
-
-    def _on_lost(self) -> None:
+    def _on_lost(self, is_expelled: bool) -> None:
         """Open requests wait for the next scheduler, and so do new ones if this one served."""
-        self._client = None
+        self._is_subscribed = False
+        if is_expelled:
+            self.ledger.expelled()
         self.ledger.disconnected()
         self._availability.on_lost(time.monotonic())
 
@@ -285,11 +212,9 @@ class EngineClient:
 
     def _on_state(self, state: EngineState) -> None:
         self._check_tokenizer(state)
-        if self._lease not in (0, state.lease):
-            self._drop_connection("the scheduler has ended the requests of this frontend; connecting again")
+        self._connection.on_state(state)
+        if not self._connection.is_open:
             return
-        self._lease, self._has_signs = state.lease, state.incarnation > 0
-        self._answered = self._sent if state.round_trips is None else state.round_trips.number
         self._availability.on_state(checked(state, self._max_silence), time.monotonic())
         self._subscribe()
         self._submit_open()
@@ -300,24 +225,20 @@ class EngineClient:
             return
         self._is_subscribed = True
         self.steps.on_connected()
-        self._send_quietly(Subscribe())
+        self._connection.send_quietly(Subscribe())
 
     def _submit_open(self) -> None:
         """Send what the scheduler does not have yet."""
-        if self._client is None or not self._availability.executes:
+        if not self._connection.is_open or not self._availability.executes:
             return
         before = self.ledger.resubmitted
         for message in self.ledger.submissions(self.state.incarnation, time.monotonic()):
-            try:
-                self._client.send(message)
-            except (PeerGone, PeerSlow) as error:
-                self._drop_connection(str(error))
+            if not self._connection.send(message):
                 return
         if (count := self.ledger.resubmitted - before) > 0:
             log.info("%d open requests were submitted again", count)
 
     def _on_frame(self, frame: bytes) -> None:
-        self._silence.heard()
         try:
             message = self._decoder.decode(frame)
             if isinstance(message, EngineState):
@@ -336,7 +257,7 @@ class EngineClient:
             rows = OutputRows.from_message(message)
             self._group_logprobs(message.logprobs)
         except ProtocolError as error:  # it may have had tokens; the requests submitted again get them
-            self._drop_connection(f"bad message from the scheduler: {error}; connecting again")
+            self._connection.drop(f"bad message from the scheduler: {error}; connecting again")
             return
         tokens = zip(rows.indices.tolist(), rows.token_ids.tolist(), strict=True)
         self.ledger.deliver(rows.numbers.tolist(), tokens)
@@ -407,7 +328,7 @@ class EngineClient:
         """End requests whose outputs are no longer needed. Those that have ended are ignored."""
         numbers = [stream.number for stream in streams if self.ledger.close(stream.number) is not None]
         if numbers:
-            self._send_quietly(AbortRequest(numbers, self.state.incarnation))
+            self._connection.send_quietly(AbortRequest(numbers, self.state.incarnation))
 
     async def reset_prefix_cache(self, reset_running: bool) -> bool:
         """Empty the prefix cache. Return False if running requests still share blocks.
@@ -415,13 +336,4 @@ class EngineClient:
         Raises: APIError, if the scheduler does not answer
         """
         self.check_ready()
-        return await self._resets.request(reset_running, self._send_quietly)
-
-    def _send_quietly(self, message: AbortRequest | FrontendAlive | ResetPrefixCache | Subscribe) -> None:
-        """Send what the next scheduler does not need."""
-        if self._client is None:
-            return
-        try:
-            self._client.send(message)
-        except (PeerGone, PeerSlow) as error:
-            log.warning("a message to the scheduler was not sent: %s", error)
+        return await self._resets.request(reset_running, self._connection.send_quietly)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.frontend.engine.client import EngineClient
+from services.frontend.engine.connection import SchedulerConnection
 from services.frontend.engine.ledger import LedgerEntry, RequestLedger
 from services.scheduler.core.lifecycle import Lifecycle
 from services.scheduler.io.frontends import FrontendConnections
@@ -59,8 +59,8 @@ def a_stopped_scheduler_goes_on(patch: Patch) -> None:
     patch.setattr(Leadership, "lost", lambda self, now, replaced: None)
 
 
-def silence_of_the_scheduler_is_not_noticed(patch: Patch) -> None:
-    patch.setattr(EngineClient, "_drop_connection", lambda self, why: None)
+def the_end_of_a_lease_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(SchedulerConnection, "on_state", lambda self, state: self._signs.on_state(state))
 
 
 def lost_frontends_are_kept(patch: Patch) -> None:
@@ -100,7 +100,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     the_last_delivered_token_is_not_submitted,
     a_scheduler_that_died_is_blamed_on_everyone,
     a_stopped_scheduler_goes_on,
-    silence_of_the_scheduler_is_not_noticed,
+    the_end_of_a_lease_is_not_noticed,
     lost_frontends_are_kept,
     old_plans_are_executed,
     weights_are_read_for_every_scheduler,

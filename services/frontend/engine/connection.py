@@ -1,0 +1,155 @@
+"""The frontend's connection to the scheduler. When it is lost, it is made again."""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from protocol.codec import ProtocolError
+from protocol.requests import EngineState
+from protocol.security import Security
+from protocol.transport import HandshakeRefused, HandshakeTimeout, PeerGone, PeerSlow
+from protocol.transport.aio import AsyncClient
+from services.frontend.engine.signs_of_life import SignsOfLife
+
+log = logging.getLogger("runahead.frontend")
+
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds to wait for the scheduler's answer before connecting again."""
+RECONNECT_INTERVAL = 0.2
+"""Seconds between the loss of a connection and the next attempt."""
+MAX_FRAMES = 64
+"""Messages handled before other tasks of the event loop run."""
+
+
+class SchedulerConnection:
+    """Connects, reads, and notices when the connection is lost.
+
+    Args:
+        silence: seconds without a message, or without the answer to a sign of life, after which the connection is lost.
+        on_frame: handles a message. It may drop the connection.
+        on_lost: called when the connection is lost. Its argument: the scheduler has ended it for a message that it
+            could not read.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        security: Security,
+        silence: float,
+        on_frame: Callable[[bytes], None],
+        on_lost: Callable[[bool], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._security = security
+        self._silence = silence
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._client: AsyncClient | None = None
+        """None: not connected."""
+        self._reading: asyncio.Task[None] | None = None
+        self._signs = SignsOfLife(silence)
+        self._lease = 0
+        """Lease that the scheduler has given this connection; 0: unknown."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None
+
+    async def run(self) -> None:
+        """Connect and read until cancelled.
+
+        Raises: HandshakeRefused
+        """
+        while True:
+            client = AsyncClient(self._endpoint, self._security)
+            try:
+                await client.handshake("frontend", f"pid {os.getpid()}", HANDSHAKE_TIMEOUT)
+                self._client, self._lease, self._signs = client, 0, SignsOfLife(self._silence)
+                await self._read_until_dropped(client)
+            except HandshakeTimeout:
+                continue
+            except ProtocolError as error:  # in place of a welcome
+                log.warning("bad message from the scheduler: %s", error)
+            except PeerGone as error:
+                self.drop(str(error))
+            finally:
+                self._client = None
+                client.close()
+            await asyncio.sleep(RECONNECT_INTERVAL)
+
+    async def _read_until_dropped(self, client: AsyncClient) -> None:
+        """Raises: PeerGone; HandshakeRefused, if the scheduler does not fit this frontend"""
+        self._reading = reading = asyncio.create_task(self._read(client))
+        try:
+            await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.result()
+        finally:
+            if reading.cancel():
+                await asyncio.wait({reading})
+
+    async def _read(self, client: AsyncClient) -> None:
+        for count in itertools.count(1):
+            try:
+                frame = await client.receive()
+            except HandshakeRefused as error:  # this frontend was accepted: one of its messages was bad
+                self.drop(f"the scheduler ended the connection: {error}; connecting again", is_expelled=True)
+                return
+            self._signs.heard()
+            self._on_frame(frame)
+            if self._client is not client:  # dropped; `receive` would still return what has arrived
+                return
+            if not count % MAX_FRAMES:
+                await asyncio.sleep(0)  # `receive` does not yield while there is something to read
+
+    def on_state(self, state: EngineState) -> None:
+        """The scheduler has sent its state. The connection is dropped if its lease has ended."""
+        if self._lease not in (0, state.lease):
+            self.drop("the scheduler has ended the requests of this frontend; connecting again")
+            return
+        self._lease = state.lease
+        self._signs.on_state(state)
+
+    def check(self, now: float) -> None:
+        """Send a sign of life, and drop a connection without an answer. Call it every `SIGN_INTERVAL`.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if self._client is None:
+            return
+        if (sign := self._signs.next()) is not None:
+            self.send_quietly(sign)
+        if (loss := self._signs.loss(now)) is not None:
+            self.drop(f"{loss}; connecting again")
+
+    def drop(self, why: str, is_expelled: bool = False) -> None:
+        log.warning("%s", why)
+        self._client = None
+        self._on_lost(is_expelled)
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Send a message. Return False if the connection is lost; it is dropped if the message cannot be sent."""
+        if self._client is None:
+            return False
+        try:
+            self._client.send(message)
+        except (PeerGone, PeerSlow) as error:
+            self.drop(str(error))
+            return False
+        return True
+
+    def send_quietly(self, message: msgspec.Struct) -> None:
+        """Send what the next scheduler does not need."""
+        if self._client is None:
+            return
+        try:
+            self._client.send(message)
+        except (PeerGone, PeerSlow) as error:
+            log.warning("a message to the scheduler was not sent: %s", error)
