@@ -13,8 +13,8 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,12 @@ def _common(setting: PeerSetting) -> tuple[str, ...]:
 
 
 def _vllm(*flags: str, threads: int | None = None) -> Serve:
-    @contextmanager
-    def serve(setting: PeerSetting, streams: int) -> Iterator[ServerProcess]:
+    def serve(setting: PeerSetting, streams: int) -> AbstractContextManager[ServerProcess]:
         arguments = (
             "--dtype=bfloat16", f"--max-model-len={setting.args.max_model_len}", f"--block-size={BLOCK}",
             f"--kv-cache-memory-bytes={setting.args.kv_gib * GIB}", "--no-enable-prefix-caching", *flags,
         )  # fmt: skip
-        with vllm_process(setting.checkpoint(), *arguments, threads=threads) as (url, process):
-            yield ServerProcess(url, process.pid)
+        return vllm_process(setting.checkpoint(), *arguments, threads=threads)
 
     return serve
 

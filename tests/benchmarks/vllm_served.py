@@ -1,7 +1,8 @@
 """Comparison with vLLM: `runahead serve --backend vllm` against `vllm serve`, in one run.
 
 Model, kernels and load (a closed loop of streams) are equal. Each server in turn has the machine to itself and gets all
-loads; each repeat runs all servers. Servers have their default threads, or as many as their name says: by default vLLM
+loads `--loads` times; each repeat starts all servers. Every load of a server has prompts of its own, which no prefix
+cache has. Servers have their default threads, or as many as their name says: by default vLLM
 leaves one core to its engine, which spins there, and Runahead computes on all cores.
 """
 
@@ -13,23 +14,32 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.support.processor_time import cpu_seconds
 from tests.benchmarks.support.random_llama import SHAPES, random_llama
 from tests.benchmarks.support.report import report
-from tests.benchmarks.support.servers import runahead, served, vllm, vllm_python
+from tests.benchmarks.support.servers import (
+    ServerProcess,
+    runahead_process,
+    served,
+    vllm_process,
+    vllm_python,
+)
 
 GIB = 1 << 30
 BLOCK = 128
 """Tokens per block: vLLM's default on the CPU."""
+SEEDS = 2
+"""Seeds of a load: its prompts and those of its warm-up."""
 
-Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[str]]
+Serve = Callable[[Path, argparse.Namespace], AbstractContextManager[ServerProcess]]
 
 
 CORES = len(os.sched_getaffinity(0))
 
 
 def _runahead_server(backend: str, threads: int = 0) -> Serve:
-    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
-        return runahead(
+    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[ServerProcess]:
+        return runahead_process(
             model,
             f"--backend={backend}",
             f"--threads={threads}",
@@ -44,8 +54,8 @@ def _runahead_server(backend: str, threads: int = 0) -> Serve:
 
 
 def _vllm_server(*flags: str, threads: int | None = None) -> Serve:
-    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[str]:
-        return vllm(
+    def serve(model: Path, args: argparse.Namespace) -> AbstractContextManager[ServerProcess]:
+        return vllm_process(
             model,
             f"--dtype={args.dtype}",
             f"--max-model-len={args.max_model_len}",
@@ -76,6 +86,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float32"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=SERVERS, metavar="NAME")
+    parser.add_argument(
+        "--loads", type=int, default=1, help="times that a server, once started, gets all loads"
+    )
     for name, default in (
         ("input-len", 64), ("output-len", 128), ("waves", 4),
         ("repeats", 3), ("max-model-len", 1024), ("kv-gib", 2),
@@ -86,10 +99,11 @@ def main() -> None:
     repeats: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.repeats):
         for name in args.servers:
-            with SERVERS[name](model, args) as url:
-                for concurrency in args.concurrency:
-                    load = (concurrency, args.input_len, args.output_len, args.waves)
-                    repeats.setdefault((name, concurrency), []).append(served(url, *load))
+            with SERVERS[name](model, args) as server:
+                for number, concurrency in enumerate(args.loads * args.concurrency):
+                    repeats.setdefault((name, concurrency), []).append(
+                        _measured(server, args, concurrency, number)
+                    )
     report(
         "vllm_served",
         title=f"{args.model}, {args.dtype}, {args.input_len} tokens in, {args.output_len} out: medians",
@@ -98,6 +112,17 @@ def main() -> None:
         settings=vars(args),
         repeats={f"{name} at {concurrency}": runs for (name, concurrency), runs in repeats.items()},
     )
+
+
+def _measured(
+    server: ServerProcess, args: argparse.Namespace, concurrency: int, number: int
+) -> dict[str, Any]:
+    """Return the metrics of a server's load with this number, and how many cores its processes kept busy."""
+    lengths = args.input_len, args.output_len
+    served(server.url, 2, *lengths, waves=1, warmups=0, seed=SEEDS * number + 1)
+    before = cpu_seconds(server)
+    load = served(server.url, concurrency, *lengths, args.waves, warmups=0, seed=SEEDS * number)
+    return {**load, "busy_cores": (cpu_seconds(server) - before) / load["duration"]}
 
 
 def _median(runs: list[dict[str, Any]], figure: str) -> float:
@@ -114,6 +139,7 @@ def _rows(repeats: Mapping[tuple[str, int], list[dict[str, Any]]]) -> list[dict[
             "most": max(run["output_throughput"] for run in runs),
             "p99 ITL ms": _median(runs, "p99_itl_ms"),
             "median TTFT ms": _median(runs, "median_ttft_ms"),
+            "busy cores": _median(runs, "busy_cores"),
         }
         for (name, concurrency), runs in sorted(repeats.items(), key=lambda item: item[0][1])
     ]

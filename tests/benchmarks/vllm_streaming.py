@@ -59,9 +59,9 @@ def vllm(case: StreamingCase) -> Iterator[tuple[psutil.Process, str, _FakeEngine
         run=(str(PACED),),
         variables={"RUNAHEAD_PACED": json.dumps(paced)},
     )
-    with started as (url, process):
-        server = psutil.Process(process.pid)
-        yield server, url, _FakeEngine(server)
+    with started as server:
+        process = psutil.Process(server.session)
+        yield process, server.url, _FakeEngine(process)
 
 
 def rounds(case: StreamingCase, repeats: int) -> dict[str, list[dict[str, float]]]:

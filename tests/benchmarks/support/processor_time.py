@@ -39,6 +39,12 @@ def processor_times(server: ServerProcess) -> dict[str, Seconds]:
     return {**times, "client": Seconds(client.user, client.system)}
 
 
+def cpu_seconds(server: ServerProcess) -> float:
+    """Return the processor time so far of all processes of any server."""
+    times = (psutil.Process(int(process.name)).cpu_times() for process in server.processes())
+    return sum(each.user + each.system for each in times)
+
+
 def usage_rows(
     before: Mapping[str, Seconds], after: Mapping[str, Seconds], seconds: float, tokens: int
 ) -> list[dict[str, object]]:

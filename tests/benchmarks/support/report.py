@@ -29,6 +29,11 @@ def report(
     console = _console()
     for figure, value in figures.items():
         console.print(f"{figure}: {_text(value)}", highlight=False)
+    measured_on = machine()
+    console.print(
+        f"machine: {measured_on['cpu']}, {measured_on['cores']} cores, {_text(measured_on['features'])}",
+        highlight=False,
+    )
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     file = DIRECTORY / f"{name}.json"
     content = {
@@ -37,7 +42,7 @@ def report(
         **figures,
         "rows": rows,
         "settings": {"arguments": sys.argv[1:], **settings},
-        "machine": machine(),
+        "machine": measured_on,
         "repeats": repeats,
     }
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -101,4 +106,6 @@ def _text(value: object) -> str:
             return f"{value:,.4g}" if abs(value) < 100 else f"{value:,.0f}"
         case dict():
             return ", ".join(f"{key}: {_text(item)}" for key, item in value.items())
+        case list():
+            return " ".join(_text(item) for item in value)
     return str(value)

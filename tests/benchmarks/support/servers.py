@@ -108,27 +108,17 @@ def runahead_process(model: Path, *arguments: str, python: str = sys.executable)
 
 
 @contextmanager
-def vllm(model: Path, *arguments: str, threads: int | None = None) -> Iterator[str]:
-    """Start `vllm serve` with these arguments and yield its URL.
-
-    Args:
-        threads: number of compute threads; None: vLLM's default.
-    """
-    with vllm_process(model, *arguments, threads=threads) as (url, _):
-        yield url
-
-
-@contextmanager
 def vllm_process(
     model: Path,
     *arguments: str,
     threads: int | None = None,
     run: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """As `vllm`, but yield the process too.
+) -> Iterator[ServerProcess]:
+    """Start `vllm serve` with these arguments.
 
     Args:
+        threads: number of compute threads; None: vLLM's default.
         run: arguments of Python that run the server.
         variables: further environment variables.
     """
@@ -155,7 +145,7 @@ def vllm_process(
         with started(command, env=environment, stdout=subprocess.DEVNULL) as process:
             url = f"http://127.0.0.1:{port}"
             wait_for(f"{url}/health", process)
-            yield url, process
+            yield ServerProcess(url, process.pid)
 
 
 def _name_as_vllm(directory: Path) -> None:
@@ -216,10 +206,13 @@ def wait_for(url: str, process: subprocess.Popen[str]) -> None:
 
 
 def served(
-    url: str, concurrency: int, input_len: int, output_len: int, waves: int, warmups: int = 2
+    url: str, concurrency: int, input_len: int, output_len: int, waves: int, warmups: int = 2, seed: int = 0
 ) -> dict[str, Any]:
     """Return the metrics of a closed loop of streams with `concurrency` open requests, `waves` times as many in all.
     Before it, `warmups` requests are sent one after the other.
+
+    Args:
+        seed: of the prompts; those of the warm-up have the next one.
 
     Raises: SystemExit, if a request failed.
     """
@@ -231,6 +224,7 @@ def served(
         random_input_len=input_len,
         random_output_len=output_len,
         ignore_eos=True,
+        seed=seed,
     )
     load = run_load(config)
     result = summarize(config, load)
