@@ -87,7 +87,7 @@ class UnreadStream(RequestStream):
     def add_embedding(self, values: bytes) -> None: ...
 
 
-class Frontend:
+class LedgerLoad:
     """The ledger of a frontend with open requests."""
 
     def __init__(self, streams: int, input_len: int, output_len: int) -> None:
@@ -126,7 +126,7 @@ class Frontend:
         self.ledger.stuck(time.monotonic(), 60.0)
 
 
-class Scheduler:
+class SchedulerLoad:
     """The parts of a scheduler with one worker whose epoch is in effect."""
 
     def __init__(self, streams: int) -> None:
@@ -197,7 +197,10 @@ def main() -> None:
 
     tokens = load["output_throughput"]
     steps, requests, total = tokens / args.streams, tokens / args.output_len, sum(busy.values())
-    frontend, scheduler = Frontend(args.streams, args.input_len, args.output_len), Scheduler(args.streams)
+    frontend, scheduler = (
+        LedgerLoad(args.streams, args.input_len, args.output_len),
+        SchedulerLoad(args.streams),
+    )
     parts = [
         *((f"signs of life: {name}", 1e6 * seconds, 1.0) for name, seconds in idle.items()),
         ("ledger: tokens of a step", microseconds(frontend.deliver, frontend.prepare_step), steps),

@@ -27,7 +27,7 @@ RESERVED_FILES = 256
 
 
 class _JoinedWrites:
-    """What a response calls of its transport, with all bytes in one write."""
+    """The methods of a transport that a response calls. All bytes are written at once."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
