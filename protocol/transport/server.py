@@ -15,7 +15,7 @@ from protocol.handshake import PROBE, PROTOCOL_VERSION, Hello, Refused, Welcome,
 from protocol.security import LOCAL, SERVER, Security, key_role
 from protocol.transport.endpoint import bind, check_endpoint, configure, ipc_path
 from protocol.transport.errors import PeerGone, PeerSlow
-from protocol.transport.monitor import FAILURES, Monitor
+from protocol.transport.monitor import FAILURES, Monitor, is_readable
 
 if TYPE_CHECKING:
     from protocol.transport.curve import SecureContext
@@ -93,12 +93,8 @@ class Server:
 
     def receive(self) -> tuple[bytes, Hello | bytes] | None:
         """Return the next peer and its accepted `Hello` or frame, or None if nothing has arrived."""
-        while True:
-            try:
-                peer, frames, key = self._read()
-            except zmq.Again:
-                self._read_events()
-                return None
+        while is_readable(self.socket):
+            peer, frames, key = self._read()
             if len(frames) != 1:
                 self.expel(peer, ProtocolError(f"{len(frames)} frames, expected 1"))
             elif peer in self.peers:
@@ -106,12 +102,11 @@ class Server:
                     return peer, frames[0]
             elif (hello := self._handshake(peer, frames[0], key)) is not None:
                 return peer, hello
+        self._read_events()
+        return None
 
     def _read(self) -> tuple[bytes, list[bytes], str | None]:
-        """Return the next peer, its frames, and the role of its key; None: the socket has no keys.
-
-        Raises: zmq.Again, if nothing has arrived.
-        """
+        """Return the next peer, its frames, and the role of its key; None: the socket has no keys."""
         if self._secure is None:
             peer, *frames = self.socket.recv_multipart(zmq.DONTWAIT)
             return peer, frames, None

@@ -49,7 +49,9 @@ def decode_result(
     Raises: UnknownResult, if its rows are not those of the plan, or a value is impossible.
     """
     try:
-        rows, progress = ResultRows.from_message(message), ProgressRows.from_message(message)
+        rows = ResultRows.from_message(message)
+        reports_progress = message.progress_slots or message.progress_frontiers
+        progress = ProgressRows.from_message(message) if reports_progress else None
         logprobs = LogprobRows.from_message(message.logprobs) if message.logprobs is not None else None
         embeddings = EmbeddingRows.from_message(message).by_slot() if message.embeddings else NO_EMBEDDINGS
     except ProtocolError as error:
@@ -66,7 +68,7 @@ def decode_result(
         _decode_drafts(step, message, len(rows.counts), vocab_size) if message.draft_token_ids else None,
         logprobs,
         embeddings,
-        progress if len(progress.slots) else None,
+        progress,
         message.times.sampled - message.times.forward_began,
     )
 

@@ -226,18 +226,22 @@ class SimulatedSocket:
         self.waiters = Waiters()
         self.listener: Callable[[], None] | None = None
         """Called when something arrives: by an event loop that watches `fd`."""
-        self.monitor: MonitorSocket | None = None
+        self.monitor: SimulatedSocket | None = None
         self.endpoint = ""
 
     def setsockopt(self, option: int, value: object) -> None:
         """Limits of queues and of silence: no run comes near them."""
 
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self.inbox else 0
+
     def getsockopt_string(self, option: int) -> str:
         assert option == zmq.LAST_ENDPOINT
         return self.endpoint
 
-    def get_monitor_socket(self, events: int) -> "MonitorSocket":
-        self.monitor = MonitorSocket(self.network, self.process)
+    def get_monitor_socket(self, events: int) -> "SimulatedSocket":
+        self.monitor = SimulatedSocket(self.network, self.process)
         return self.monitor
 
     def disable_monitor(self) -> None:
@@ -264,12 +268,6 @@ class SimulatedSocket:
     def close(self, linger: int | None = None) -> None:
         self.closed = True
         self.network.sockets.pop(self.fd, None)
-
-
-class MonitorSocket(SimulatedSocket):
-    def getsockopt(self, option: int) -> int:
-        assert option == zmq.EVENTS
-        return zmq.POLLIN if self.inbox else 0
 
 
 class SimulatedConnection:
