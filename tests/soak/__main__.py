@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tests.simulation.whole.seeds import SeedFailed, run_seeds
 from tests.soak.progress import Progress
 from tests.soak.replayed import replayed
-from tests.soak.served import long_prompts, random_faults
+from tests.soak.served import FAULTS_PIECE, long_prompts, random_faults
 
 Result = tuple[Counter[str], list[str]]
 Piece = Callable[[int, int], Result]
@@ -101,7 +101,7 @@ PARTS = {
     "seeds": Part(simulated_seeds, "seeds", 50_000, 1_000_000, 1_000),
     "bodies": Part(suite(*BODIES), "s", 600, 3600, 1, is_timed=True),
     "probes": Part(served(long_prompts), "s", 600, 3600, 300),
-    "faults": Part(served(random_faults), "s", 1800, 86_400, 600),
+    "faults": Part(served(random_faults), "s", 1800, 86_400, FAULTS_PIECE),
     "replay": Part(
         replayed(lambda directory: suite(*ABUSE, RUNAHEAD_SOAK="", RUNAHEAD_SOAK_RECORD=directory)(0, 1)),
         "s", 600, 3600, 1, is_timed=True,

@@ -1,6 +1,7 @@
 """Soaks of `serve`: the truth of its probes, and random faults for a long time."""
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -18,6 +19,15 @@ LONG = (
     "--sim-prefill-token-us", "2000", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching",
 )  # fmt: skip
 """Settings with which a prompt delays each step by a second, also when the same one comes again."""
+DRAFTS = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+GROUPS: dict[str, tuple[str, ...]] = {
+    "one rank": (),
+    "TP 2, drafts": ("--tensor-parallel-size", "2", "--speculative-config", DRAFTS),
+    "PP 2": ("--pipeline-parallel-size", "2"),
+}
+"""Groups of workers that faults strike in turn."""
+FAULTS_PIECE = 600
+"""Seconds of faults for each of `GROUPS`."""
 STREAMS, TOKENS = 24, 60
 PAUSE = 24.0
 """Mean seconds between two faults. `serve` restarts a service three times within a minute."""
@@ -78,9 +88,10 @@ async def long_prompts(seconds: float, seed: int) -> tuple[Counter[str], list[st
 
 
 async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[str]]:
-    """Run streams and faults for some time. Return what has happened, and what is wrong."""
+    """Run streams and faults for some time. Return what has happened, and what is wrong. `seed`: seconds before."""
     rng, happened = random.Random(seed), Counter[str]()
-    with serving(*LAYOUT) as server:
+    group = list(GROUPS)[seed // FAULTS_PIECE % len(GROUPS)]
+    with serving(*LAYOUT, *GROUPS[group]) as server:
         async with server.async_client() as client:
             load, probes = Load(client, bodies(STREAMS, TOKENS)), Probes(server.url)
             await load.learn()
@@ -96,8 +107,8 @@ async def random_faults(seconds: float, seed: int) -> tuple[Counter[str], list[s
                     await asyncio.sleep(min(pause, left))
                     if until - time.monotonic() > LEAST_PAUSE:
                         kind, name = rng.choice(("killed", "stopped")), rng.choice(("scheduler", "worker"))
-                        happened[f"{name} {kind}"] += 1
-                        load.failures += await strike(server, load, probes, kind, name)
+                        happened[f"{group}: {name} {kind}"] += 1
+                        load.failures += await strike(server, load, probes, kind, name, rng)
                     if time.monotonic() - began > SETTLE:
                         measured.append(memory_and_files(server))
         failures = load.failures + leaks(measured)
@@ -114,11 +125,14 @@ def with_log(failures: list[str], server: ServeProcess) -> list[str]:
     return [*failures, f"log of the server:\n{server.log.read_text()[-LOG_CHARACTERS:]}"] if failures else []
 
 
-async def strike(server: ServeProcess, load: Load, probes: Probes, kind: str, name: str) -> list[str]:
-    """Kill or stop a service and compare the probe with what streams get. Return what is wrong."""
+async def strike(
+    server: ServeProcess, load: Load, probes: Probes, kind: str, name: str, rng: random.Random
+) -> list[str]:
+    """Kill or stop a service, of several workers any one, and compare the probe with what streams get. Return what is
+    wrong."""
     server.find_services()
-    running = (p for service, p in server.services.items() if service.startswith(name) and is_alive(p))
-    wrong, at, process = [], time.monotonic(), next(running, None)
+    running = [p for service, p in server.services.items() if service.startswith(name) and is_alive(p)]
+    wrong, at, process = [], time.monotonic(), rng.choice(running) if running else None
     if probes.at(at) != 200:
         wrong.append(f"/readyz is {probes.at(at)} although no fault was made")
     if process is None:
