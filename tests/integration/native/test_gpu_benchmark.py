@@ -220,7 +220,11 @@ def test_waits_are_counted_with_and_without_drafts(results: dict[str, Any]) -> N
 def test_every_synchronisation_is_counted_and_the_note_on_the_mode_is_not() -> None:
     with counted_waits(LazyEvent) as waits:
         for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn(
+                "called a synchronizing CUDA operation (Triggered internally at "
+                "/pytorch/c10/cuda/CUDAFunctions.cpp:304.)",
+                stacklevel=1,
+            )
         warnings.warn(
             "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
             "operations",
