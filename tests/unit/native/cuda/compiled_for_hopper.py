@@ -1,12 +1,14 @@
-"""Compiles every kernel that a tiny model, its sampler and the attention of Llama 3 launch, for compute capability 9.0,
+"""Compiles the kernels that a tiny model, its sampler and the sizes of Llama 3 launch, for compute capability 9.0,
 without a device.
 
-`python -m tests.unit.native.cuda.compiled_for_hopper CHECKPOINT` prints the names of the kernels. The interpreter
-accepts programs that the compiler refuses.
+`python -m tests.unit.native.cuda.compiled_for_hopper CHECKPOINT` prints each kernel with its shared memory and its
+stack. The interpreter accepts programs that the compiler refuses, and programs that a device cannot hold.
 """
 
-import inspect
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from protocol.steps import GrammarOutput
@@ -22,55 +24,104 @@ from services.worker.backends.native.kernels.cuda.attention import PagedAttentio
 from services.worker.backends.native.kernels.cuda.kernels import CudaKernels
 from services.worker.backends.native.kernels.interface.attention import AttentionShape
 from services.worker.backends.native.kernels.interface.kv_cache import CacheShape
+from services.worker.backends.native.kernels.interface.sampling import DrawColumns
+from tests.benchmarks.gpu.shapes import SHAPES
+from tests.unit.native.attention_cases import AttentionCase
 from tests.unit.native.cuda.tiny_engine import TinyEngine
 from tests.unit.native.interpreted import CopyingDevice
 
-HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may use."""
-compiled: set[tuple[object, ...]] = set()
+STACK = 1024
+"""Bytes of a thread's stack. A product that does not fit into registers takes many kilobytes, which the driver
+allocates for every thread that the device can hold."""
+F32, BF16 = torch.float32, torch.bfloat16
+BLOCK_SIZE, PROCESSORS = 16, 132
+ATTENTION = [
+    (AttentionCase(32, 8, 128, BLOCK_SIZE), BF16),
+    (AttentionCase(32, 8, 64, BLOCK_SIZE), BF16),
+    (AttentionCase(4, 2, 64, BLOCK_SIZE, window=99, normed=True), F32),
+]
+"""Llama 3.1 8B and 3.2 1B, and the model of the tests in float32."""
+compiled: dict[int, Any] = {}
+"""By identity, because Triton returns the same object for equal launches."""
+launch = JITFunction.run
 
 
-def compile_launch(kernel: JITFunction[Any], *args: Any, grid: object, warmup: bool, **keywords: Any) -> None:
-    """Take the place of a launch."""
-    names = kernel.arg_names
-    options = {name: value for name, value in keywords.items() if name not in names}
-    given = inspect.signature(kernel.fn).bind(*args, **{n: v for n, v in keywords.items() if n in names})
-    constants = {p.name: given.arguments[p.name] for p in kernel.params if p.is_constexpr}
-    signature = {n: "constexpr" if n in constants else type_of(given.arguments[n]) for n in names}
-    key = kernel.fn.__name__, *signature.values(), *constants.items(), *options.items()
-    if key not in compiled:
-        compiled.add(key)
-        result = triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
-        assert result.metadata.shared <= SHARED, (kernel.fn.__name__, constants, result.metadata.shared)
+class Hopper:
+    """Triton's driver without a device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def type_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return POINTERS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
+def compile_launch(kernel: JITFunction[Any], *args: Any, warmup: bool, **keywords: Any) -> None:
+    """Take the place of a launch. It is compiled for its arguments: for aligned pointers, and for numbers that are 1 or
+    multiples of 16."""
+    result = launch(kernel, *args, warmup=True, **keywords)
+    if id(result) not in compiled:
+        compiled[id(result)] = result
+        shared, stack = result.metadata.shared, stack_of(result.asm["cubin"])
+        print(kernel.fn.__name__, shared, stack)
+        assert shared <= SHARED, (keywords, shared)
+        assert stack <= STACK, (keywords, stack)
 
 
-def attend(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Launch a step with a chunk, and a decode step of few rows."""
+def stack_of(binary: bytes) -> int:
+    """Return the bytes of a thread's stack."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", usage)))
+
+
+def attend(case: AttentionCase, dtype: torch.dtype) -> None:
+    """Launch a step with a chunk, and decode steps of few and of many rows."""
     network = CudaKernels(dtype, dtype, CopyingDevice()).network
-    cache = network.kv_cache(CacheShape(1, kv_heads, head_dim, 16, dtype), 4)
-    shape = AttentionShape(heads, head_dim, (0,), 1e-5, torch.ones(head_dim // 2))
-    table, tokens = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(70, dtype=torch.int32)
-    attention = PagedAttention(shape, cache, table, 70, dtype, processors=132)
+    heads, head_dim, most = case.heads, case.head_dim, 512
+    cache = network.kv_cache(CacheShape(1, case.kv_heads, head_dim, BLOCK_SIZE, dtype), 4)
+    shape = AttentionShape(heads, head_dim, (case.window,), 1e-5, torch.ones(head_dim // 2))
+    table, tokens = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(most, dtype=torch.int32)
+    attention = PagedAttention(shape, cache, table, most, dtype, PROCESSORS)
     attention.begin(tokens, tokens)
-    attention.write(0, torch.zeros(70, (heads + 2 * kv_heads) * head_dim, dtype=dtype))
-    for rows in (70, 2):
+    norms = (torch.ones(head_dim), torch.ones(head_dim)) if case.normed else None
+    attention.write(0, torch.zeros(most, (heads + 2 * case.kv_heads) * head_dim, dtype=dtype), norms)
+    for rows, tiles in ((70, 2), (2, 2), (most, most)):
         out = torch.zeros(rows, heads * head_dim, dtype=dtype)
-        attention.attend(0, torch.zeros(2, 4, dtype=torch.int32), out)
+        attention.attend(0, torch.zeros(tiles, 4, dtype=torch.int32), out)
+
+
+def compute(name: str) -> None:
+    """Launch what is beside products and attention in a decode step, and the choice of tokens."""
+    shape, kernels = SHAPES[name], CudaKernels(BF16, BF16, CopyingDevice())
+    network, hidden, mlp = kernels.network, shape.hidden_size, shape.intermediate_size
+    residual, normed = torch.zeros(4, hidden), torch.zeros(4, hidden, dtype=BF16)
+    network.gather(torch.zeros(4, dtype=torch.int32), normed, residual)
+    for delta in (None, normed):
+        network.norm(residual, delta, torch.zeros(hidden), 1e-5, normed)
+    network.silu_and_multiply(torch.zeros(4, 2 * mlp, dtype=BF16), torch.zeros(4, mlp, dtype=BF16))
+    one, logits = np.ones(1, np.int32), torch.zeros(1, shape.vocab_size)
+    kernels.sampling.greedy(logits)
+    for min_p, top_k, top_p in ((0.0, 0, 1.0), (0.1, 5, 0.9)):
+        temperature, least, share = (np.full(1, value, np.float32) for value in (1.0, min_p, top_p))
+        columns = temperature, least, one * top_k, share, np.zeros(1, np.uint64), one
+        kernels.sampling.choose(logits, DrawColumns(*columns))
 
 
 @torch.inference_mode()
 def main(model: Path) -> None:
+    driver.set_active(Hopper())
     JITFunction.run = compile_launch
-    dtype = torch.bfloat16
-    engine = TinyEngine(model, CudaKernels(dtype, dtype, CopyingDevice()), dtype)
+    engine = TinyEngine(model, CudaKernels(BF16, BF16, CopyingDevice()), BF16)
     vocab = engine.model.part.whole.vocab_size
     everything = {
         "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),), "bad_words": ((2,),), "top_p": 0.9, "top_k": 5,
@@ -80,11 +131,12 @@ def main(model: Path) -> None:
     engine.add(0, [1, 2, 3], temperature=1.0, **everything)
     engine.add(1, [1, 2, 3])
     words = np.full((1, -(-vocab // 32)), -1, np.int32)
-    grammar = GrammarOutput(1, 1, np.array([0], np.int32).tobytes(), words.tobytes())
+    grammar = GrammarOutput(1, 1, np.array([0], np.int32).tobytes(), memoryview(words.tobytes()))
     engine.step([(0, 0, 3, True), (1, 0, 3, True)], grammar)
     engine.step([(1, 3, 1, True)])
-    attend(dtype, 32, 8, 128)
-    print("\n".join(sorted({str(name) for name, *_ in compiled})))
+    for case, dtype in ATTENTION:
+        attend(case, dtype)
+    compute("llama-3.1-8b")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ CASES = [
     AttentionCase(1, 1, 16, 1, normed=True),
     AttentionCase(20, 1, 16, 64, window=60),
 ]
+SERVED = [AttentionCase(8, 2, 64, 16), AttentionCase(8, 2, 128, 16)]
+"""Groups and heads of Llama 3, whose programs are the largest ones."""
 
 
 def both(
@@ -38,7 +40,7 @@ def both(
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, "float32") for case in CASES), (CASES[2], "half")],
+    [*((case, "float32") for case in CASES), *((case, "half") for case in (CASES[2], *SERVED))],
     ids=str,
     indirect=["dtype"],
 )

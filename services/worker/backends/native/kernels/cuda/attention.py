@@ -20,8 +20,19 @@ from services.worker.backends.native.kernels.interface.kv_cache import KVCache
 TILE = 64
 """Maximum number of tokens in a tile."""
 _LOG2_E = 1.4426950408889634
-_MOST_ROWS = 128
 _HEADS_AT_ONCE = 8
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a program for one dtype, of which the compiler keeps products in registers."""
+
+    most_rows: int
+    keys: int
+    """Keys at once, with heads of up to 128 dimensions."""
+
+
+_SIZES = {2: _Sizes(128, 64), 4: _Sizes(32, 32)}
+"""By the bytes of an item. Products of float32 use no matrix unit; larger ones take kilobytes of a thread's stack."""
 
 
 class _Launch(NamedTuple):
@@ -56,6 +67,7 @@ class PagedAttention:
         self._shape, self._cache, self._table = shape, cache, table
         self._heads, self._kv_heads, self._head_dim = shape.heads, cache.shape.kv_heads, shape.head_dim
         self._group = shape.heads // self._kv_heads
+        self._sizes = _SIZES[activations.itemsize]
         where = table.device
         self._processors = processors or num_processors(where)
         self._frequencies = shape.frequencies.to(where)
@@ -95,14 +107,15 @@ class PagedAttention:
     def attend(self, layer: int, tiles: torch.Tensor, out: torch.Tensor) -> None:
         if not len(tiles):
             return
+        group, most = self._group, self._sizes.most_rows
         decodes = len(tiles) == len(out)  # every tile has one token
-        few = padded(self._group if decodes else DRAFTED * self._group)
-        small = max(1, few // self._group)
+        few = padded(group if decodes else max(group, min(DRAFTED * group, most)))
+        small = max(1, few // group)
         splits = num_splits(len(tiles), self._kv_heads, self._processors)
         self._launch(layer, tiles, out, _Launch(1, small, few, 1, splits))
         if not decodes:
-            many = min(_MOST_ROWS, padded(TILE * self._group))
-            programs = triton.cdiv(TILE * self._group, many)
+            many = min(most, padded(TILE * group))
+            programs = triton.cdiv(TILE * group, many)
             self._launch(layer, tiles, out, _Launch(small + 1, TILE, many, programs, 1))
 
     def _launch(self, layer: int, tiles: torch.Tensor, out: torch.Tensor, launch: _Launch) -> None:
@@ -117,7 +130,7 @@ class PagedAttention:
             block_size=self._cache.shape.block_size,
             window=self._shape.windows[layer],
             programs=programs,
-            keys_at_once=64 if width <= 128 else 32,
+            keys_at_once=self._sizes.keys if width <= 128 else self._sizes.keys // 2,
             num_warps=8 if rows > 64 and width > 64 else 4,
             **shared,
         )
