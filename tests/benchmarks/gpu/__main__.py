@@ -80,11 +80,18 @@ def _run(part: str, out: Path, until: float) -> bool:
     command = [sys.executable, "-u", "-m", "tests.benchmarks.gpu", part, "--out", str(out), "--here"]
     status = run_within(command, limit, log)
     if status == 0:
-        print(f"{part}: {file}", flush=True)
+        print(f"{part}: {file}\n{figures(file)}", flush=True)
     else:
         why = f"was not done in {limit:.0f} s" if status is None else "failed"
         print(f"{log.read_text(errors='replace')[-4000:]}\n{part} {why}; its output is in {log}", flush=True)
     return status == 0
+
+
+def figures(file: Path) -> str:
+    """Return the figures of a part as one line, without the output of tests: a machine may be gone before its files."""
+    content = json.loads(file.read_text())
+    content.pop("output", None)
+    return json.dumps(content)
 
 
 if __name__ == "__main__":

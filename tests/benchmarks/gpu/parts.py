@@ -72,9 +72,10 @@ def _tested(name: str) -> Result:
     command = [sys.executable, "-m", "pytest", "-c", "tests/benchmarks/gpu/pytest.ini", "--rootdir", "."]
     command += ["-p", "no:cacheprovider", "-rs", "-v", "--durations=10", f"tests/gpu/test_{name}.py"]
     output: list[str] = []
-    compiled = os.environ | {"TRITON_INTERPRET": "0"}
+    # Plugins of other packages on the machine are not loaded: nothing here needs one.
+    variables = os.environ | {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=compiled
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables
     ) as tests:
         assert tests.stdout is not None
         for line in tests.stdout:  # a part that is killed has printed what it did

@@ -100,6 +100,7 @@ def gpu() -> MeasuredDevice:
             "memory": properties.total_memory,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
+            "float32_products": torch.get_float32_matmul_precision(),
             "date": time.strftime("%Y-%m-%d"),
         },
     )

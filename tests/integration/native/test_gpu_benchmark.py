@@ -25,7 +25,7 @@ from services.config import WorkerConfig
 from services.worker.backends.native.model.config import ModelConfig
 from services.worker.backends.native.runner import NativeRunner
 from services.worker.weights import open_checkpoint
-from tests.benchmarks.gpu.__main__ import LIMIT, main
+from tests.benchmarks.gpu.__main__ import LIMIT, figures, main
 from tests.benchmarks.gpu.engine import StageEngine
 from tests.benchmarks.gpu.parts import (
     IN_CI,
@@ -38,7 +38,7 @@ from tests.benchmarks.gpu.parts import (
     preference,
 )
 from tests.benchmarks.gpu.processes import kill_tree, run_within
-from tests.benchmarks.gpu.saved import SavedRows
+from tests.benchmarks.gpu.saved import SavedRows, write_json
 from tests.benchmarks.gpu.served import rates, write_checkpoint
 from tests.benchmarks.gpu.shapes import SHAPES, TINY, head_parameters, product_parameters
 from tests.benchmarks.gpu.target import tiny
@@ -85,6 +85,12 @@ def test_a_part_that_fails_leaves_its_output(
     assert main(["machine", "--out", str(tmp_path)]) == 1
     assert "torch finds no GPU" in capsys.readouterr().out
     assert "torch finds no GPU" in (tmp_path / "machine.log").read_text()
+
+
+def test_figures_are_one_line_without_the_output_of_tests(tmp_path: Path) -> None:
+    file = tmp_path / "gap.json"
+    write_json(file, {"rows": [{"gap": 1.5}], "output": "5 passed"})
+    assert figures(file) == '{"rows": [{"gap": 1.5}]}'
 
 
 def test_a_process_that_takes_too_long_is_killed_and_its_output_kept(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from services.worker.backends.native.kernels.cuda.graph_plan import (
     GraphPlan,
     padded_rows,
 )
+from services.worker.backends.native.kernels.cuda.split_plan import num_splits
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 9, 31, 100, 256, 300, 512, 5000])
@@ -40,9 +41,12 @@ def test_the_largest_graph_is_captured_first() -> None:
     assert GraphPlan.for_rows(5).capture_order == (5, 4, 3, 2, 1)
 
 
-def test_steps_with_chunks_are_compiled_for_every_power_of_two() -> None:
+def test_steps_with_chunks_are_compiled_for_every_number_of_splits() -> None:
     plan = GraphPlan.for_rows(8)
-    assert [plan.compiled_tiles(most) for most in (0, 1, 7, 8)] == [(), (1,), (1, 2, 4), (1, 2, 4, 8)]
+    assert [plan.compiled_tiles(most) for most in (0, 1, 7, 8)] == [(), (1,), (1, 2, 4, 7), (1, 2, 4, 8)]
+    for most in (6, 33, 100):
+        compiled = {num_splits(tiles, 8, 132) for tiles in plan.compiled_tiles(most)}
+        assert compiled == {num_splits(tiles, 8, 132) for tiles in range(1, most + 1)}
 
 
 def test_padding_ends_with_the_buffers() -> None:

@@ -49,12 +49,12 @@ def test_a_step_without_a_graph_has_its_own_rows() -> None:
 
 def test_capture_of_all_sizes_before_the_first_step() -> None:
     """The largest first, of padding rows only, with progress and the memory that it took. Then one step with chunks for
-    each power of two, whose kernels are compiled so."""
+    each power of two and for the most tiles, whose kernels are compiled so."""
     steps, done = CountedSteps(), list[tuple[int, int]]()
     steps.buffers.slots.fill_(3)
     steps.buffers.tiles.fill_(3)
     assert steps.recording.capture(lambda number, total: done.append((number, total))) == 2 * 1024
-    assert steps.rows == [(6, 6, 6), (2, 2, 2), (2, 1, 1), (3, 2, 1), (5, 4, 1)]
+    assert steps.rows == [(6, 6, 6), (2, 2, 2), (2, 1, 1), (3, 2, 1), (5, 4, 1), (8, 7, 1)]
     assert done == [(1, 2), (2, 2)]
     assert (steps.buffers.slots == -1).all()
     assert (steps.buffers.tiles == 0).all()

@@ -57,8 +57,10 @@ class GraphPlan:
 
     def compiled_tiles(self, most: int) -> tuple[int, ...]:
         """Return numbers of tiles, at most `most`, of steps with chunks. Their kernels differ in the number of programs
-        that share the keys of a tile, which depends on the power of two."""
-        return tuple(1 << exponent for exponent in range(max(most, 0).bit_length()))
+        that share the keys of a tile. Twice the tiles halve it at most, so each number in between has that of one of
+        its neighbours."""
+        powers = {1 << exponent for exponent in range(max(most, 0).bit_length())}
+        return tuple(sorted(powers | {most})) if powers else ()
 
 
 def padded_rows(rows: int, capacity: int) -> int:
