@@ -24,6 +24,7 @@ class EngineStatistics(Collector):
         self._engine = engine
         self._labels = labels
         self._named = dict(zip(LABELS, labels, strict=True))
+        self._release = {"version": metadata.version("runahead-engine")}  # reads files
 
     def collect(self) -> Iterator[Metric]:
         stats = dict(self._engine.state.stats)
@@ -73,8 +74,7 @@ class EngineStatistics(Collector):
         yield _gauge("engine_ready", "1 if requests are executed now", self._named, ready)
 
     def _about_this_frontend(self) -> Iterator[Metric]:
-        release = {"version": metadata.version("runahead-engine")}
-        yield InfoMetricFamily(f"{OURS}build", "version of this frontend", value=self._named | release)
+        yield InfoMetricFamily(f"{OURS}build", "version of this frontend", value=self._named | self._release)
         for name, text, value in (
             (
                 "requests_resubmitted",

@@ -1,15 +1,18 @@
 """Metrics of this frontend's answers and requests."""
 
+import asyncio
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 
 from protocol.requests import Finish
 from services.frontend.engine.client import EngineClient
 from services.frontend.errors import GONE
 from services.frontend.metrics.collectors import OURS, Count, Total, ValueHistogram
 from services.frontend.metrics.engine_statistics import EngineStatistics
-from services.frontend.metrics.vllm_names import VllmNames
+from services.frontend.metrics.vllm_names import with_vllm_name
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
          2560)  # fmt: skip
@@ -69,8 +72,6 @@ class Metrics:
 
     def __init__(self, engine: EngineClient, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._aliases = CollectorRegistry()
-        self._aliases.register(VllmNames(self._registry))
         labels = (model, "0")
         self._registry.register(EngineStatistics(engine, labels))
 
@@ -174,5 +175,22 @@ class Metrics:
         for histogram in self._histograms:
             histogram.fold()
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry) + generate_latest(self._aliases)
+    async def render(self) -> bytes:
+        """Return the text for Prometheus. Between two families the event loop runs other tasks: all of them take more
+        than ten milliseconds, in which streams would wait."""
+        families = [*self._registry.collect()]
+        renamed = [alias for family in families if (alias := with_vllm_name(family)) is not None]
+        parts = []
+        for family in families + renamed:
+            parts.append(generate_latest(_OneFamily(family)))
+            await asyncio.sleep(0)
+        return b"".join(parts)
+
+
+class _OneFamily(CollectorRegistry):
+    def __init__(self, family: Metric) -> None:
+        super().__init__()
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family

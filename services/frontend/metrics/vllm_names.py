@@ -1,10 +1,6 @@
 """Families of metrics once more, under vLLM's names."""
 
-from collections.abc import Iterator
-
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from services.frontend.metrics.collectors import OURS
@@ -29,21 +25,15 @@ VLLM_NAMES = frozenset(
 """Families that are also shown under vLLM's name."""
 
 
-class VllmNames(Collector):
-    """The families of VLLM_NAMES once more, under vLLM's names. They cost nothing until they are read."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            name = family.name.removeprefix(OURS)
-            if name not in VLLM_NAMES:
-                continue
-            renamed = Metric(VLLM + name, family.documentation, family.type)
-            for sample in family.samples:
-                labels = sample.labels
-                if name == "admission_rejections":  # has no label `engine` in vLLM
-                    labels = {"model_name": labels["model_name"], "reason": labels["reason"]}
-                renamed.samples.append(Sample(VLLM + sample.name.removeprefix(OURS), labels, *sample[2:]))
-            yield renamed
+def with_vllm_name(family: Metric) -> Metric | None:
+    """Return the family under vLLM's name, or None if it is not one of VLLM_NAMES."""
+    name = family.name.removeprefix(OURS)
+    if name not in VLLM_NAMES:
+        return None
+    renamed = Metric(VLLM + name, family.documentation, family.type)
+    for sample in family.samples:
+        labels = sample.labels
+        if name == "admission_rejections":  # has no label `engine` in vLLM
+            labels = {"model_name": labels["model_name"], "reason": labels["reason"]}
+        renamed.samples.append(Sample(VLLM + sample.name.removeprefix(OURS), labels, *sample[2:]))
+    return renamed

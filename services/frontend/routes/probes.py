@@ -73,4 +73,4 @@ async def readyz(http: HTTPRequest, response: Response, context: Context) -> Rea
     responses=errors(*GUARDED),
 )
 async def metrics(context: Context) -> Response:
-    return Response(context.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await context.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,5 +1,6 @@
 """The histogram equals that of prometheus_client; statistics of the engine are exported."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +52,7 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         num_shed=0,
         ready=True,
     )
-    text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
+    text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     for line in (
         'runahead:accepted_total{engine="0",model_name="demo",position="0"} 5.0',
         'runahead:accepted_total{engine="0",model_name="demo",position="1"} 3.0',
@@ -61,11 +62,29 @@ def test_statistics_of_the_engine_are_labelled_by_position() -> None:
         assert line in text
 
 
+async def test_other_tasks_run_while_metrics_are_rendered() -> None:
+    engine = SimpleNamespace(
+        state=EngineState(EnginePhase.READY), ledger=RequestLedger(), num_shed=0, ready=True
+    )
+    turns = 0
+
+    async def other_task() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other_task())
+    text = await Metrics(engine, "demo").render()  # type: ignore[arg-type]
+    task.cancel()
+    assert turns >= text.count(b"# TYPE"), "one turn for each family"
+
+
 def rendered(**state: object) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     engine = SimpleNamespace(
         state=EngineState(EnginePhase.READY, **state), ledger=RequestLedger(), num_shed=0, ready=True
     )  # type: ignore[arg-type]
-    text = Metrics(engine, "demo").render().decode()  # type: ignore[arg-type]
+    text = asyncio.run(Metrics(engine, "demo").render()).decode()  # type: ignore[arg-type]
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -125,7 +144,7 @@ def test_every_family_of_the_list_is_shown_under_both_names() -> None:
         num_shed=0,
         ready=True,
     )
-    lines = Metrics(engine, "demo").render().decode().splitlines()  # type: ignore[arg-type]
+    lines = asyncio.run(Metrics(engine, "demo").render()).decode().splitlines()  # type: ignore[arg-type]
     families = [
         line.split()[2] for line in lines if line.startswith("# TYPE") and not line.endswith("_created gauge")
     ]
